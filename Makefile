@@ -1,0 +1,43 @@
+# make setup | demo | test | lint | bench: each prepares .venv by itself; nothing else is needed but Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHONUTF8 := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo test test-gpu lint bench docs clean
+.DEFAULT_GOAL := setup
+
+setup: .venv/ready
+
+# torch comes first and pinned: a range would pull gigabytes of another build where a local one exists.
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo "setting up .venv (a few minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/posttrain demo
+
+# One thread a process: two processes on two cores, and the same numbers on every machine.
+test: setup lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' tests
+
+test-gpu:
+	python3 -m pytest -m gpu tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m bench
+
+docs: setup
+	$(BIN)/python -m posttrain.cli.reference > docs/commands.md
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,150 @@
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers that are good or bad, no pairs.
+
+An answer's log-ratio of policy and reference is judged against a baseline, the KL between the two. The baseline is
+measured over the whole step in `score` and is a constant in the loss; nothing else crosses samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from posttrain.algos.base import Algorithm, register
+from posttrain.errors import UsageError
+from posttrain.types import Batch, Loss, Outputs, Sample
+
+DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, 0.0, -1.0
+
+
+@register("kto")
+class KTO(Algorithm):
+    """Raises the log-ratio of desirable answers above the baseline, lowers that of undesirable ones below it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        variant: Literal["kto", "vanilla"] = "kto"
+        """kto: the baseline comes from mismatched pairs; vanilla: each side's mean is the baseline of the other."""
+        beta: float = 0.1
+        """How hard the policy is held to the reference."""
+        desirable_weight: float = 1.0
+        """Weight of desirable answers."""
+        undesirable_weight: float = 1.0
+        """Weight of undesirable answers."""
+        length_normalize: bool = False
+        """Mean over an answer's tokens instead of their sum."""
+        reference: str = ""
+        """Path of the reference model; empty: the policy as it was at the start."""
+        precompute_reference: bool = False
+        """Compute the reference's log-probabilities of all rows first; only with variant vanilla."""
+
+    rows = "labelled"
+    unit = "sample"
+    least_rows = 2  # a prompt is matched with another row's answer
+    least_rows = 2
+    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
+
+    def check(self) -> None:
+        if self.config.beta <= 0:
+            raise UsageError(f"algo.beta is {self.config.beta}: it must be above 0")
+        if self.config.precompute_reference and self.config.variant == "kto":
+            raise UsageError(
+                "algo.precompute_reference does not go with algo.variant kto, whose mismatched pairs are new every "
+                "step: leave it out, or set algo.variant to vanilla"
+            )
+
+    def needs(self) -> set[str]:
+        return {"ref_logprobs", "logprobs"}
+
+    def reference(self) -> str:
+        return self.config.reference
+
+    def precomputes(self) -> bool:
+        return self.config.precompute_reference
+
+    def fills(self, name: str, sample: Sample) -> bool:
+        """The policy's log-probabilities are for the baseline, so only where it is measured."""
+        return name != "logprobs" or self.config.variant == "vanilla" or sample.label == MISMATCHED
+
+    def prepare(self, samples: list[Sample]) -> list[Sample]:
+        if self.config.variant == "vanilla":
+            return samples
+        if len(samples) < self.least_rows:
+            raise UsageError(
+                f"{samples[0].origin or 'kto'}: KTO needs at least 2 rows a step, to match a prompt with another row's "
+                "answer; this step has 1: change update.rows_per_step or the number of rows"
+            )
+        return samples + mismatched(samples)
+
+    def score(self, samples: list[Sample]) -> list[Sample]:
+        sides = {label: [s for s in samples if s.label == label] for label in (DESIRABLE, UNDESIRABLE, MISMATCHED)}
+        if self.config.variant == "vanilla":
+            if not sides[DESIRABLE] or not sides[UNDESIRABLE]:
+                raise UsageError(
+                    "algo.variant vanilla needs desirable and undesirable rows in every step: "
+                    "raise update.rows_per_step, or set algo.variant to kto"
+                )
+            baseline = {DESIRABLE: self.kl(sides[UNDESIRABLE]), UNDESIRABLE: self.kl(sides[DESIRABLE])}
+        else:
+            baseline = dict.fromkeys((DESIRABLE, UNDESIRABLE), self.kl(sides[MISMATCHED]))
+        real = [sample for sample in samples if sample.label != MISMATCHED]
+        for sample in real:
+            sample.baseline = baseline[sample.label]
+        return real
+
+    def kl(self, samples: Sequence[Sample]) -> float:
+        """Mean log-ratio of policy and reference, at least 0 as a KL must be."""
+        total = 0.0
+        for sample in samples:
+            assert sample.logprobs is not None and sample.ref_logprobs is not None
+            ratio = (sample.logprobs - sample.ref_logprobs)[sample.mask].sum(dtype=np.float64)
+            total += float(ratio) / (max(1, sample.mask.sum()) if self.config.length_normalize else 1)
+        return max(0.0, total / len(samples))
+
+    def loss(self, out: Outputs, batch: Batch) -> Loss:
+        assert out.logprobs is not None and batch.ref_logprobs is not None
+        ratio = batch.per_sample(out.logprobs - batch.ref_logprobs)
+        if self.config.length_normalize:
+            ratio = ratio / batch.counts()
+        desirable = (batch.label == DESIRABLE).to(ratio.dtype)
+        undesirable = 1 - desirable
+        weight = self.config.desirable_weight * desirable + self.config.undesirable_weight * undesirable
+        gain = (desirable - undesirable) * (ratio - batch.baseline)
+        reward = self.config.beta * ratio.detach()
+        return Loss(
+            total=(weight * torch.sigmoid(-self.config.beta * gain)).sum(),  # 1 - sigmoid(x) is sigmoid(-x)
+            metrics={
+                "accuracy": (gain > 0).sum(),
+                "kl": batch.baseline.sum(),
+                "desirable_reward": ((reward * desirable).sum(), desirable.sum()),
+                "undesirable_reward": ((reward * undesirable).sum(), undesirable.sum()),
+            },
+        )
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """Every prompt with the answer of the next row that has another prompt, or of the next row if none has.
+
+    No longer than the longest row, so that a limit on length that held for the rows holds for these.
+    """
+    longest = max(len(sample) for sample in samples)
+    starts = [int(sample.mask.argmax()) if sample.mask.any() else len(sample) for sample in samples]
+    prompts = [sample.tokens[:start] for sample, start in zip(samples, starts, strict=True)]
+    pairs = []
+    for i, prompt in enumerate(prompts):
+        others = (k % len(samples) for k in range(i + 1, i + len(samples)))
+        j = next((k for k in others if not np.array_equal(prompts[k], prompt)), (i + 1) % len(samples))
+        answer, start = samples[j], starts[j]
+        pairs.append(
+            Sample(
+                tokens=np.concatenate([prompt, answer.tokens[start:]])[:longest],
+                mask=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), answer.mask[start:]])[:longest],
+                label=MISMATCHED,
+                group=samples[i].group,
+                origin=samples[i].origin,
+            )
+        )
+    return pairs

@@ -1,0 +1,72 @@
+"""Process reward model: after each step's placeholder, is the right-token or the wrong-token more likely?
+
+Cross-entropy over the reward tokens alone, at the placeholders alone (the form of Math-Shepherd, arXiv:2312.08935).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from posttrain.algos.base import Algorithm, register
+from posttrain.errors import UsageError
+from posttrain.types import Batch, Loss, Outputs, Request
+
+
+@register("prm")
+class ProcessReward(Algorithm):
+    """A label a step: hard (right 1, wrong 0) or soft (the probability of right)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        placeholder: str = "ки"
+        """Token that ends every step; the model judges the step there."""
+        reward_tokens: tuple[str, ...] = ("+", "-")
+        """The token for a right step, then the token for a wrong one."""
+
+    rows = "stepwise"
+    unit = "token"  # the placeholders are the tokens that count
+    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
+
+    def check(self) -> None:
+        tokens = self.config.reward_tokens
+        if len(tokens) != 2 or tokens[0] == tokens[1]:
+            raise UsageError(
+                f"algo.reward_tokens is {list(tokens)}: give two different tokens, the one for a right step first"
+            )
+        if self.config.placeholder in tokens:
+            raise UsageError(
+                f"algo.placeholder {self.config.placeholder!r} is also in algo.reward_tokens {list(tokens)}: "
+                "choose another placeholder"
+            )
+
+    def placeholder(self) -> str:
+        return self.config.placeholder
+
+    def outputs(self) -> set[str]:
+        return {"choices"}
+
+    def request(self, token_id: Callable[[str], int]) -> Request:
+        ids = tuple(token_id(text) for text in self.config.reward_tokens)
+        return Request(names=frozenset(self.outputs()), choice_ids=ids)
+
+    def annotations(self) -> dict[str, Any]:
+        return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}
+
+    def placeholder(self) -> str:
+        return self.config.placeholder
+
+    def request(self, token_id: Callable[[str], int]) -> Request:
+        choice_ids = tuple(token_id(token) for token in self.config.reward_tokens)
+        return Request(names=frozenset(self.outputs()), choice_ids=choice_ids)
+
+    def annotations(self) -> dict[str, Any]:
+        return {"prm_placeholder": self.config.placeholder, "prm_reward_tokens": list(self.config.reward_tokens)}
+
+    def loss(self, out: Outputs, batch: Batch) -> Loss:
+        assert out.choices is not None and batch.targets is not None
+        right, wrong = out.choices.unbind(-1)  # normalised over these two alone, whatever else is likely
+        target = batch.targets[batch.counted]
+        per_step = -(target * right + (1 - target) * wrong)
+        return Loss(total=per_step.sum(), metrics={"accuracy": ((right > wrong) == (target > 0.5)).sum()})

@@ -1,0 +1,59 @@
+"""Reward model from pairs: the chosen answer's score above the rejected one's (arXiv:2203.02155, eq. 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.algos.base import Algorithm, register
+from posttrain.types import Batch, Loss, Outputs
+
+
+@register("reward")
+class Reward(Algorithm):
+    """One number at the last token of each answer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        loss: Literal["sigmoid", "logexp"] = "sigmoid"
+        """-log sigmoid(c - r), or log(1 + exp(r - c)): the same number, written in two ways."""
+        use_margin: bool = False
+        """Ask for the row's own margin: c - r - margin instead of c - r (arXiv:2307.09288, eq. 2)."""
+        center: float = 0.0
+        """Weight of (c + r)^2, which keeps scores around 0 (arXiv:2312.09244)."""
+
+    rows = "pair"
+    unit = "group"
+    group_size = 2
+    head = "score"
+    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 9e-6}
+
+    def outputs(self) -> set[str]:
+        return {"scores"}
+
+    def loss(self, out: Outputs, batch: Batch) -> Loss:
+        assert out.scores is not None
+        chosen, rejected = batch.pairs(out.scores)
+        margin = chosen - rejected
+        logit = margin
+        if self.config.use_margin:
+            wanted, _ = batch.pairs(batch.margin)
+            logit = margin - wanted
+        if self.config.loss == "logexp":
+            per_pair = torch.logaddexp(-logit, torch.zeros_like(logit))
+        else:
+            per_pair = -F.logsigmoid(logit)
+        if self.config.center:
+            per_pair = per_pair + self.config.center * (chosen + rejected) ** 2
+        return Loss(
+            total=per_pair.sum(),
+            metrics={
+                "accuracy": (margin > 0).sum(),
+                "margin": margin.detach().sum(),
+                "chosen_score": chosen.detach().sum(),
+                "rejected_score": rejected.detach().sum(),
+            },
+        )

@@ -1,0 +1,28 @@
+"""Supervised fine-tuning, and continued pretraining: the same loss on all tokens of plain text."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from posttrain.algos.base import Algorithm, RowKind, register
+from posttrain.types import Batch, Loss, Outputs
+
+
+@register("sft")
+class SFT(Algorithm):
+    """Negative log-likelihood of the tokens that count."""
+
+    rows: ClassVar[RowKind] = "chat"
+    unit = "token"
+    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
+
+    def loss(self, out: Outputs, batch: Batch) -> Loss:
+        assert out.logprobs is not None
+        return Loss(total=-out.logprobs[batch.counted].sum())
+
+
+@register("pretrain")
+class Pretrain(SFT):
+    """SFT on text, where every token but the first of a sequence counts."""
+
+    rows = "text"

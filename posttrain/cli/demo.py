@@ -1,0 +1,153 @@
+"""`posttrain demo`: teach a toy model two-digit sums, by imitation, then by preference, and show what changed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.log import quiet_libraries
+from posttrain.loops.folder import RunFolder
+from posttrain.loops.offline import train
+from posttrain.models.load import resolve_path
+
+HELD_OUT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A question the model is asked."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+
+def run_demo(out: str, seed: int) -> int:
+    """SFT, a reward model, DPO; accuracy on held-out sums before and after each."""
+    quiet_libraries()
+    started = time.monotonic()
+    console = Console()
+    with RunFolder.open(out, "demo", resume=False) as folder:
+        root = folder.path
+        rng = random.Random(seed)
+        sums = [Sum(a, b) for a in range(10, 100) for b in range(10, 100)]
+        rng.shuffle(sums)
+        held_out, lessons = sums[:HELD_OUT], sums[HELD_OUT:]
+        table = Table("stage", "held-out figure", "before", "after", "seconds", title="what each stage changed")
+
+        def stage(title: str) -> float:
+            console.rule(title)
+            return time.monotonic()
+
+        began = stage("1. supervised fine-tuning: imitate right answers")
+        before = answers("pico", held_out)
+        rows = write_rows(root / "data/sft.jsonl", (chat(s, s.answer) for s in lessons))
+        sft = train("sft", **common(root / "sft", "pico", rows, seed), **SFT_OPTIONS).folder
+        after = answers(str(sft), held_out)
+        sft_accuracy = accuracy(held_out, after)
+        table.add_row("sft", "right answers", *shares(accuracy(held_out, before), sft_accuracy), seconds(began))
+
+        began = stage("2. reward model: tell right answers from wrong ones")
+        pairs = write_rows(root / "data/pairs.jsonl", (pair(s, wrong_answer(s, rng)) for s in lessons))
+        unseen = write_rows(root / "data/held-out-pairs.jsonl", (pair(s, wrong_answer(s, rng)) for s in held_out))
+        judge = train("reward", **common(root / "reward", str(sft), pairs, seed, unseen), **REWARD_OPTIONS)
+        table.add_row("reward", "pairs ranked right", "50.0%", f"{judge.metrics['eval/accuracy']:.1%}", seconds(began))
+
+        began = stage("3. DPO: prefer right answers to the model's own mistakes")
+        tried = lessons[: len(lessons) // 2]
+        mistakes = [(s, said) for s, said in zip(tried, answers(str(sft), tried), strict=True) if said != s.answer]
+        own = write_rows(root / "data/mistakes.jsonl", (pair(s, said or "?") for s, said in mistakes))
+        dpo = train("dpo", **common(root / "dpo", str(sft), own, seed), **DPO_OPTIONS).folder
+        final = answers(str(dpo), held_out)
+        table.add_row("dpo", "right answers", *shares(sft_accuracy, accuracy(held_out, final)), seconds(began))
+
+        console.rule("conversations with the same three questions")
+        for number in range(3):
+            asked = held_out[number]
+            console.print(f"  {asked.question:<8} before: {before[number]!r:<24} after: {final[number]!r}", markup=False)
+        console.print(table)
+        console.print(f"{time.monotonic() - started:.0f} seconds in all. Run folder: {root}", highlight=False)
+        console.print(f"next: posttrain export {root}/dpo my-model", highlight=False, markup=False)
+    return 0
+
+
+SFT_OPTIONS: dict[str, Any] = {
+    "steps": 420,
+    "update": {"rows_per_step": 128, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
+}
+REWARD_OPTIONS: dict[str, Any] = {"steps": 60, "update": {"rows_per_step": 64, "learning_rate": 1e-3}}
+DPO_OPTIONS: dict[str, Any] = {
+    "steps": 30,
+    "update": {"rows_per_step": 64, "learning_rate": 1e-4},
+    "algo": {"pref_ftx": 1.0},
+}
+
+
+def common(out: Path, model: str, rows: Path, seed: int, unseen: Path | None = None) -> dict[str, Any]:
+    data = {"train": [str(rows)], "eval": [str(unseen)] if unseen else []}
+    return {"out": str(out), "model": {"path": model}, "data": data, "seed": seed, "save": {"every": 0}}
+
+
+def chat(asked: Sum, said: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked.question}, {"role": "assistant", "content": said}]}
+
+
+def pair(asked: Sum, wrong: str) -> dict[str, Any]:
+    return {"prompt": asked.question, "chosen": asked.answer, "rejected": wrong}
+
+
+def wrong_answer(asked: Sum, rng: random.Random) -> str:
+    """Off by a little or by a ten, as a pupil would be."""
+    return str(asked.a + asked.b + rng.choice((-10, -2, -1, 1, 2, 10)))
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@torch.inference_mode()
+def answers(model: str, asked: Sequence[Sum]) -> list[str]:
+    """Greedy answers; all questions are equally long, so they need no padding."""
+    source = resolve_path(model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    said: list[str] = []
+    for first in range(0, len(asked), 500):
+        chats = [[{"role": "user", "content": s.question}] for s in asked[first : first + 500]]
+        prompts = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        produced = network.generate(**prompts, max_new_tokens=6, do_sample=False)
+        said += tokenizer.batch_decode(produced[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return said
+
+
+def accuracy(asked: Sequence[Sum], said: Sequence[str]) -> float:
+    return sum(s.answer == text for s, text in zip(asked, said, strict=True)) / len(asked)
+
+
+def shares(before: float, after: float) -> tuple[str, str]:
+    return f"{before:.1%}", f"{after:.1%}"
+
+
+def seconds(began: float) -> str:
+    return f"{time.monotonic() - began:.0f}"

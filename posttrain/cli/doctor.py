@@ -1,0 +1,250 @@
+"""`posttrain doctor`: what is installed, what this machine offers, and the one command that mends what is amiss."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+GIB = 2**30
+
+# What each optional package is for. Required ones are those that the package's own metadata names without an extra.
+OPTIONAL = {
+    "peft": "LoRA",
+    "bitsandbytes": "QLoRA (model.load_in_4bit)",
+    "accelerate": "QLoRA (model.load_in_4bit)",
+    "pyarrow": "parquet files",
+    "datasets": "data sets from the hub",
+    "tensorboard": "log.tensorboard",
+    "wandb": "log.wandb",
+    "ray": "clusters",
+    "vllm": "the vLLM engine",
+    "math-verify": "mathematical rewards",
+}
+
+State = Literal["ok", "note", "problem"]
+
+
+@dataclass(slots=True)
+class Finding:
+    """One line: what was looked at, what was found, and the command that helps if it is not ok."""
+
+    name: str
+    found: str
+    state: State = "ok"
+    wanted: str = ""
+    fix: str = ""
+
+
+def doctor() -> int:
+    """Print all findings; 0 if everything that is required is there."""
+    sections = {"packages": packages(), "devices": devices(), "machine": machine(Path.cwd(), hub_cache())}
+    if sys.stdout.isatty():
+        print_table(sections)
+    else:
+        print_plain(sections)
+    problems = [finding for findings in sections.values() for finding in findings if finding.state == "problem"]
+    print(f"{len(problems)} problem{'s' * (len(problems) != 1)}: see `fix`" if problems else "Everything required is here.")
+    return 1 if problems else 0
+
+
+def packages() -> list[Finding]:
+    """Python and every package that is or could be used, with the range that this version supports."""
+    required, optional = requirements()
+    findings = [
+        Finding("python", platform.python_version(), wanted=python_range()),
+        Finding("posttrain", own_version()),
+    ]
+    if not in_range(findings[0].found, findings[0].wanted):
+        findings[0].state, findings[0].fix = "problem", "make setup PYTHON=python3.12"
+    findings += [package(name, wanted) for name, wanted in required.items()]
+    for name, purpose in OPTIONAL.items():
+        finding = package(name, optional.get(name, ""))
+        if finding.state == "problem":  # not needed until its feature is used
+            finding.state = "note"
+        finding.found += f", for {purpose}" * (finding.found == "missing")
+        findings.append(finding)
+    return findings
+
+
+def package(name: str, wanted: str) -> Finding:
+    fix = f"pip install '{name}{wanted}'"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "missing", "problem", wanted, fix)
+    if not in_range(version, wanted):
+        return Finding(name, version, "problem", wanted, fix)
+    return Finding(name, version, wanted=wanted)
+
+
+def requirements() -> tuple[dict[str, str], dict[str, str]]:
+    """{name: range} of what is always needed and of what the extras add."""
+    from packaging.requirements import Requirement
+
+    required: dict[str, str] = {}
+    optional: dict[str, str] = {}
+    for line in requirement_lines():
+        requirement = Requirement(line)
+        if "extra" not in str(requirement.marker):
+            required[requirement.name] = str(requirement.specifier)
+        else:
+            optional[requirement.name] = str(requirement.specifier)
+    if "transformers" in required:  # whose tokenizers must fit it, not us
+        required["tokenizers"] = tokenizers_range()
+    return required, optional
+
+
+def requirement_lines() -> list[str]:
+    """From the installed package's metadata, or from pyproject.toml when run from a source tree."""
+    try:
+        return metadata.requires("posttrain") or []
+    except metadata.PackageNotFoundError:
+        project = source_project()
+        extras: dict[str, list[str]] = project.get("optional-dependencies", {})
+        lines = [f"{line}; extra == '{extra}'" for extra, lines in extras.items() for line in lines]
+        return [*project.get("dependencies", []), *lines]
+
+
+def source_project() -> dict:
+    import tomllib
+
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))["project"] if file.is_file() else {}
+
+
+def python_range() -> str:
+    try:
+        return metadata.metadata("posttrain")["Requires-Python"] or ""
+    except metadata.PackageNotFoundError:
+        return source_project().get("requires-python", "")
+
+
+def own_version() -> str:
+    from posttrain import __version__
+
+    return __version__
+
+
+def tokenizers_range() -> str:
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("transformers") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    plain = [Requirement(line) for line in lines if "extra" not in line]
+    return next((str(requirement.specifier) for requirement in plain if requirement.name == "tokenizers"), "")
+
+
+def in_range(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(version, prereleases=True)
+
+
+def devices() -> list[Finding]:
+    """Every accelerator that torch can use, tried with one small sum; else the CPU."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
+        return [Finding("torch", f"cannot be imported: {error}", "problem", fix="pip install --force-reinstall torch")]
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    if not torch.accelerator.is_available():
+        if not Path("/dev/nvidia0").exists():
+            return [Finding("device", threads)]
+        if torch.version.cuda is None:
+            found = f"{threads}; there is an NVIDIA GPU, but this torch ({torch.__version__}) is for CPUs"
+            return [Finding("device", found, "note", fix="pip install --force-reinstall torch")]
+        found = f"{threads}; there is an NVIDIA GPU, but its driver does not serve CUDA {torch.version.cuda}"
+        return [Finding("device", found, "note", fix="nvidia-smi")]
+    from posttrain.models.memory import device_memory
+
+    kind = torch.accelerator.current_accelerator().type
+    findings = []
+    for index in range(torch.accelerator.device_count()):
+        device = torch.device(kind, index)
+        try:
+            works = float((torch.ones(2, device=device) + 1).sum()) == 4.0
+        except RuntimeError as error:  # no kernels for this GPU, or it is out of order
+            findings.append(Finding(str(device), str(error).splitlines()[0], "problem", fix="nvidia-smi"))
+            continue
+        name, total = device_memory(device)
+        state: State = "ok" if works else "problem"
+        findings.append(Finding(str(device), f"{name}, {total / GIB:.1f} GiB", state))
+    return findings
+
+
+def machine(folder: Path, cache: Path) -> list[Finding]:
+    """Cores, memory, disk and permissions where runs and downloaded models go, and how the hub is used."""
+    from posttrain.models.memory import host_memory
+
+    findings = [
+        Finding("system", f"{platform.system()} {platform.machine()}"),
+        Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Finding("memory", f"{host_memory() / GIB:.1f} GiB"),
+        disk("run folder", folder, fix=f"df -h {folder}", state="problem"),
+        disk("hub cache", cache, fix="export HF_HOME=/a/larger/disk", state="note"),
+    ]
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        finding = Finding("shared memory", f"{size / GIB:.1f} GiB")
+        if size < GIB:  # a container's default is 64 MiB; processes that share tensors fail on it
+            finding.state, finding.fix = "note", "docker run --shm-size=8g ..."
+        findings.append(finding)
+    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")]
+    findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not tried)"))
+    return findings
+
+
+def disk(name: str, folder: Path, fix: str, state: State) -> Finding:
+    """Free space and the right to write, in the folder or the nearest one above it that exists."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    finding = Finding(name, f"{folder}, {free / GIB:.1f} GiB free")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        fix = "cd ~" if state == "problem" else "export HF_HOME=/a/folder/of/yours"
+        return Finding(name, f"{folder} cannot be written to: {error.strerror}", state, fix=fix)
+    if free < GIB:
+        finding.state, finding.fix = state, fix
+    return finding
+
+
+def hub_cache() -> Path:
+    """Where Hugging Face keeps downloads: the rule of huggingface_hub, which is slow to import."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    home = Path(os.environ.get("HF_HOME") or home)
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def print_table(sections: dict[str, list[Finding]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colors = {"ok": "green", "note": "yellow", "problem": "bold red"}
+    table = Table("", "found", "supported", "", "fix", box=None, pad_edge=False)
+    for section, findings in sections.items():
+        table.add_row(Text(section, style="bold"))
+        for f in findings:
+            table.add_row(f.name, Text(f.found), Text(f.wanted), Text(f.state, style=colors[f.state]), Text(f.fix))
+    Console().print(table)
+
+
+def print_plain(sections: dict[str, list[Finding]]) -> None:
+    for section, findings in sections.items():
+        print(f"{section}:")
+        for f in findings:
+            wanted = f" ({f.wanted})" if f.wanted else ""
+            fix = f"; fix: {f.fix}" if f.fix else ""
+            print(f"  {f.state:<7} {f.name}: {f.found}{wanted}{fix}")

@@ -1,0 +1,73 @@
+"""The verbs that do not train: demo, plan, export, doctor."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from posttrain.errors import UsageError
+from posttrain.verbs import TOOLS, TRAINERS
+
+
+def run(verb: str, args: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {"demo": demo, "plan": plan, "export": export, "doctor": doctor}
+    return commands[verb](args)
+
+
+def parser_for(verb: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"posttrain {verb}", description=TOOLS[verb])
+
+
+def demo(args: list[str]) -> int:
+    parser = parser_for("demo")
+    parser.add_argument("--out", default="", help="run folder; default: the next free runs/demo-NNN")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same result")
+    options = parser.parse_args(args)
+    from posttrain.cli.demo import run_demo
+
+    return run_demo(options.out, options.seed)
+
+
+def plan(args: list[str]) -> int:
+    """`plan CONFIG.yaml ...` when the file names its verb, `plan sft --model.path ...` otherwise."""
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: posttrain plan [VERB] [CONFIG.yaml] [--section.option value ...]\n\n" + TOOLS["plan"])
+        print("\nVERB may be left out when the file has a line like `verb: sft`.")
+        return 0
+    from posttrain.cli.plan import plan as show
+    from posttrain.cli.train import read
+    from posttrain.config import verb_of_file
+
+    if args[0] in TRAINERS:
+        verb, rest = args[0], args[1:]
+    else:
+        verb, rest = verb_of_file(Path(args[0])), args
+        if verb not in TRAINERS:
+            raise UsageError(f"{args[0]} does not say what it is for: posttrain plan VERB {args[0]}")
+    return show(verb, read(verb, rest))
+
+
+def export(args: list[str]) -> int:
+    parser = parser_for("export")
+    parser.add_argument("source", help="run folder, or one of its checkpoints")
+    parser.add_argument("out", help="folder to write; must not exist or be empty")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights (update.ema_decay)")
+    parser.add_argument("--no_merge", action="store_true", help="keep LoRA adapters apart instead of merging them")
+    options = parser.parse_args(args)
+    from posttrain.log import quiet_libraries
+    from posttrain.models.export import export as write
+
+    quiet_libraries()
+    report = write(options.source, Path(options.out), merge=not options.no_merge, use_ema=options.ema)
+    for name, value in report.items():
+        print(f"{name}: {value}")
+    print(f"done: {options.out} was read back and computes the same as {options.source}")
+    return 0
+
+
+def doctor(args: list[str]) -> int:
+    parser_for("doctor").parse_args(args)
+    from posttrain.cli.doctor import doctor as examine
+
+    return examine()

@@ -1,0 +1,41 @@
+"""The training verbs."""
+
+from __future__ import annotations
+
+
+from posttrain import config as configs
+
+
+def run(verb: str, args: list[str]) -> int:
+    """Parse, train, report. With --resume and no file, the run folder's own configuration is the start."""
+    config = read(verb, args)
+    from posttrain.loops.offline import train_from
+
+    train_from(verb, config)
+    return 0
+
+
+def read(verb: str, args: list[str]) -> configs.Config:
+    from posttrain.algos import ALGORITHMS
+
+    algorithm = ALGORITHMS[verb]
+    if "--resume" in args and (not args or args[0].startswith("-")):
+        from posttrain.loops.folder import find_run
+
+        file = find_run(option(args, "--out"), verb) / "config.yaml"
+        args = [str(file), *args]
+    config = configs.parse(verb, algorithm.Config, algorithm.defaults, args)
+    algorithm(config.algo)  # checks its options
+    return config
+
+
+def option(args: list[str], name: str) -> str:
+    """The value of an option before parsing."""
+    for index, argument in enumerate(args):
+        if argument == name and index + 1 < len(args):
+            return args[index + 1]
+        if argument.startswith(name + "="):
+            return argument.partition("=")[2]
+    return ""
+
+

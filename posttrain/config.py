@@ -1,0 +1,351 @@
+"""The configuration: dataclasses in two levels, a YAML file, the command line, and errors that name the fix.
+
+One parser (tyro) reads both: the file's entries are turned into options and put before those typed by the user,
+so types, choices and error messages are the same wherever a value comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from posttrain.errors import UsageError
+from posttrain.verbs import TRAINERS
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = ""
+    """Folder, hub name, run folder (its newest valid checkpoint) or `pico`, the built-in toy."""
+    tokenizer: str = ""
+    """Folder or hub name of the tokenizer, if not the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights. auto: float32 on a CPU; bfloat16 with float32 masters on an accelerator."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of the weights; 0 trains the weights."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout in front of the adapters. (The model's own dropout is always off.)"""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of modules that get an adapter."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (QLoRA); needs lora_rank and the package bitsandbytes."""
+    router_loss: float = 0.0
+    """Weight of the load-balancing loss of mixture-of-experts models."""
+    checkpoint_activations: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    train: tuple[str, ...] = ()
+    """Files to train on."""
+    eval: tuple[str, ...] = ()
+    """Files to evaluate on."""
+    eval_fraction: float = 0.0
+    """Part of the training rows set aside for evaluation when data.eval is not given."""
+    max_rows: int | None = None
+    """Take only the first rows of the training files."""
+    max_tokens: int = 2048
+    """Longest sequence; data.on_long says what happens to longer ones."""
+    on_long: Literal["truncate", "drop", "error"] = "truncate"
+    """truncate: cut the end (text is split instead, so that nothing is lost); drop: leave the row out and count it."""
+    input_template: str = ""
+    """For models without a chat template: prompt with {} for the question, as "Human: {}\\nAssistant: "."""
+    shuffle: bool = True
+    """A new order every epoch, decided by the seed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateConfig:
+    rows_per_step: int = 32
+    """Data rows an optimizer step sees (a preference pair is one row)."""
+    tokens_per_device: int = 8192
+    """Tokens packed into one forward pass: bounds memory, does not change the result."""
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    min_lr_ratio: float = 0.1
+    """Where cosine and linear end, as a part of the peak."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; or give warmup_fraction."""
+    warmup_fraction: float = 0.0
+    """Warm-up as a part of all steps."""
+    weight_decay: float = 0.0
+    """Decoupled decay; never on norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging of gradients and of their squares."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    ema_decay: float = 0.0
+    """Keep an average of the weights with this decay (0.992, say); `posttrain export --ema` takes it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    every: int = 0
+    """Evaluate every so many steps; 0: only at the end, if there is evaluation data."""
+    max_rows: int | None = None
+    """Evaluate on the first rows only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SaveConfig:
+    every: int = 200
+    """Save every so many steps, at the end and when stopped; 0: only at the end and when stopped."""
+    keep: int = 3
+    """Keep so many checkpoints; the best and the newest valid one are never deleted."""
+    keep_gigabytes: float = 0.0
+    """Delete old checkpoints beyond this size in all; 0: no limit."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    every: int = 1
+    """Update the console every so many steps (metrics.jsonl always has every step)."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """What every trainer takes. `algo` holds the options of the algorithm itself."""
+
+    steps: int = 0
+    """Optimizer steps; 0: as many as epochs need."""
+    epochs: float = 1.0
+    """Passes over the training rows when steps is 0."""
+    out: str = ""
+    """Run folder. Default: the next free runs/<verb>-NNN."""
+    seed: int = 0
+    """Decides order, initialisation and dropout."""
+    resume: bool = False
+    """Go on from the newest valid checkpoint of the run folder."""
+    quiet: bool = False
+    """Print nothing but warnings, errors and the last line."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    algo: Any = None
+
+
+def parse(verb: str, algo_config: type, defaults: dict[str, Any], args: Sequence[str]) -> Config:
+    """`[CONFIG.yaml] --section.option value ...` -> a checked configuration; wrong use exits with 2."""
+    file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
+    start = with_algorithm(algo_config, defaults)
+    filed = options_of_file(Path(file), start, verb) if file else []
+    return read_options(verb, start, filed, list(typed), file)
+
+
+def from_mapping(verb: str, algo_config: type, defaults: dict[str, Any], mapping: dict[str, Any]) -> Config:
+    """The same from Python: {"model": {"path": "pico"}, "steps": 5}."""
+    start = with_algorithm(algo_config, defaults)
+    options: list[str] = []
+    for key, value in flatten(mapping).items():
+        check_key(key, start, "")
+        options += as_option(key, value)
+    return read_options(verb, start, [], options, None)
+
+
+def with_algorithm(algo_config: type, defaults: dict[str, Any]) -> Config:
+    """The defaults of a verb: the common ones, changed as the algorithm asks."""
+    typed = dataclasses.make_dataclass(
+        "Config", [("algo", algo_config, field(default_factory=algo_config))], bases=(Config,), kw_only=True
+    )
+    config = typed()
+    for key, value in defaults.items():
+        section, option = key.split(".")
+        setattr(getattr(config, section), option, value)
+    return config
+
+
+def read_options(verb: str, start: Config, filed: list[str], typed: list[str], file: str | None) -> Config:
+    import tyro  # here, so that `posttrain --help` stays quick
+
+    def read(options: list[str]) -> Config:
+        about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
+        prog = f"posttrain {verb}"
+        return tyro.cli(
+            type(start), args=options, default=start, prog=prog, description=about, use_underscores=True
+        )
+
+    if filed:
+        try:
+            read(filed)
+        except SystemExit:
+            print(f"The value above is set in {file}.", file=sys.stderr)
+            raise
+    return check(read(filed + typed))
+
+
+def check(config: Config) -> Config:
+    """Settings that cannot work, alone or together, named with what resolves them."""
+
+    def refuse(problem: bool, message: str) -> None:
+        if problem:
+            raise UsageError(message)
+
+    model, data, update = config.model, config.data, config.update
+    refuse(not model.path, "model.path is not set. Give a folder, a hub name, a run folder or pico: --model.path pico")
+    refuse(not data.train, "data.train is not set. Name the files to train on: --data.train rows.jsonl")
+    refuse(
+        bool(update.warmup_steps and update.warmup_fraction),
+        f"update.warmup_steps {update.warmup_steps} and update.warmup_fraction {update.warmup_fraction} "
+        "are both set. Keep one.",
+    )
+    refuse(
+        model.load_in_4bit and not model.lora_rank,
+        "model.load_in_4bit freezes the weights, so there is nothing to train. Add --model.lora_rank 16, say.",
+    )
+    refuse(
+        bool(data.eval and data.eval_fraction),
+        f"data.eval and data.eval_fraction {data.eval_fraction} are both set. Keep one.",
+    )
+    refuse(
+        bool(config.eval.every and not data.eval and not data.eval_fraction),
+        f"eval.every is {config.eval.every} but there is nothing to evaluate on. Give data.eval or data.eval_fraction.",
+    )
+    for key, low, high in (
+        ("steps", 0, None),
+        ("update.rows_per_step", 1, None),
+        ("update.tokens_per_device", 1, None),
+        ("update.learning_rate", 0, None),
+        ("update.min_lr_ratio", 0, 1),
+        ("update.warmup_steps", 0, None),
+        ("update.warmup_fraction", 0, 1),
+        ("update.weight_decay", 0, None),
+        ("update.max_grad_norm", 0, None),
+        ("update.ema_decay", 0, 0.999999),
+        ("data.eval_fraction", 0, 0.999999),
+        ("data.max_tokens", 2, None),
+        ("model.lora_rank", 0, None),
+        ("model.lora_dropout", 0, 0.999999),
+        ("model.router_loss", 0, None),
+        ("eval.every", 0, None),
+        ("save.every", 0, None),
+        ("save.keep", 1, None),
+        ("save.keep_gigabytes", 0, None),
+        ("log.every", 1, None),
+    ):
+        value = value_of(config, key)
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        refuse(not (value >= low and (high is None or value <= high)), f"{key} is {value}; it must be {bounds}.")
+    refuse(not config.steps and not config.epochs > 0, f"epochs is {config.epochs}; it must be above 0.")
+    return config
+
+
+def value_of(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def as_mapping(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values, fit for YAML and for `from_mapping`."""
+    plain = dataclasses.asdict(config)
+    return {k: {a: listed(b) for a, b in v.items()} if isinstance(v, dict) else listed(v) for k, v in plain.items()}
+
+
+def as_yaml(verb: str, config: Config) -> str:
+    return yaml.safe_dump({"verb": verb} | as_mapping(config), sort_keys=False, allow_unicode=True)
+
+
+def listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def flatten(mapping: dict[str, Any]) -> dict[str, Any]:
+    """{"model": {"path": "pico"}} -> {"model.path": "pico"}; keys with a dot are taken as they are."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def read_yaml(file: Path) -> yaml.MappingNode | None:
+    """The file's entries with their places in it; None if it is empty."""
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such configuration file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{file}: cannot be read as YAML: {error}") from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{file}: must hold `section:` entries, not a {root.id}")
+    return root
+
+
+def verb_of_file(file: Path) -> str:
+    """The value of the entry `verb`, or "" ."""
+    root = read_yaml(file)
+    return next((str(value.value) for key, value in root.value if key.value == "verb"), "") if root else ""
+
+
+def options_of_file(file: Path, start: Config, verb: str) -> list[str]:
+    """Entries of a YAML file as command-line options; an unknown key is reported with its line."""
+    root = read_yaml(file)
+    if root is None:
+        return []
+    options: list[str] = []
+    constructor = yaml.SafeLoader("")
+    for key_node, value_node in root.value:
+        if key_node.value == "verb":
+            if value_node.value != verb:
+                raise UsageError(f"{file}: is for `posttrain {value_node.value}`, not for `posttrain {verb}`")
+            continue
+        entries = [(key_node.value, key_node, value_node)]
+        if isinstance(value_node, yaml.MappingNode):
+            entries = [(f"{key_node.value}.{k.value}", k, v) for k, v in value_node.value]
+        for key, node, entry in entries:
+            check_key(key, start, f"{file}:{node.start_mark.line + 1}: ")
+            options += as_option(key, constructor.construct_object(entry, deep=True))
+    return options
+
+
+def option_keys(config: Any, prefix: str = "") -> list[str]:
+    """All options of a configuration, as `section.option`."""
+    keys: list[str] = []
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        keys += option_keys(value, f"{entry.name}.") if dataclasses.is_dataclass(value) else [prefix + entry.name]
+    return keys
+
+
+def check_key(key: str, start: Config, where: str) -> None:
+    known = option_keys(start)
+    if key in known:
+        return
+    by_last = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
+    near = by_last or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else "posttrain <verb> --help lists all options."
+    raise UsageError(f"{where}{key}: no such option. {hint}")
+
+
+def as_option(key: str, value: Any) -> list[str]:
+    """A key and its value as they would be typed."""
+    if value is True:
+        return [f"--{key}"]
+    if value is False:
+        section, dot, option = key.rpartition(".")
+        return [f"--{section}{dot}no_{option}"]
+    if isinstance(value, list | tuple):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}", str(value)]

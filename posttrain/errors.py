@@ -1,0 +1,33 @@
+"""Errors that are shown to the user as one message, without a traceback."""
+
+
+class PosttrainError(Exception):
+    """Something failed; the message says what, where and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(PosttrainError):
+    """The command or its configuration is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(PosttrainError):
+    """A row cannot be used; the message begins with `file:line:`."""
+
+
+class CheckpointError(PosttrainError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class DivergedError(PosttrainError):
+    """Loss or gradients were not finite several times in a row."""
+
+
+class Stopped(PosttrainError):  # noqa: N818  a request, not a fault
+    """A signal asked the run to stop; its state has been saved."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

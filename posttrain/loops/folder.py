@@ -1,0 +1,237 @@
+"""The folder of a run: its name, its lock, its files; and the signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, BinaryIO
+
+from posttrain.errors import UsageError
+from posttrain.models.checkpoint import clean_temporaries, holds_run, sync_folder
+
+RUNS = Path("runs")
+
+log = logging.getLogger("posttrain")
+
+
+class RunFolder:
+    """A run's folder, locked as long as it is open. Subfolders are made by whoever writes the first file there."""
+
+    def __init__(self, path: Path, lock: BinaryIO) -> None:
+        self.path = path
+        self._lock = lock
+        _open_folders.add(self)
+
+    @classmethod
+    def open(cls, out: str, verb: str, resume: bool) -> RunFolder:
+        """Open `out`, or by default a new runs/<verb>-NNN (with `resume`: the newest run there)."""
+        if resume:
+            path = find_run(out, verb)
+        else:
+            path = Path(out).expanduser() if out else _new_numbered(verb)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path / "lock")
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be used as run folder: {error.strerror}. Give another --out.") from error
+        # Only whoever holds the lock may look: another process could be making a run of it at this moment.
+        if not resume and holds_run(path):
+            lock.close()
+            raise UsageError(
+                f"{path}: already holds a run. Add --resume to continue it, or give another --out to start anew."
+            )
+        folder = cls(path, lock)
+        clean_temporaries(folder.checkpoints)
+        return folder
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / "bad-batches"
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml; from then on the folder holds a run."""
+        atomic_write_text(self.config_file, text)
+
+    def write_bad_batch(self, step: int, rows: list[dict[str, Any]]) -> Path:
+        """Keep the rows of a step that went wrong, one JSON object a line."""
+        path = self.bad_batches / f"step-{step:08d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def trim_metrics(self, step: int) -> None:
+        """Drop what metrics.jsonl says of later steps, and a line that was cut off: the run goes on after `step`."""
+        if not self.metrics_file.exists():
+            return
+        with self.metrics_file.open("rb") as file:
+            atomic_write(self.metrics_file, self._lines_until(step, file))
+
+    def _lines_until(self, step: int, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                log.warning("%s:%d: dropped a line that was cut off", self.metrics_file, number)
+                continue
+            if not isinstance(entry, dict) or entry.get("step", 0) <= step:
+                yield line.rstrip(b"\n") + b"\n"
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a wish, `received`, and the second into an end at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+            # Not print: it may be what the signal has just interrupted, and it cannot be entered twice.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step; again to stop at once\n")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
+
+
+def find_run(out: str, verb: str) -> Path:
+    """The folder of an existing run: `out`, or by default the one of runs/<verb>-NNN with the highest number."""
+    if out:
+        path = Path(out).expanduser()
+        if not holds_run(path):
+            raise UsageError(f"{path}: no run to resume in this folder. Start one without --resume, or correct --out.")
+        return path
+    runs = {number: path for number, path in _numbered(verb).items() if holds_run(path)}
+    if not runs:
+        raise UsageError(
+            f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --out."
+        )
+    return runs[max(runs)]
+
+
+def atomic_write(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file so that after a kill it is the old one or the new one, whole."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write text so that after a kill the file is the old one or the new one, whole."""
+    atomic_write(path, [text.encode("utf-8")])
+
+
+def _numbered(verb: str) -> dict[int, Path]:
+    pattern = re.compile(rf"{re.escape(verb)}-(\d+)")
+    matches = [(pattern.fullmatch(path.name), path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
+    return {int(match[1]): path for match, path in matches if match is not None}
+
+
+def _new_numbered(verb: str) -> Path:
+    number = max(_numbered(verb), default=0)
+    while True:
+        number += 1
+        path = RUNS / f"{verb}-{number:03d}"
+        try:
+            RUNS.mkdir(exist_ok=True)
+            path.mkdir()
+        except FileExistsError:  # another process was quicker
+            if not RUNS.is_dir():
+                raise UsageError(f"{RUNS}: not a folder. Give another place with --out.") from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be made: {error.strerror}. Give another place with --out.") from error
+        else:
+            return path
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Lock a file until it is closed. The system takes the lock away from a process that dies."""
+    lock = path.open("a+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().decode("utf-8", "replace").strip() or "another process"
+        lock.close()
+        raise UsageError(f"{path.parent}: in use by {owner}. Wait for it or stop it, or give another --out.") from None
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s: no lock (%s): make sure yourself that no second run uses this folder", path, error.strerror)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    lock.flush()
+    return lock
+
+
+_open_folders: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for folder in _open_folders:
+        folder.close()
+
+
+# A forked child shares its parent's lock and would hold it after the parent was killed.
+os.register_at_fork(after_in_child=_forget_locks)

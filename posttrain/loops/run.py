@@ -1,0 +1,256 @@
+"""A run: its folder, log, data, models and checkpoints. The loops say when; this says how."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain import config as configs
+from posttrain import log as logs
+from posttrain.algos.base import Algorithm
+from posttrain.config import Config, ModelConfig
+from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
+from posttrain.errors import CheckpointError, Stopped
+from posttrain.learner import Learner
+from posttrain.loops.folder import RunFolder, StopSignals
+from posttrain.models import checkpoint
+from posttrain.models.load import load_tokenizer, resolve_path, vocabulary_size
+from posttrain.runtime.base import LearnerGroup
+from posttrain.runtime.local import LocalWorkers
+from posttrain.types import Objective, Sample
+
+
+@dataclass(slots=True)
+class Data:
+    """Rows to train and to evaluate on, encoded and checked."""
+
+    train: Dataset
+    eval: Dataset | None
+    stream: RowStream
+    rows_at: list[int]  # rows_at[step]: rows of the stream that are used up after that step
+
+    @property
+    def steps(self) -> int:
+        return len(self.rows_at) - 1
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run remembers from step to step besides weights."""
+
+    best: float | None = None
+    best_step: int | None = None
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """Opened by `Run.open`; closed by leaving the `with`."""
+
+    verb: str
+    config: Config
+    algo: Algorithm
+    folder: RunFolder
+    signals: StopSignals
+    log: logs.Log
+    tokenizer: Any
+    data: Data
+    fingerprints: dict[str, str]
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, verb: str, config: Config, algo: Algorithm) -> Iterator[Run]:
+        """Read and check everything that needs no model."""
+        logs.check_sinks(config.log.tensorboard, config.log.wandb)
+        logs.quiet_libraries()
+        with ExitStack() as stack:
+            model_folder = resolve_path(config.model.path)
+            tokenizer = load_tokenizer(config.model)
+            folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
+            say = print if not config.quiet else lambda _: None
+            data = load_data(config, algo, tokenizer, vocabulary_size(config.model), say)
+            fingerprints = {"data": data.train.fingerprint, "model": fingerprint(model_folder)}
+            if data.eval is not None:
+                fingerprints["evaluation data"] = data.eval.fingerprint
+            if not config.resume:
+                folder.write_config(configs.as_yaml(verb, config))
+            newest = checkpoint.newest_valid(folder.checkpoints) if config.resume else None
+            start = checkpoint.step_of(newest) if newest else 0
+            for line in ledger(config, algo, data, folder.path):
+                say(line)
+            log = logs.Log(
+                folder.path,
+                total_steps=data.steps,
+                quiet=config.quiet,
+                every=config.log.every,
+                tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
+                config=configs.as_mapping(config),
+                start_step=start if config.resume else None,
+            )
+            stack.enter_context(log)
+            signals = stack.enter_context(StopSignals())
+            yield cls(verb, config, algo, folder, signals, log, tokenizer, data, fingerprints)
+
+    def learner(self) -> LearnerGroup:
+        """The model that is trained."""
+        config = self.config
+        teacher = replace(config.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
+        return self.start(config.model, head=self.algo.head, trainable=True, teacher=teacher)
+
+    def frozen(self, path: str) -> LearnerGroup:
+        """A model that only looks, as the reference."""
+        model = replace(self.config.model, path=path or self.config.model.path, lora_rank=0, router_loss=0.0)
+        return self.start(model, head="token", trainable=False)
+
+    def start(self, model: ModelConfig, **options: Any) -> LearnerGroup:
+        return LearnerGroup(LocalWorkers(Learner, model, self.config.update, seed=self.config.seed, **options))
+
+    def objective(self) -> Objective:
+        request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)
+        return Objective(
+            request=request, loss=self.algo.loss, unit=self.algo.unit, group_size=self.algo.group_size
+        )
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that must be one token."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            from posttrain.errors import UsageError
+
+            raise UsageError(f"{text!r} is {len(ids)} tokens in this tokenizer; a reward token must be exactly one.")
+        return ids[0]
+
+    def resume(self, policy: LearnerGroup) -> int:
+        """Bring everything back to the newest valid checkpoint; the step it was written after, or 0."""
+        if not self.config.resume:
+            return 0
+        newest = checkpoint.newest_valid(self.folder.checkpoints)
+        if newest is None:
+            self.log.message("no checkpoint yet: starting from step 0")
+            return 0
+        state = checkpoint.load_json(newest / "state.json")
+        for name, value in self.fingerprints.items():
+            if state["fingerprints"].get(name) != value:
+                raise CheckpointError(
+                    f"{newest}: the {name} changed since this run was started, so it cannot go on from here. "
+                    f"Bring back the {name} it was started with, or start a new run with another --out."
+                )
+        policy.load(newest)
+        self.progress = Progress(**state["progress"])
+        self.data.stream.position = state["position"]
+        checkpoint.restore_rng(state["rng"])
+        self.saved_step = state["step"]
+        self.log.message(f"going on from step {state['step']} ({newest})")
+        return state["step"]
+
+    def save(self, step: int, policy: LearnerGroup) -> Path:
+        """Write a checkpoint and let go of old ones."""
+
+        def write(folder: Path) -> None:
+            policy.save(folder)
+            checkpoint.save_json(
+                folder / "state.json",
+                {
+                    "step": step,
+                    "verb": self.verb,
+                    "position": self.data.stream.position,
+                    "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+                    "fingerprints": self.fingerprints,
+                    "rng": checkpoint.rng_state(),
+                    "config": configs.as_mapping(self.config),
+                },
+            )
+
+        path = checkpoint.write_checkpoint(self.folder.checkpoints, step, write)
+        save = self.config.save
+        checkpoint.retain(self.folder.checkpoints, save.keep, save.keep_gigabytes, self.progress.best_step)
+        self.saved_step = step
+        return path
+
+    def stop_if_asked(self, step: int, policy: LearnerGroup) -> None:
+        """After a step: if a signal came, save and leave with its exit code."""
+        number = self.signals.received
+        if number is None:
+            return
+        if self.saved_step != step:
+            self.save(step, policy)
+        name = signal.Signals(number).name
+        raise Stopped(f"stopped by {name} after step {step}; saved. Go on: {self.resume_command()}", number)
+
+    def resume_command(self) -> str:
+        return f"posttrain {self.verb} --out {self.folder.path} --resume"
+
+    def keep_batch(self, step: int, samples: list[Sample]) -> Path:
+        """Write down a batch that gave a loss or a gradient that is not finite."""
+        rows = [{"origin": s.origin, "tokens": s.tokens.tolist(), "mask": s.mask.tolist()} for s in samples]
+        return self.folder.write_bad_batch(step, rows)
+
+
+def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, say: Any) -> Data:
+    """Read, recognise and encode all rows; every problem comes up here, before a model is loaded."""
+    encoder = Encoder(tokenizer, config.data, algo.rows, vocab_size=vocabulary, placeholder=algo.placeholder())
+    train = load_dataset(config.data.train, encoder, config.data.max_rows, None)
+    evaluation: Dataset | None = None
+    if config.data.eval:
+        evaluation = load_dataset(config.data.eval, encoder, config.eval.max_rows, None)
+    elif config.data.eval_fraction:
+        train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
+    for verdict in train.verdicts:
+        say(verdict)
+    stream = RowStream(train.rows, config.update.rows_per_step, config.seed, config.data.shuffle)
+    return Data(train, evaluation, stream, step_edges(config, len(train.rows), algo.least_rows))
+
+
+def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:
+    """Rows used up after each step. By epochs, every row comes up equally often and the last step may be smaller."""
+    size = config.update.rows_per_step
+    if config.steps:
+        return [step * size for step in range(config.steps + 1)]
+    total = max(1, round(config.epochs * rows))
+    edges = [*range(0, total, size), total]
+    if len(edges) > 2 and edges[-1] - edges[-2] < least_rows:  # too few for the loss: they join the step before
+        del edges[-2]
+    return edges
+
+
+def ledger(config: Config, algo: Algorithm, data: Data, folder: Path) -> Iterator[str]:
+    """What is about to happen, in numbers."""
+    rows, counts = len(data.train.rows), data.train.counts
+    samples = sum(len(row) for row in data.train.rows)
+    tokens = sum(len(sample) for row in data.train.rows for sample in row)
+    changed = ", ".join(f"{counts[name]} {name}" for name in ("truncated", "dropped") if counts.get(name))
+    yield f"data: {rows:,} rows, {samples:,} samples, {tokens:,} tokens" + (f" ({changed})" if changed else "")
+    if data.eval is not None:
+        yield f"evaluation: {len(data.eval.rows):,} rows"
+    epochs = data.rows_at[-1] / rows
+    yield (
+        f"steps: {data.steps:,} of {config.update.rows_per_step} rows = {epochs:.2f} epochs; "
+        f"packs of {config.update.tokens_per_device:,} tokens"
+    )
+    yield f"run: {folder}"
+
+
+def fingerprint(folder: str) -> str:
+    """Tells two models apart: names, sizes, and the content of the files (of large ones: of 64 places)."""
+    path = Path(folder)
+    if not path.is_dir():
+        return folder  # a hub name
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*config.json")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        block = 2**20
+        with file.open("rb") as stream:
+            for place in range(0, size, max(block, size // 64)):
+                stream.seek(place)
+                digest.update(stream.read(block))
+    return digest.hexdigest()

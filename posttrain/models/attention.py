@@ -1,0 +1,183 @@
+"""Attention over packed rows: each sample sees itself alone. Registered with transformers under `NAME`.
+
+Two routes give the same numbers. On an accelerator in half precision: the flash kernel for ragged rows. Elsewhere:
+samples of similar length are laid into a rectangle, padded on the right. Causal queries never look to the right, so
+the padding needs no mask and costs nothing but its own arithmetic.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from posttrain.types import Batch
+
+NAME = "posttrain_packed"
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Samples laid into a rectangle: `source` [rows * width] picks tokens, `kept` the places that hold one."""
+
+    rows: int
+    width: int
+    source: torch.Tensor | None  # None: the samples lie in the pack as they are needed
+    kept: torch.Tensor | None  # None: nothing is padding
+
+
+@dataclass(slots=True, eq=False)
+class Packing:
+    """The layout of one pack, worked out once and read by every layer."""
+
+    starts: torch.Tensor
+    longest: int
+    buckets: list[Bucket] | None = None  # None: the ragged kernel is used
+    order: torch.Tensor | None = None  # brings the buckets' tokens back into the pack's order
+
+
+def layout(batch: Batch, *, ragged_kernel: bool) -> Packing:
+    """Decide how the samples of a pack are attended to."""
+    packing = Packing(batch.starts, max(batch.lengths))
+    if not ragged_kernel:
+        packing.buckets, packing.order = rectangles(batch.lengths, batch.tokens.device)
+    return packing
+
+
+def rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bucket], torch.Tensor | None]:
+    """Group samples whose lengths round up to the same power of two."""
+    if len(set(lengths)) == 1:
+        return [Bucket(len(lengths), lengths[0], None, None)], None
+    firsts = torch.tensor((0, *lengths)).cumsum(0)
+    classes: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        classes.setdefault((length - 1).bit_length(), []).append(index)
+    buckets, places = [], []
+    for members in classes.values():
+        member_lengths = torch.tensor([lengths[i] for i in members])
+        width = int(member_lengths.max())
+        column = torch.arange(width)
+        real = column < member_lengths[:, None]
+        source = torch.where(real, firsts[members][:, None] + column, 0).reshape(-1)
+        kept = real.reshape(-1).nonzero()[:, 0]
+        places.append(source[kept])
+        buckets.append(Bucket(len(members), width, source.to(device), kept.to(device)))
+    return buckets, torch.cat(places).argsort().to(device)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, heads, T, d]
+    key: torch.Tensor,  # [1, kv_heads, T, d]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sample of the pack; returns [1, T, heads, d_value]."""
+    assert packing is not None, "packed attention was called without a layout: use models.forward"
+    assert attention_mask is None, "packed attention takes no mask: samples are kept apart by the layout"
+    if packing.buckets is None:
+        return ragged(query, key, value, packing, scaling, sliding_window)[None], None
+    parts = []
+    for bucket in packing.buckets:
+        q, k, v = (rectangle(stream, bucket) for stream in (query, key, value))
+        out = causal(q, k, v, scaling, sliding_window, softcap, s_aux)  # [rows, heads, width, d]
+        flat = out.transpose(1, 2).reshape(bucket.rows * bucket.width, out.shape[1], out.shape[3])
+        parts.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
+    if packing.order is None:
+        return parts[0][None], None
+    return torch.cat(parts).index_select(0, packing.order)[None], None
+
+
+def rectangle(stream: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """[1, heads, T, d] -> [rows, heads, width, d]."""
+    rows = stream[0] if bucket.source is None else stream[0].index_select(1, bucket.source)
+    return rows.reshape(rows.shape[0], bucket.rows, bucket.width, rows.shape[2]).transpose(0, 1)
+
+
+def causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention on a rectangle; the plain formula where the fused one lacks a feature."""
+    heads_per_key = q.shape[1] // k.shape[1]
+    if heads_per_key > 1:
+        k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
+    width = q.shape[2]
+    windowed = sliding_window is not None and sliding_window < width
+    if softcap is None and sinks is None:
+        if not windowed:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible(width, sliding_window, q.device), scale=scaling)
+    scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(width, sliding_window if windowed else None, q.device), -torch.inf)
+    if sinks is not None:  # a learnt score that takes probability away from all keys
+        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, width, 1)
+        weights = torch.cat([scores, column], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    else:
+        weights = scores.softmax(-1, dtype=torch.float32)
+    return weights.to(v.dtype) @ v
+
+
+def visible(width: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[width, width] True where query i may see key j: j <= i, and i - j < window."""
+    mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def ragged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """The flash kernel over samples of any length: [T, heads, d]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (stream[0].transpose(0, 1) for stream in (query, key, value))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    grouped = {"enable_gqa": True} if grouped_heads_must_be_named() else {}
+    starts, longest = packing.starts, packing.longest
+    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **grouped)
+
+
+@cache
+def grouped_heads_must_be_named() -> bool:
+    """Newer torch wants to be told that keys have fewer heads than queries; older torch has no such argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_ragged_kernel(model: torch.nn.Module) -> bool:
+    """Whether the flash kernel can serve this model: an accelerator, half precision, plain scores, equal head sizes."""
+    config: Any = model.config
+    parameter = next(model.parameters())
+    plain = getattr(config, "attn_logit_softcapping", None) is None and not hasattr(config, "kv_lora_rank")
+    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    half = parameter.dtype in (torch.bfloat16, torch.float16)
+    return parameter.device.type == "cuda" and half and plain and not sinks and head <= 256 and head % 8 == 0
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,524 @@
+"""Checkpoint folders that a kill, a full disk or a flipped bit cannot turn into a wrong resume.
+
+    <run>/checkpoints/step-00000040/model/...     a plain Hugging Face folder
+                                    state.json    and whatever else the writer puts there
+                                    manifest.json written last: size and sha256 of every other file
+
+A save fills `.tmp-step-00000040-<pid>`, syncs it to the disk and renames it; what has the final name is whole.
+Where a step is saved again, the earlier folder is called `step-00000040.old` until the new one is in place, and counts
+as a checkpoint all that time. Nothing points at the latest: it is found by checking.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.errors import CheckpointError
+
+if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
+    import torch
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{8,})(\.old)?")
+TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
+FINGERPRINTED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+
+log = logging.getLogger("posttrain")
+
+
+# Saving
+
+
+def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Save a step: `write` fills a folder, which then appears as a whole or not at all."""
+    assert step >= 0
+    final = checkpoints / f"step-{step:08d}"
+    temporary = checkpoints / f".tmp-{final.name}-{os.getpid()}"
+    try:
+        _make_folder(checkpoints)
+        _remove(temporary)  # left by a dead process that had our number
+        temporary.mkdir()
+        write(temporary)
+        _seal(temporary, step)
+        _put_in_place(temporary, final)
+    except Exception as error:
+        written = _bytes_in(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(_explain(error, checkpoints, step, written)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Bring every file to the disk, then the manifest that vouches for them."""
+    files = {}
+    readers = folder.stat().st_mode & 0o666
+    for path in sorted(_files(folder)):
+        assert path != folder / MANIFEST, "the manifest is not the writer's to write"
+        path.chmod(readers)  # safetensors makes files for their owner alone, whatever the umask says
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}
+    save_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+    with (folder / MANIFEST).open("rb") as file:
+        os.fsync(file.fileno())
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            sync_folder(path)
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    old = final.with_name(final.name + ".old")
+    if old.exists():
+        _settle(old)
+    try:
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+    except BaseException:
+        if old.exists() and not final.exists():
+            old.rename(final)
+        raise
+    sync_folder(final.parent)
+    if old.exists():
+        _try_to_delete(old)
+
+
+def _settle(old: Path) -> None:
+    """Finish or undo a replacement that was cut off: of `step-N` and `step-N.old` one stays, under the first name."""
+    final = old.with_name(old.name.removesuffix(".old"))
+    if final.exists() and (is_valid(final) or not is_valid(old)):
+        _delete(old)
+        return
+    if final.exists():
+        _delete(final)
+    old.rename(final)
+    sync_folder(final.parent)
+
+
+def _explain(error: Exception, checkpoints: Path, step: int, written: int) -> str:
+    reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    advice = "Remove the cause and go on with --resume."
+    if _is_disk_full(error):
+        advice = "Make room, or lower save.keep or save.keep_gigabytes, and go on with --resume."
+    return (
+        f"{checkpoints}: the checkpoint of step {step} was not saved: {reason.rstrip('.')}. "
+        f"{_space(checkpoints, written)} Earlier checkpoints are untouched. {advice}"
+    )
+
+
+def _space(checkpoints: Path, written: int) -> str:
+    """What the save needed and what there is, as far as that can be known when a disk has just failed."""
+    known = [f"written until then: {readable(written)}"]
+    try:
+        last = next((path for path in list_checkpoints(checkpoints) if looks_complete(path)), None)
+        if last is not None:
+            known.append(f"needed: about {readable(_size(last))}, as {last.name}")
+        known.append(f"free now: {readable(shutil.disk_usage(checkpoints).free)}")
+    except (OSError, CheckpointError):
+        pass
+    return f"({'; '.join(known)})"
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether this error or one of its causes is a lack of space; safetensors says it in words only."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "StorageFull" in str(error) or "os error 28" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# Finding
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Folders named like checkpoints, valid or not, newest first."""
+    try:
+        found = [path for path in checkpoints.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints}: cannot be read: {error.strerror}") from error
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(checkpoint: Path) -> tuple[int, bool]:
+    return step_of(checkpoint), checkpoint.suffix != ".old"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step a checkpoint folder is named after."""
+    match = NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint}: not the name of a checkpoint, which is like step-00000040")
+    return int(match[1])
+
+
+def verify(checkpoint: Path) -> None:
+    """Read every byte; raise CheckpointError naming the first file that is not as it was saved."""
+    try:
+        for name, entry in _check_sizes(checkpoint).items():
+            if _sha256(checkpoint / name) != entry["sha256"]:
+                raise CheckpointError(f"{checkpoint / name}: damaged: its content is not what was saved")
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
+
+
+def is_valid(checkpoint: Path) -> bool:
+    """Whether `verify` accepts the checkpoint."""
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def looks_complete(checkpoint: Path) -> bool:
+    """Whether all files are there with the right sizes; their content is not read."""
+    try:
+        _check_sizes(checkpoint)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
+    """The newest checkpoint that passes `verify`, of exactly `step` if given; those that do not give a warning."""
+    for path in list_checkpoints(checkpoints):
+        if step is not None and step_of(path) != step:
+            continue
+        try:
+            verify(path)
+        except CheckpointError as error:
+            log.warning("skipped a damaged checkpoint: %s", error)
+            continue
+        return path
+    return None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it has a config.yaml or a checkpoint."""
+    return (folder / "config.yaml").is_file() or bool(list_checkpoints(folder / "checkpoints"))
+
+
+def resolve_model_folder(run: Path) -> Path:
+    """The Hugging Face folder in the newest valid checkpoint of a run."""
+    checkpoint = newest_valid(run / "checkpoints")
+    if checkpoint is None:
+        raise CheckpointError(f"{run}: no valid checkpoint in this run folder; let the run save one, or name another")
+    if not (checkpoint / "model").is_dir():
+        raise CheckpointError(f"{checkpoint}: has no folder model/; was it saved by another program?")
+    return checkpoint / "model"
+
+
+def _check_sizes(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's files, once they are known to be there, of the right size and the only ones."""
+    files = _read_manifest(checkpoint)
+    for name, entry in files.items():
+        path = checkpoint / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path}: missing, though {MANIFEST} lists it")
+        if path.stat().st_size != entry["size"]:
+            raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes, {entry['size']} were saved")
+    for path in _files(checkpoint):
+        if path != checkpoint / MANIFEST and path.relative_to(checkpoint).as_posix() not in files:
+            raise CheckpointError(f"{path}: not in {MANIFEST}; take it out of the checkpoint")
+    return files
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    path = checkpoint / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; the checkpoint is not complete")
+    manifest = load_json(path)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise CheckpointError(f"{path}: damaged: it does not say its format")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {manifest['format']}; this version of posttrain reads format {FORMAT}")
+    if manifest.get("step") != step_of(checkpoint):
+        raise CheckpointError(f"{path}: is of step {manifest.get('step')}, the folder is named {checkpoint.name}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
+        raise CheckpointError(f"{path}: damaged: its list of files cannot be read")
+    return files
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    inside = not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+    return (
+        inside
+        and isinstance(entry, dict)
+        and isinstance(entry.get("size"), int)
+        and isinstance(entry.get("sha256"), str)
+    )
+
+
+# Deleting
+
+
+def retain(
+    checkpoints: Path, keep: int, keep_gigabytes: float, best_step: int | None, newest: Path | None = None
+) -> list[Path]:
+    """Delete the oldest beyond `keep` and `keep_gigabytes` (0: no limit), never the best nor the newest valid one.
+
+    `newest`, a checkpoint that has just been written, saves reading one again to be sure of it. Those newer than the
+    newest valid one are damaged; they are left for a person to see, and replaced when the run comes there again.
+    """
+    found = list_checkpoints(checkpoints)
+    newest = newest or next((path for path in found if is_valid(path)), None)
+    if newest is None:
+        return []
+    older = [path for path in found if _age(path) < _age(newest)]
+    best = [path for path in older if step_of(path) == best_step]
+    count, size = 1 + len(best), sum(_size(path) for path in (newest, *best))
+    full, deleted = False, []
+    for path in older:
+        if path in best:
+            continue
+        complete = looks_complete(path)
+        if complete:  # an incomplete one is of no use and takes nobody's place
+            count, size = count + 1, size + _size(path)
+            full = full or count > keep or 0 < keep_gigabytes * 1e9 < size
+        if (full or not complete) and _try_to_delete(path):
+            deleted.append(path)
+    return deleted
+
+
+def clean_temporaries(checkpoints: Path) -> None:
+    """Remove what killed processes left; for the owner of the run, before its first save."""
+    if not checkpoints.is_dir():
+        return
+    for path in list(checkpoints.iterdir()):
+        match = TEMPORARY.fullmatch(path.name)
+        try:
+            if match is not None and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+                _remove(path)
+            elif NAME.fullmatch(path.name) and path.suffix == ".old":
+                _settle(path)
+        except OSError as error:  # it costs room, nothing else
+            log.warning("could not tidy up %s: %s", path, error)
+
+
+def _delete(folder: Path) -> None:
+    """Take the name away first, so that a kill cannot leave half a checkpoint under it."""
+    doomed = folder.with_name(f".tmp-delete-{folder.name}-{os.getpid()}")
+    _remove(doomed)
+    folder.rename(doomed)
+    sync_folder(folder.parent)
+    shutil.rmtree(doomed)
+
+
+def _try_to_delete(folder: Path) -> bool:
+    try:
+        _delete(folder)
+    except OSError as error:  # a run must not end because it could not tidy up
+        log.warning("could not delete the old checkpoint %s: %s", folder, error)
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's process
+        return True
+    return True
+
+
+# Files
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path}: a checkpoint holds plain files and folders only")
+        if path.is_file():
+            yield path
+
+
+def _sha256(path: Path, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _size(checkpoint: Path) -> int:
+    """Bytes of a checkpoint as its manifest counts them; 0 if it cannot be read."""
+    try:
+        return sum(entry["size"] for entry in _read_manifest(checkpoint).values())
+    except (CheckpointError, OSError):
+        return 0
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
+def readable(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write a value as JSON."""
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def load_json(path: Path) -> Any:
+    """Read what `save_json` wrote."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: not JSON ({error})") from error
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors of any device as safetensors. Two that share memory are an error: loading would part them."""
+    from safetensors.torch import save_file
+
+    _refuse_shared(path, tensors)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_tensors` wrote, on the CPU."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from error
+
+
+def _refuse_shared(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    # Looked at before they are copied to the CPU, where they would no longer be seen to be shared.
+    spans = []
+    for name, tensor in tensors.items():
+        if tensor.numel() > 0:
+            reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            spans.append((str(tensor.device), begin, begin + reach * tensor.element_size(), name))
+    spans.sort()
+    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
+        if device == next_device and begin < end:
+            raise CheckpointError(f"{path}: tensors {name} and {next_name} share memory; save one of them, or a clone")
+
+
+def fingerprint_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Name and sha256 of each file, to find out later whether one was changed."""
+    prints: dict[str, str] = {}
+    for path in paths:
+        name, number = path.name, 1
+        while name in prints:  # files of one name in different folders, told apart by their order
+            number += 1
+            name = f"{path.name} ({number})"
+        try:
+            prints[name] = _sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return prints
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that decide what the model computes: weights, configuration, tokenizer."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in FINGERPRINTED)
+
+
+# Random numbers
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every global random generator of this process, as JSON can hold it."""
+    import torch
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "torch": _encode(torch.get_rng_state()),
+    }
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        state[accelerator.type] = _encode(torch.get_device_module(accelerator).get_rng_state())
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put every generator where `rng_state` found it."""
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = accelerator.type if accelerator is not None else "cpu"
+    saved = next((kind for kind in state if kind not in ("python", "numpy", "torch")), "cpu")
+    if here != saved:
+        log.warning("the checkpoint was written on %s and is resumed on %s: not bit for bit the same", saved, here)
+    elif accelerator is not None:
+        torch.get_device_module(accelerator).set_rng_state(_decode(state[here]))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,120 @@
+"""From a run to a plain Hugging Face folder that anybody can load; checked before it is called done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from posttrain.config import ModelConfig
+from posttrain.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.models import lora
+from posttrain.models.checkpoint import load_tensors
+from posttrain.models.load import (
+    AUTO_CLASSES,
+    is_adapter,
+    load_tokenizer,
+    read_config,
+    read_model,
+    resolve_path,
+    save_model,
+)
+from posttrain.types import Head
+
+PROBE_LENGTH = 24
+
+
+def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
+    """Write the model of a run, a checkpoint or a folder to `out`: weights, tokenizer, chat template, generation config.
+
+    Adapters are merged into their base unless `merge` is False. The result is read back with stock classes; if its
+    weights or its logits are not the source's, nothing is left at `out`.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: name a new folder")
+    folder = resolve_path(source)
+    head = head_of(folder)
+    model = read_model(folder, head, "auto").eval()
+    if use_ema:
+        take_average(model, Path(folder).parent / "ema.safetensors")
+    merging = merge and lora.is_adapted(model)
+    if merging:
+        before = probe(model)
+        compare(before, probe(lora.merge(model)), model.dtype, "the merged model differs from the one with adapters")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        save_model(model, load_tokenizer(ModelConfig(path=folder)), unfinished)
+        difference = check_copy(model, unfinished, head)
+        unfinished.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return {
+        "source": folder,
+        "out": str(out),
+        "architecture": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "merged": merging,
+        "averaged": use_ema,
+        "difference": difference,
+    }
+
+
+def head_of(folder: str) -> Head:
+    """Which head the model was trained with, as its files say."""
+    if is_adapter(folder):
+        task = json.loads((Path(folder) / lora.CONFIG).read_text(encoding="utf-8")).get("task_type")
+        return "score" if task == lora.TASKS["score"] else "token"
+    architectures = read_config(folder, "token").architectures or [""]
+    return "score" if architectures[0].endswith("ForSequenceClassification") else "token"
+
+
+@torch.no_grad()
+def take_average(model: PreTrainedModel, file: Path) -> None:
+    """Replace the trained parameters by their running average."""
+    if not file.is_file():
+        raise UsageError(f"there is no {file}: the run kept no average of its weights (update.ema_decay was 0)")
+    parameters = dict(model.named_parameters())
+    for name, average in load_tensors(file).items():
+        if name not in parameters or parameters[name].shape != average.shape:
+            raise CheckpointError(f"{file}: {name} has no counterpart in the model")
+        parameters[name].copy_(average)
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> torch.Tensor:
+    """The model's output on fixed tokens: [1, T, V], or [1, 1] of a score model."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(1, PROBE_LENGTH + 1) * 7919 % vocabulary  # a prime: they differ, and spread
+    return model(input_ids=tokens[None].to(model.device), use_cache=False).logits.float()
+
+
+def compare(expected: torch.Tensor, found: torch.Tensor, dtype: torch.dtype, complaint: str) -> float:
+    """The relative difference, if it is no more than rounding."""
+    difference = float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1e-6))
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    if not difference <= tolerance:
+        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, at most {tolerance:g} is rounding")
+    return difference
+
+
+def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
+    """Read the folder back and compare: every weight bit for bit, then what comes out."""
+    if lora.is_adapted(model):
+        copy = read_model(str(folder), head, model.dtype)
+    else:
+        copy = AUTO_CLASSES[head].from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+    written, source = copy.eval().state_dict(), model.state_dict()
+    wrong = written.keys() ^ source.keys() or {n for n, t in source.items() if not torch.equal(t, written[n])}
+    if wrong:
+        raise PosttrainError(f"the exported model differs from its source in {', '.join(sorted(wrong)[:4])}")
+    return compare(probe(model), probe(copy), model.dtype, "the exported model's output differs from its source's")

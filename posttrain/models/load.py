@@ -1,0 +1,313 @@
+"""Models and tokenizers from folders, the hub, run folders or `pico`; and back to plain Hugging Face folders."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from huggingface_hub import constants as hub
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from posttrain.config import ModelConfig
+from posttrain.errors import CheckpointError, UsageError
+from posttrain.models import attention, lora
+from posttrain.models.checkpoint import resolve_model_folder
+from posttrain.models.pico import pico_folder
+from posttrain.types import Head
+
+AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+log = logging.getLogger("posttrain")
+
+
+# Where a model is
+
+
+def resolve_path(path: str) -> str:
+    """What the user calls a model -> a folder that transformers can read, or a hub name."""
+    if not path:
+        raise UsageError("no model: give --model.path a folder, a hub name, a run folder, or pico")
+    if path == "pico":
+        return str(pico_folder())
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if HUB_NAME.fullmatch(path):
+            return path
+        raise UsageError(f"model.path: there is no folder {path}, and it is no hub name (which is like owner/model)")
+    if (folder / "checkpoints").is_dir():
+        return str(resolve_model_folder(folder))
+    for candidate in (folder, folder / "model"):  # the second: a checkpoint of a run
+        if (candidate / "config.json").is_file() or is_adapter(candidate):
+            return str(candidate)
+    raise UsageError(f"model.path: no model in {path}: it has no config.json. {describe(folder)}")
+
+
+def describe(folder: Path) -> str:
+    if not folder.is_dir():
+        return "It is a file; give the folder that holds the model."
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
+    if not names:
+        return "It is empty."
+    return f"There is: {', '.join(names[:8])}" + (f" and {len(names) - 8} more." if len(names) > 8 else ".")
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds LoRA adapters instead of a model."""
+    return (Path(folder) / lora.CONFIG).is_file()
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Asked before transformers is, which would try for half a minute a file."""
+    if hub.is_offline_mode():
+        return False
+    if urllib.request.getproxies():  # cannot be judged from here
+        return True
+    address = urlsplit(hub.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def hub_options(source: str) -> dict[str, Any]:
+    """Options for every from_pretrained: nothing is fetched in vain and no code of strangers is run."""
+    local = Path(source).is_dir() or not hub_is_reachable()
+    return {"local_files_only": local, "trust_remote_code": False}
+
+
+@contextmanager
+def explained(source: str, option: str = "model.path") -> Iterator[None]:
+    """Turn a loading error into one line for the user."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
+        if Path(source).is_dir():
+            raise UsageError(f"{option}: {source} cannot be loaded: {reason}") from error
+        if not hub_is_reachable():
+            message = "is no folder here and not in the hub's cache, and the hub cannot be reached. Give a folder."
+            raise UsageError(f"{option}: {source} {message}") from error
+        raise UsageError(f"{option}: {source} is no folder here, and from the hub: {reason}") from error
+
+
+# Loading
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Without a padding token, the end token stands in; none is added."""
+    option = "model.tokenizer" if model.tokenizer else "model.path"
+    source = resolve_path(model.tokenizer or model.path)
+    while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
+        source = resolve_path(lora.base_of(Path(source)))
+    with explained(source, option):
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    model: ModelConfig, head: Head, *, device: torch.device, trainable: bool, seed: int
+) -> PreTrainedModel:
+    """A model ready for packed training, or for inference. `seed` decides what the files do not hold."""
+    if model.load_in_4bit and trainable and not model.lora_rank:
+        raise UsageError("model.load_in_4bit: weights in 4 bits stay frozen; set model.lora_rank to train adapters")
+    dtype = DTYPES.get(model.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        loaded = read_model(resolve_path(model.path), head, dtype, device=device, in_4bit=model.load_in_4bit)
+        if lora.is_adapted(loaded):
+            # Merged, so that the weights without new adapters are this model: what a reference has to be.
+            lora.merge(loaded)
+        if model.path == "pico":  # its folder is a cache
+            loaded.name_or_path = "pico"
+        if head == "score":
+            loaded.config.pad_token_id = padding_for_scores(load_tokenizer(model))
+        if trainable and model.lora_rank:
+            lora.add_adapters(loaded, model, head)
+        else:
+            loaded.requires_grad_(trainable)
+    if not model.load_in_4bit:  # which went there when it was quantised
+        loaded.to(device)
+    loaded.set_attn_implementation(attention.NAME)
+    loaded.get_input_embeddings().padding_idx = None  # nothing is padded: that token may be a real one, and must learn
+    if trainable and model.checkpoint_activations:
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return loaded.train(trainable)
+
+
+def read_model(
+    source: str, head: Head, dtype: torch.dtype | str, *, device: torch.device | None = None, in_4bit: bool = False
+) -> PreTrainedModel:
+    """The model that lies at `source`, all weights accounted for; its adapters, if it has some, injected, not merged."""
+    if is_adapter(source):
+        if in_4bit:
+            raise UsageError(f"model.load_in_4bit: {source} holds adapters; `posttrain export` it and load the result")
+        model = read_model(resolve_path(lora.base_of(Path(source))), head, dtype)
+        if lora.is_adapted(model):
+            lora.merge(model)
+        lora.attach(model, Path(source))
+        if (Path(source) / "config.json").is_file():  # facts that training wrote down, as score_mean
+            model.config = read_config(source, head)
+        model.name_or_path = str(Path(source).absolute())
+        return model
+    extra: dict[str, Any] = {}
+    if in_4bit:
+        assert isinstance(dtype, torch.dtype) and device is not None
+        extra = {"quantization_config": lora.four_bits(dtype, head), "device_map": {"": device}}
+    config = read_config(source, head)
+    with explained(source):
+        model, report = AUTO_CLASSES[head].from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,  # the other format is pickle
+            output_loading_info=True,
+            **hub_options(source),
+            **extra,
+        )
+    missing = set(report["missing_keys"])
+    if head == "score" and missing and all(name.startswith("score.") for name in missing):
+        initialise_score(model)
+        missing = set()
+    check_report(source, head, missing, set(report["unexpected_keys"]))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if Path(source).is_dir():
+        model.name_or_path = str(Path(source).absolute())
+    if model.can_generate():
+        make_savable(model)
+    return model
+
+
+def read_config(source: str, head: Head) -> PreTrainedConfig:
+    """The model's configuration, without noise in training: the sampler and the trainer must see one model."""
+    with explained(source):
+        config = AutoConfig.from_pretrained(source, **hub_options(source))
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    config.use_cache = False
+    if head == "score":
+        config.num_labels = 1
+    return config
+
+
+def check_report(source: str, head: Head, missing: set[str], unexpected: set[str]) -> None:
+    """No weight may be made up; one that is left over is at least named."""
+
+    def some(names: set[str]) -> str:
+        return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    if "score.weight" in unexpected:
+        raise UsageError(f"model.path: {source} is a reward model; a language model is needed here")
+    if missing:
+        raise UsageError(f"model.path: {source} lacks weights: {some(missing)}")
+    if head == "score":  # the language model's own head gives way
+        unexpected = {name for name in unexpected if not name.startswith(("lm_head.", "embed_out."))}
+    if unexpected:
+        log.warning("%s holds weights that this model has no place for: %s", source, some(unexpected))
+
+
+@torch.no_grad()
+def initialise_score(model: PreTrainedModel) -> None:
+    """Variance 1 / (hidden + 1), as in "Learning to summarize from human feedback" (2020): scores begin near 1."""
+    weight = model.score.weight
+    drawn = torch.randn(weight.shape, generator=torch.default_generator) * (weight.shape[1] + 1) ** -0.5
+    weight.copy_(drawn)
+
+
+def padding_for_scores(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Stock code scores the last token that is not padding; were padding the end token, it would miss the last.
+
+    None (no other special token): stock code then takes one row at a time, and says so.
+    """
+    candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids)
+    return next((token for token in candidates if token is not None and token != tokenizer.eos_token_id), None)
+
+
+def make_savable(model: PreTrainedModel) -> None:
+    """transformers refuses to save some generation configs that it loads: found here, not after the training."""
+    config = model.generation_config
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True  # temperature and its like were set, sampling was not
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        log.warning("generation_config.json of %s is not valid and left out: %s", model.name_or_path, error)
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+
+
+def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """What an optimizer updates, by name, in the model's order; tied weights once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+# Saving
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a plain Hugging Face folder; of an adapted model the adapters alone."""
+    if lora.is_adapted(model):
+        lora.save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.use_cache = True
+    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    if lora.is_adapted(model) and hasattr(config, "quantization_config"):
+        del config.quantization_config  # how the base is held in memory, not what it is
+    config.save_pretrained(folder)
+    if model.get_output_embeddings() is None and config.pad_token_id is not None:  # a score model, see above
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Read what `save_model` wrote into the same tensors, which stay where they are."""
+    if lora.is_adapted(model):
+        lora.load_adapter(model, folder)
+        return
+    try:
+        saved, report = type(model).from_pretrained(
+            folder, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: the weights cannot be read: {str(error).splitlines()[0]}") from error
+    live, read = model.state_dict(), saved.state_dict()
+    wrong = set(report["missing_keys"]) | set(report["unexpected_keys"]) | (live.keys() ^ read.keys())
+    if wrong:
+        raise CheckpointError(f"{folder}: does not fit the model; in one of them only: {', '.join(sorted(wrong)[:5])}")
+    for name, tensor in live.items():
+        if tensor.shape != read[name].shape:
+            raise CheckpointError(f"{folder}: {name} is {tuple(read[name].shape)}, the model's {tuple(tensor.shape)}")
+        tensor.copy_(read[name])

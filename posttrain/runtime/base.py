@@ -1,0 +1,86 @@
+"""Workers: plain objects, one a device, called together. The loops hold this handle and never know the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from posttrain.learner import Sums
+from posttrain.types import Floats, Objective, Sample
+
+
+class Workers(Protocol):
+    """Calls a method on every worker and returns the answers in order of rank."""
+
+    size: int
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same arguments for all."""
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """A first argument of its own for each."""
+
+
+class LearnerGroup:
+    """The learners of all workers as one: the same methods as learner.Learner."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
+        shards = self.shards(samples, objective.group_size)
+        return add_up(self.workers.scatter("forward_backward", shards, objective, denominator, tokens))
+
+    def step(self, learning_rate: float) -> dict[str, float]:
+        return self.workers.call("step", learning_rate)[0]
+
+    def discard(self) -> dict[str, float]:
+        return self.workers.call("discard")[0]
+
+    def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
+        return add_up(self.workers.scatter("evaluate", self.shards(samples, objective.group_size), objective))
+
+    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True) -> list[Floats]:
+        return joined(self.workers.scatter("logprobs", self.shards(samples), adapters=adapters))
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        return joined(self.workers.scatter("scores", self.shards(samples)))
+
+    def annotate(self, facts: dict[str, Any]) -> None:
+        self.workers.call("annotate", facts)
+
+    def save(self, folder: Any) -> None:
+        self.workers.call("save", folder)
+
+    def load(self, folder: Any) -> None:
+        self.workers.call("load", folder)
+
+    def shards(self, samples: Sequence[Sample], group_size: int = 1) -> list[list[Sample]]:
+        """Consecutive whole groups, as evenly as they go."""
+        groups, n = len(samples) // group_size, self.workers.size
+        edges = [group_size * (groups * rank // n) for rank in range(n + 1)]
+        return [list(samples[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """Sums of several workers as one."""
+    total: Sums = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = (before[0] + value, before[1] + count)
+    return total
+
+
+def averages(sums: Sums, denominator: int) -> dict[str, float]:
+    """Each sum over its count, or over the objective's denominator where it has none of its own."""
+    means = {}
+    for name, (total, counted) in sums.items():
+        by = counted or denominator
+        if by:
+            means[name] = total / by
+    return means
+
+
+def joined(parts: Sequence[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]

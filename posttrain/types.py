@@ -1,0 +1,170 @@
+"""The values that travel: a ragged `Sample` on the controller, a packed `Batch` on the worker.
+
+The alignment rule, stated once: `x[i]` speaks of `tokens[i]`, and `logprobs[i]` is the log-probability of
+`tokens[i]` given all tokens before it. The shift between logits and tokens lives in models/forward.py alone.
+
+    tokens    <s>  2   +   2   =   4   </s>
+    mask       0   0   0   0   0   1   1      True where the policy chose the token and it counts
+    logprobs   0   0   0   0   0  -.1 -.3     log p(4 | <s> 2 + 2 =), log p(</s> | ... 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # the command line must start without importing torch
+    import torch
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Unit = Literal["token", "sample", "group"]
+RowKind = Literal["text", "chat", "pair", "labelled", "stepwise"]  # what a data row must be for an algorithm
+Head = Literal["token", "score"]
+
+STREAMS = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
+SCALARS = ("reward", "label", "margin", "baseline")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sample:
+    """One sequence of tokens and all that is known about it."""
+
+    tokens: Ints
+    mask: Bools
+    # Streams: one number a token.
+    logprobs: Floats | None = None  # the sampler's, or recomputed with the current weights
+    ref_logprobs: Floats | None = None
+    values: Floats | None = None
+    advantages: Floats | None = None
+    returns: Floats | None = None
+    targets: Floats | None = None  # process rewards: probability that the step ending here is right
+    # Scalars: one number a sample.
+    reward: float = 0.0
+    label: float = 0.0  # KTO: 1 desirable, 0 undesirable, -1 mismatched pair that only measures the KL
+    margin: float = 0.0  # by how much the chosen answer is better, if the data says
+    baseline: float = 0.0  # what the algorithm's score() found over the whole batch
+    # Where it comes from.
+    group: int = 0  # samples of one prompt (or the two of a pair) share it
+    version: int = 0  # weights that sampled it
+    finish: str = ""  # stop, length, error
+    origin: str = ""  # file:line of its row
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if n == 0:
+            raise ValueError(f"{self.origin or 'sample'}: no tokens")
+        if self.mask.dtype != np.bool_ or self.mask.shape != (n,):
+            raise ValueError(f"{self.origin or 'sample'}: mask is {self.mask.dtype}{self.mask.shape}, expected bool({n},)")
+        if self.mask[0]:
+            raise ValueError(f"{self.origin or 'sample'}: the first token cannot count, nothing comes before it")
+        for name in STREAMS:
+            stream = getattr(self, name)
+            if stream is not None and stream.shape != (n,):
+                raise ValueError(f"{self.origin or 'sample'}: {name} has shape {stream.shape}, expected ({n},)")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """Samples laid end to end in one row of T tokens; B samples. Never padded; samples never see each other."""
+
+    tokens: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T], from 0 in every sample
+    sample_of: torch.Tensor  # [T], index of the sample a token belongs to
+    starts: torch.Tensor  # [B + 1] int32, cumulative lengths
+    lengths: tuple[int, ...]  # the same on the host, so that nobody waits for the device
+    mask: torch.Tensor  # [T] bool
+    counted: torch.Tensor  # [M] indices where mask is True, known on the host beforehand
+    logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    reward: torch.Tensor  # [B], and so the three below
+    label: torch.Tensor
+    margin: torch.Tensor
+    baseline: torch.Tensor
+
+    def per_sample(self, stream: torch.Tensor) -> torch.Tensor:
+        """Sum of `stream` over each sample's counted tokens: [T] -> [B]."""
+        out = stream.new_zeros(len(self.lengths))
+        return out.index_add(0, self.sample_of[self.counted], stream[self.counted])
+
+    def counts(self) -> torch.Tensor:
+        """Number of counted tokens of each sample: [B]; at least 1, so that it can divide."""
+        return self.per_sample(self.mask.float()).clamp(min=1)
+
+    def pairs(self, per_sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chosen and rejected of a [B] tensor whose groups are (chosen, rejected)."""
+        return per_sample[0::2], per_sample[1::2]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Outputs:
+    """What the model says of a batch; only what the algorithm's `outputs` names is there.
+
+    Token streams have length T and are 0 where the mask is False.
+    """
+
+    logprobs: torch.Tensor | None = None  # [T]
+    entropy: torch.Tensor | None = None  # [T], detached: for logs, not for losses
+    divergence: torch.Tensor | None = None  # [T], from the teacher's distribution
+    scores: torch.Tensor | None = None  # [B], at each sample's last token
+    values: torch.Tensor | None = None  # [T], value of the state before tokens[i]
+    choices: torch.Tensor | None = None  # [M, R], log-probabilities of R reward tokens after counted position m
+    router_loss: torch.Tensor | None = None  # sum over tokens of the load-balancing loss
+
+
+@dataclass(slots=True)
+class Loss:
+    """A sum over the algorithm's unit; the learner alone divides, by the global count.
+
+    A metric is a sum over the same unit, or a pair (sum, count) when it speaks of something else.
+    """
+
+    total: torch.Tensor
+    metrics: dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Request:
+    """What a forward pass must compute: names of `Outputs` fields, and what those need to know."""
+
+    names: frozenset[str] = frozenset({"logprobs"})
+    choice_ids: tuple[int, ...] = ()  # tokens that `choices` chooses among
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    jsd_beta: float = 0.5
+    temperature: float = 1.0
+    router_loss: float = 0.0  # weight of the mixture-of-experts balance
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Objective:
+    """What a learner must know of an algorithm: what to compute, the loss on it, and what it is a sum over."""
+
+    request: Request
+    loss: Callable[[Outputs, Batch], Loss]
+    unit: Unit
+    group_size: int = 1
+
+
+def count(samples: Sequence[Sample], unit: Unit) -> int:
+    """The denominator of a batch: its tokens that count, its samples, or its groups."""
+    if unit == "token":
+        return int(sum(sample.mask.sum() for sample in samples))
+    if unit == "sample":
+        return len(samples)
+    return len({sample.group for sample in samples})
+
+
+assert set(STREAMS) | set(SCALARS) <= {f.name for f in fields(Sample)} & {f.name for f in fields(Batch)}
+assert get_args(Unit) == ("token", "sample", "group")

@@ -1,0 +1,161 @@
+"""The rules of the house that protect everybody: import order, heavy libraries, nothing unsafe, a frozen option list."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "posttrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from its own layer and from those below it.
+LAYERS = [
+    {"types", "config", "log", "errors", "verbs", "__init__"},
+    {"ops", "data", "rewards"},
+    {"algos"},
+    {"models", "engines"},
+    {"learner", "rollout"},
+    {"runtime"},
+    {"loops", "serve"},
+    {"cli", "__main__"},
+]
+HEAVY = {"ray", "vllm", "wandb", "tensorboard", "peft", "bitsandbytes", "datasets", "pyarrow", "tyro", "matplotlib"}
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def tree(file):
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def room(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def imported_modules(file):
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            if node.module == "posttrain":
+                yield from ((node.lineno, f"posttrain.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module
+
+
+def layer(name):
+    found = [index for index, names in enumerate(LAYERS) if name in names]
+    assert found, f"posttrain/{name} has no place in the import order; give it one in tests/house"
+    return found[0]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_point_down(file):
+    if file == PACKAGE / "__init__.py":
+        return  # hands out the verbs lazily
+    mine = layer(room(module_name(file)))
+    for line, module in imported_modules(file):
+        if module.startswith("posttrain"):
+            if module.removeprefix("posttrain.") == "__version__":
+                continue
+            assert layer(room(module)) <= mine, f"{file}:{line} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "algos").glob("*.py")), ids=lambda f: f.name)
+def test_algorithms_import_little(file):
+    allowed = ("posttrain.algos", "posttrain.types", "posttrain.ops", "posttrain.errors", "torch", "numpy")
+    for line, module in imported_modules(file):
+        standard = module.split(".")[0] in sys.stdlib_module_names
+        assert standard or module.startswith(allowed), f"{file}:{line} imports {module}"
+
+
+def test_each_heavy_library_has_one_home():
+    homes = defaultdict(set)
+    for file in FILES:
+        for _, module in imported_modules(file):
+            for part in (module.split(".")[0], module.split(".")[-1]):
+                if part in HEAVY:
+                    homes[part].add(file.name)
+    assert all(len(files) == 1 for files in homes.values()), dict(homes)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_nothing_unsafe_or_silent(file):
+    for line, module in imported_modules(file):
+        assert module.split(".")[0] not in FORBIDDEN_IMPORTS, f"{file}:{line} imports {module}"
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                assert node.func.id not in FORBIDDEN_CALLS, f"{file}:{node.lineno} calls {node.func.id}"
+            if isinstance(node.func, ast.Attribute):
+                text = ast.unparse(node.func)
+                assert text not in ("torch.load", "torch.save", "os.system"), f"{file}:{node.lineno} calls {text}"
+            for keyword in node.keywords:
+                on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                unsafe = keyword.arg in ("shell", "trust_remote_code") and on
+                assert not unsafe, f"{file}:{node.lineno} {keyword.arg}=True"
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            handled = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            assert not broad or handled, f"{file}:{node.lineno}: a broad except that does not raise again"
+
+
+def test_options_are_frozen():
+    """Adding an option is a decision: change tests/house/options.txt in the same commit, and the budget holds."""
+    from posttrain.algos import ALGORITHMS
+    from posttrain.config import option_keys, with_algorithm
+
+    lines = []
+    for verb, algorithm in ALGORITHMS.items():
+        keys = option_keys(with_algorithm(algorithm.Config, algorithm.defaults))
+        common = [key for key in keys if not key.startswith("algo.")]
+        lines.append(f"{verb}: " + " ".join(key for key in keys if key.startswith("algo.")))
+        assert len(keys) <= (45 if verb == "sft" else 90), f"{verb} has {len(keys)} options"
+    lines.append("all: " + " ".join(common))
+    frozen = (ROOT / "tests/house/options.txt").read_text(encoding="utf-8").splitlines()
+    assert sorted(lines) == sorted(frozen)
+
+
+def test_every_trainer_has_a_verb_and_its_description():
+    from posttrain.algos import ALGORITHMS
+    from posttrain.verbs import TRAINERS
+
+    assert set(ALGORITHMS) == set(TRAINERS)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from posttrain.cli.main import main; main(['--help']); "
+        "print([m for m in ('torch', 'transformers', 'numpy', 'rich', 'tyro') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout
+
+
+def test_importing_the_package_needs_no_optional_library():
+    blocked = sorted(HEAVY - {"tyro"})
+    code = (
+        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
+        "import posttrain.loops.offline, posttrain.cli.main, posttrain.cli.tools\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_paths_of_a_machine_and_no_addresses_of_registries():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    words = ["/" + "work/", "/" + "root/", "pypi." + "org", "files.python" + "hosted"]
+    for name in listed:
+        file = ROOT / name
+        if file.suffix in (".py", ".md", ".toml", ".txt", ".yaml", "") and file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            assert not [word for word in words if word in text], name

@@ -1,0 +1,1 @@
+"""Every loss and its gradient against slow loops over single tokens."""

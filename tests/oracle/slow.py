@@ -1,0 +1,167 @@
+"""The losses as their papers write them, in loops over single tokens with Python floats.
+
+Each takes the samples and, for each sample, a list with the policy's log-probability of every token; it returns the sum
+over the loss's unit. None of this shares a line with the package.
+"""
+
+import math
+
+
+def sigmoid(x):
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    return math.exp(x) / (1 + math.exp(x))
+
+
+def log_sigmoid(x):
+    if x < -700:
+        return x
+    return -math.log(1 + math.exp(-x)) if x > -30 else x - math.log(1 + math.exp(x))
+
+
+def total(values, mask):
+    """Sum over the tokens that count."""
+    result = 0.0
+    for value, counts in zip(values, mask.tolist(), strict=True):
+        if counts:
+            result += value
+    return result
+
+
+def length(mask):
+    """Tokens that count; an empty answer is divided by 1."""
+    found = 0
+    for counts in mask.tolist():
+        if counts:
+            found += 1
+    return found if found else 1
+
+
+def mean(values, mask):
+    return total(values, mask) / length(mask)
+
+
+def log_ratio(sample, logprobs, length_normalize=False):
+    """log pi(y|x) - log ref(y|x), or its mean over tokens."""
+    reference = sample.ref_logprobs.tolist()
+    result = 0.0
+    for policy, ref, counts in zip(logprobs, reference, sample.mask.tolist(), strict=True):
+        if counts:
+            result += policy - ref
+    return result / length(sample.mask) if length_normalize else result
+
+
+def pairs_of(samples, logprobs):
+    for i in range(0, len(samples), 2):
+        yield samples[i], logprobs[i], samples[i + 1], logprobs[i + 1]
+
+
+def nll(samples, logprobs):
+    result = 0.0
+    for sample, row in zip(samples, logprobs, strict=True):
+        result -= total(row, sample.mask)
+    return result
+
+
+def shape(h, loss, beta, epsilon):
+    """The losses on h = beta * margin; IPO on the margin itself."""
+    if loss == "sigmoid":
+        return -(1 - epsilon) * log_sigmoid(h) - epsilon * log_sigmoid(-h)
+    if loss == "robust":
+        clean, flipped = -log_sigmoid(h), -log_sigmoid(-h)
+        return ((1 - epsilon) * clean - epsilon * flipped) / (1 - 2 * epsilon)
+    if loss == "hinge":
+        return max(0.0, 1 - h)
+    assert loss == "ipo"
+    return (h / beta - 1 / (2 * beta)) ** 2
+
+
+def dpo(samples, logprobs, loss="sigmoid", beta=0.1, label_smoothing=0.0, pref_ftx=0.0, length_normalize=False):
+    result = 0.0
+    for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
+        better = log_ratio(chosen, chosen_row, length_normalize)
+        worse = log_ratio(rejected, rejected_row, length_normalize)
+        result += shape(beta * (better - worse), loss, beta, label_smoothing)
+        result += pref_ftx * -mean(chosen_row, chosen.mask)
+    return result
+
+
+def simpo(samples, logprobs, loss="sigmoid", beta=2.5, gamma_beta_ratio=1.4, label_smoothing=0.0, pref_ftx=0.0):
+    gamma = gamma_beta_ratio * beta
+    result = 0.0
+    for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
+        h = beta * mean(chosen_row, chosen.mask) - beta * mean(rejected_row, rejected.mask) - gamma
+        result += shape(h, loss, beta, label_smoothing) + pref_ftx * -mean(chosen_row, chosen.mask)
+    return result
+
+
+def cpo(samples, logprobs, loss="sigmoid", beta=0.1, label_smoothing=0.0, pref_ftx=1.0):
+    result = 0.0
+    for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
+        h = beta * total(chosen_row, chosen.mask) - beta * total(rejected_row, rejected.mask)
+        result += shape(h, loss, beta, label_smoothing) + pref_ftx * -mean(chosen_row, chosen.mask)
+    return result
+
+
+def orpo(samples, logprobs, odds_weight=0.1):
+    def odds(row, mask):
+        p = math.exp(min(mean(row, mask), -1e-6))  # the documented bound: odds stay finite at p = 1
+        return p / (1 - p)
+
+    result = 0.0
+    for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
+        ratio = odds(chosen_row, chosen.mask) / odds(rejected_row, rejected.mask)
+        result += -mean(chosen_row, chosen.mask) - odds_weight * log_sigmoid(math.log(ratio))
+    return result
+
+
+def kto(samples, logprobs, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0, length_normalize=False):
+    result = 0.0
+    for sample, row in zip(samples, logprobs, strict=True):
+        r, z = log_ratio(sample, row, length_normalize), sample.baseline
+        if sample.label == 1:
+            result += desirable_weight * (1 - sigmoid(beta * (r - z)))
+        else:
+            result += undesirable_weight * (1 - sigmoid(beta * (z - r)))
+    return result
+
+
+def reward(samples, scores, loss="sigmoid", use_margin=False, center=0.0):
+    """`scores`: a number a sample."""
+    result = 0.0
+    for i in range(0, len(samples), 2):
+        chosen, rejected = scores[i], scores[i + 1]
+        wanted = samples[i].margin if use_margin else 0.0
+        if loss == "sigmoid":
+            result -= math.log(sigmoid(chosen - rejected - wanted))
+        else:
+            result += math.log(1 + math.exp(rejected - chosen + wanted))
+        result += center * (chosen + rejected) ** 2
+    return result
+
+
+def prm(samples, choices):
+    """`choices`: for each counted token in order, the log-probabilities of right and wrong."""
+    result, step = 0.0, 0
+    for sample in samples:
+        for target, counts in zip(sample.targets.tolist(), sample.mask.tolist(), strict=True):
+            if counts:
+                right, wrong = choices[step]
+                result -= target * right + (1 - target) * wrong
+                step += 1
+    assert step == len(choices)
+    return result
+
+
+def gradient(function, values, where, h=1e-3):
+    """d function / d values[i][j] for each (i, j) of `where`, by the five-point stencil (error h^4)."""
+    found = {}
+    for i, j in where:
+        samples = []
+        for k in (-2, -1, 1, 2):
+            moved = [list(row) for row in values]
+            moved[i][j] += k * h
+            samples.append(function(moved))
+        two_down, down, up, two_up = samples
+        found[i, j] = (two_down - 8 * down + 8 * up - two_up) / (12 * h)
+    return found

@@ -1,0 +1,228 @@
+"""The run folder: names, the lock, metrics after a resume, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import UsageError
+from posttrain.loops.folder import RunFolder, StopSignals, atomic_write_text, find_run
+from posttrain.models.checkpoint import newest_valid, write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def start_run(out: str = "", verb: str = "sft") -> Path:
+    with RunFolder.open(out, verb, resume=False) as folder:
+        folder.write_config("seed: 0\n")
+        return folder.path
+
+
+def test_default_names_count_up():
+    names = [start_run(), start_run(), start_run(verb="dpo")]
+    assert [str(name) for name in names] == ["runs/sft-001", "runs/sft-002", "runs/dpo-001"]
+    Path("runs/sft-041").mkdir()
+    Path("runs/sft-1000x").mkdir()
+    assert str(start_run()) == "runs/sft-042"
+
+
+def test_two_at_once_get_different_folders():
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: RunFolder.open("", "sft", resume=False), range(24)))
+    assert len({folder.path for folder in folders}) == 24
+    for folder in folders:
+        folder.close()
+
+
+def test_paths():
+    with RunFolder.open("x", "sft", resume=False) as folder:
+        names = ("config_file", "metrics_file", "samples", "checkpoints", "logs", "bad_batches")
+        parts = [getattr(folder, name).relative_to("x").as_posix() for name in names]
+    assert parts == ["config.yaml", "metrics.jsonl", "samples", "checkpoints", "logs", "bad-batches"]
+
+
+def test_resume_takes_the_highest_number_that_holds_a_run():
+    for _ in range(11):
+        start_run()
+    Path("runs/sft-012").mkdir()  # a start that failed before it began
+    with RunFolder.open("", "sft", resume=True) as folder:
+        assert str(folder.path) == "runs/sft-011"
+    assert str(find_run("", "sft")) == "runs/sft-011"
+
+
+def test_resume_without_a_run_is_refused_and_makes_nothing():
+    for out in ("", "nowhere"):
+        with pytest.raises(UsageError, match="no run to resume"):
+            RunFolder.open(out, "sft", resume=True)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_with_a_run_is_refused_and_stays_as_it_is():
+    start_run("x")
+    with pytest.raises(UsageError, match="already holds a run") as caught:
+        RunFolder.open("x", "sft", resume=False)
+    assert "--resume" in str(caught.value)
+    assert "--out" in str(caught.value)
+    with RunFolder.open("x", "sft", resume=True) as folder:  # the refusal must not keep the lock
+        assert folder.config_file.read_text() == "seed: 0\n"
+
+
+def test_checkpoints_alone_are_a_run():
+    write_checkpoint(Path("x/checkpoints"), 1, lambda folder: atomic_write_text(folder / "state.json", "{}"))
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder.open("x", "sft", resume=False)
+    RunFolder.open("x", "sft", resume=True).close()
+
+
+def test_other_files_are_no_run():
+    Path("x").mkdir()
+    Path("x/notes.txt").write_text("mine")
+    start_run("x")
+    assert Path("x/notes.txt").read_text() == "mine"
+
+
+def test_a_file_in_the_way_is_named():
+    Path("x").write_text("")
+    with pytest.raises(UsageError, match="x: cannot be used"):
+        RunFolder.open("x", "sft", resume=False)
+    Path("runs").write_text("")
+    with pytest.raises(UsageError, match="runs"):
+        RunFolder.open("", "sft", resume=False)
+
+
+def test_opening_removes_what_a_killed_save_left():
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    start_run("x")
+    Path(f"x/checkpoints/.tmp-step-00000001-{dead.pid}/model").mkdir(parents=True)
+    with RunFolder.open("x", "sft", resume=True) as folder:
+        assert list(folder.checkpoints.iterdir()) == []
+        assert newest_valid(folder.checkpoints) is None
+
+
+def test_the_second_is_refused_at_once_and_told_who():
+    with RunFolder.open("x", "sft", resume=False) as folder:
+        folder.write_config("")
+        for resume in (False, True):
+            with pytest.raises(UsageError, match=f"process {os.getpid()} on ") as caught:
+                RunFolder.open("x", "sft", resume=resume)
+            assert caught.value.exit_code == 2
+        assert f"process {os.getpid()} " in (folder.path / "lock").read_text()
+    RunFolder.open("x", "sft", resume=True).close()
+
+
+HOLDER = """
+import os, sys
+from posttrain.loops.folder import RunFolder
+folder = RunFolder.open("x", "sft", resume=False)
+folder.write_config("")
+if "fork" in sys.argv and os.fork() == 0:
+    print("child", os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+print("open", os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("children", [[], ["fork"]])
+def test_the_lock_of_a_killed_process_is_free(children):
+    """Also where a forked child of it lives on, as a worker of a pool may."""
+    command = [sys.executable, "-c", HOLDER, *children]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        for _ in range(1 + len(children)):
+            assert holder.stdout.readline().split()[0] in ("open", "child")
+        with pytest.raises(UsageError, match=f"process {holder.pid} "):
+            RunFolder.open("x", "sft", resume=True)
+        holder.kill()
+        os.waitpid(holder.pid, 0)
+        with RunFolder.open("x", "sft", resume=True) as folder:
+            assert (folder.path / "lock").read_text().split()[1] == str(os.getpid())
+
+
+def lines(*step_numbers: int) -> str:
+    return "".join(json.dumps({"step": step, "loss": step / 3}) + "\n" for step in step_numbers)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (lines(1, 2, 3, 4), lines(1, 2, 3)),
+        (lines(1, 2, 3), lines(1, 2, 3)),
+        (lines(1, 2, 3) + '{"step": 4, "lo', lines(1, 2, 3)),
+        (lines(1, 2) + '{"step": 3, "loss": 1}', lines(1, 2) + '{"step": 3, "loss": 1}\n'),
+        (lines(4), ""),
+        ("", ""),
+        (lines(2) + "\0\0\0\0", lines(2)),
+        (lines(1, 2, 3, 4, 2, 3, 4), lines(1, 2, 3, 2, 3)),
+    ],
+)
+def test_metrics_are_cut_back_to_the_step(text, expected):
+    with RunFolder.open("x", "sft", resume=False) as folder:
+        folder.trim_metrics(3)
+        assert not folder.metrics_file.exists()
+        folder.metrics_file.write_text(text)
+        folder.trim_metrics(3)
+        assert folder.metrics_file.read_text() == expected
+        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "metrics.jsonl"]
+
+
+def test_a_write_that_fails_leaves_the_old_text(monkeypatch):
+    path = Path("config.yaml")
+    atomic_write_text(path, "old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write_text(path, "new")
+    assert [entry.name for entry in Path().iterdir()] == ["config.yaml"]
+    assert path.read_text() == "old"
+
+
+def test_a_bad_batch_is_kept():
+    with RunFolder.open("x", "sft", resume=False) as folder:
+        path = folder.write_bad_batch(7, [{"origin": "a:1"}, {"origin": "a:2"}])
+        assert path.parent == folder.bad_batches
+        assert [json.loads(line)["origin"] for line in path.read_text().splitlines()] == ["a:1", "a:2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish_the_second_ends(number, capfd):
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    with StopSignals() as signals:
+        assert signals.received is None
+        signal.raise_signal(number)
+        assert signals.received == number
+        assert capfd.readouterr().err.strip() == "stopping after this step; again to stop at once"
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+            signal.raise_signal(number)
+    if number == signal.SIGTERM:
+        assert caught.value.code == 143
+    else:
+        assert caught.type is KeyboardInterrupt
+    assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_signals_are_left_alone_in_other_threads():
+    handlers = []
+
+    def work():
+        with StopSignals() as signals:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signals.received)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM), None]

@@ -1,0 +1,114 @@
+"""Packed samples never see each other, on every architecture, and equal the stock model run on each alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.data.pack import collate
+from posttrain.errors import PosttrainError
+from posttrain.models import attention
+from posttrain.models.forward import Trunk, forward, prove
+from posttrain.types import Request, Sample
+from tests.tiny import NAMES, tiny_model
+
+LENGTHS = (3, 17, 9, 2, 30, 17, 8)
+
+
+def samples(lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Sample(tokens=rng.integers(3, 60, n).astype(np.int32), mask=np.arange(n) > 0) for n in lengths]
+
+
+def packed(model):
+    model.set_attn_implementation(attention.NAME)
+    return Trunk.of(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [LENGTHS, (6, 6, 6)], ids=["ragged", "equal"])
+def test_packed_logprobs_and_gradients_equal_the_stock_model_alone(name, lengths):
+    model = tiny_model(name).eval()
+    rows = samples(lengths)
+    out = forward(packed(model), collate(rows), Request(names=frozenset({"logprobs", "entropy"})))
+    out.logprobs.sum().backward()
+    found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    model.set_attn_implementation("eager")
+    for row, stream in zip(rows, out.logprobs.split([len(r) for r in rows]), strict=True):
+        ids = torch.as_tensor(row.tokens).long()[None]
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        expected = logprobs[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+        assert stream[0] == 0
+        assert torch.allclose(stream[1:], expected, atol=2e-5)
+        expected.sum().backward()
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            assert torch.allclose(found[key], p.grad, atol=2e-4, rtol=2e-4), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_does_not_leak_into_its_neighbours(name):
+    trunk = packed(tiny_model(name).eval())
+    rows = samples()
+    before = trunk.hidden(collate(rows)).last_hidden_state[0].split(LENGTHS)
+    rows[2].tokens[:] = 7
+    after = trunk.hidden(collate(rows)).last_hidden_state[0].split(LENGTHS)
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(a, b) == (index != 2), f"sample {index}"
+
+
+def test_a_window_shorter_than_the_sample_is_kept():
+    model = tiny_model("mistral", sliding_window=4).eval()
+    rows = samples((20,))
+    last = packed(model).hidden(collate(rows)).last_hidden_state[0, -1]
+    rows[0].tokens[0] = 9  # out of sight of the last token: 2 layers x 3 back
+    assert torch.equal(packed(model).hidden(collate(rows)).last_hidden_state[0, -1], last)
+    rows[0].tokens[-3] = 9
+    assert not torch.equal(packed(model).hidden(collate(rows)).last_hidden_state[0, -1], last)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model = tiny_model("qwen2").train()
+    trunk = packed(model)
+
+    def gradients():
+        model.zero_grad()
+        forward(trunk, collate(samples()), Request()).logprobs.sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = gradients()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proof_accepts_supported_architectures(name):
+    prove(packed(tiny_model(name)))
+
+
+def test_proof_refuses_a_leak(monkeypatch):
+    trunk = packed(tiny_model("llama"))
+    monkeypatch.setattr(attention, "rectangles", lambda lengths, device: one_rectangle(sum(lengths)))
+    with pytest.raises(PosttrainError, match="packed forward pass differs"):
+        prove(trunk)
+
+
+def one_rectangle(total):
+    return [attention.Bucket(1, total, None, None)], None
+
+
+def test_proof_refuses_an_unknown_scaling_of_the_head():
+    model = tiny_model("llama")
+    trunk = packed(model)
+    stock = model.forward
+
+    def scaled(*args, **kwargs):
+        out = stock(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = scaled
+    with pytest.raises(PosttrainError, match="packed forward pass differs"):
+        prove(trunk)

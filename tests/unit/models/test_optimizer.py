@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from posttrain.config import UpdateConfig
+from posttrain.models.optimizer import Optimizer
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.nn.Parameter(torch.randn(4, 3, dtype=dtype)),
+        "norm": torch.nn.Parameter(torch.randn(3, dtype=dtype)),
+    }
+
+
+def give_gradients(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum((torch.randn(p.shape, generator=generator).to(p.dtype) * scale * p).sum() for p in params.values())
+    loss.backward()
+
+
+def test_equals_plain_adamw_with_clipping_and_decay_on_matrices_only():
+    config = UpdateConfig(weight_decay=0.1, max_grad_norm=0.5)
+    ours, theirs = parameters(), parameters()
+    optimizer = Optimizer(ours, config)
+    reference = torch.optim.AdamW(
+        [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["norm"]], "weight_decay": 0.0}],
+        betas=config.betas,
+    )
+    for step in range(5):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        reference.step()
+        reference.zero_grad()
+        assert optimizer.step(0.01 * (step + 1))["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+        for name in ours:
+            assert torch.allclose(ours[name], theirs[name], atol=1e-7)
+
+
+def test_half_precision_weights_follow_masters_that_move_in_small_steps():
+    params = parameters(torch.bfloat16)
+    address = params["matrix"].data_ptr()
+    before = params["matrix"].detach().clone()
+    optimizer = Optimizer(params, UpdateConfig(max_grad_norm=0))
+    give_gradients(params, 0)
+    give_gradients(params, 1)  # accumulates in float32
+    assert params["matrix"].grad is None and optimizer.masters["matrix"].grad.dtype == torch.float32
+    for _ in range(3):
+        give_gradients(params, 2)
+        optimizer.step(1e-6)
+    assert torch.equal(params["matrix"], before), "a bfloat16 weight does not move by 1e-6"
+    assert not torch.equal(optimizer.masters["matrix"], before.float()), "but its master does"
+    for _ in range(20):
+        give_gradients(params, 2)
+        optimizer.step(1e-2)
+    assert torch.equal(params["matrix"], optimizer.masters["matrix"].bfloat16())
+    assert not torch.equal(params["matrix"], before)
+    assert params["matrix"].data_ptr() == address
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    params = parameters()
+    optimizer = Optimizer(params, UpdateConfig(ema_decay=0.9))
+    give_gradients(params, 0)
+    optimizer.step(0.1)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    state = {name: t.clone() for name, t in optimizer.state().items()}
+    give_gradients(params, 1, scale=float("nan"))
+    assert optimizer.step(0.1)["skipped"] == 1.0
+    assert all(torch.equal(before[name], params[name]) for name in params)
+    assert all(torch.equal(state[name], tensor) for name, tensor in optimizer.state().items())
+    assert all(p.grad is None for p in params.values())
+
+
+def test_average_of_the_weights():
+    params = parameters()
+    optimizer = Optimizer(params, UpdateConfig(ema_decay=0.75))
+    expected = params["norm"].detach().clone()
+    for step in range(4):
+        give_gradients(params, step)
+        optimizer.step(0.1)
+        expected = 0.75 * expected + 0.25 * params["norm"].detach()
+    assert torch.allclose(optimizer.average["norm"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_round_trip_is_exact(dtype):
+    first, second = parameters(dtype), parameters(dtype)
+    one, two = Optimizer(first, UpdateConfig()), Optimizer(second, UpdateConfig())
+    for step in range(3):
+        give_gradients(first, step)
+        one.step(0.01)
+    for name in second:
+        second[name].data.copy_(first[name])
+    two.load_state({name: tensor.clone() for name, tensor in one.state().items()})
+    for step in range(3, 6):
+        for params, optimizer in ((first, one), (second, two)):
+            give_gradients(params, step)
+            optimizer.step(0.01)
+    for name in first:
+        assert torch.equal(first[name], second[name])
+        assert torch.equal(one.masters[name], two.masters[name])
