@@ -179,9 +179,7 @@ def read_options(verb: str, start: Config, filed: list[str], typed: list[str], f
     def read(options: list[str]) -> Config:
         about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
         prog = f"posttrain {verb}"
-        return tyro.cli(
-            type(start), args=options, default=start, prog=prog, description=about, use_underscores=True
-        )
+        return tyro.cli(type(start), args=options, default=start, prog=prog, description=about, use_underscores=True)
 
     if filed:
         try:

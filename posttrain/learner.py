@@ -19,8 +19,8 @@ from posttrain.models.load import load_model, load_tokenizer, load_weights, save
 from posttrain.models.optimizer import Optimizer
 from posttrain.types import Batch, Floats, Head, Objective, Outputs, Request, Sample
 
-Sums = dict[str, tuple[float, float]]
-"""Metric -> (sum, count); a count of 0 stands for the objective's own denominator."""
+Sums = dict[str, tuple[float, float | None]]
+"""Metric -> (sum, count); a count of None stands for the objective's own denominator."""
 
 
 class Learner:
@@ -157,20 +157,22 @@ class Totals:
 
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> None:
         total = total.detach().double()
-        count = torch.zeros_like(total) if count is None else count.detach().double()
-        if name in self.sums:
-            total, count = self.sums[name] + total, self.counts[name] + count
-        self.sums[name], self.counts[name] = total, count
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if count is not None:
+            count = count.detach().double()
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def add_all(self, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
             self.add(name, *value) if isinstance(value, tuple) else self.add(name, value)
 
     def read(self) -> Sums:
-        if not self.sums:
-            return {}
-        rows = torch.stack([torch.stack([self.sums[name], self.counts[name]]) for name in self.sums]).tolist()
-        return {name: (total, count) for name, (total, count) in zip(self.sums, rows, strict=True)}
+        """To the host, all at once."""
+        values = [*self.sums.values(), *self.counts.values()]
+        numbers = iter(torch.stack(values).tolist() if values else [])
+        sums = {name: next(numbers) for name in self.sums}
+        counts = {name: next(numbers) for name in self.counts}
+        return {name: (total, counts.get(name)) for name, total in sums.items()}
 
 
 def default_device() -> torch.device:

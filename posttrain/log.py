@@ -50,6 +50,7 @@ def quiet_libraries() -> None:
     """Stop transformers' and the hub's chatter and progress bars; what the user set in the environment wins."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it misses kernels nobody asked for
     if "transformers" not in sys.modules:
         return  # it reads these variables when it is imported; importing it here would cost a second
     from transformers.utils import logging as transformers_logging
@@ -314,14 +315,11 @@ class Console:
             self._write(self.on_screen, self.out)
 
     def _write(self, text: str, stream: Any) -> None:
-        try:
-            stream.write(text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8"))
+        # A closed terminal or pipe (`| head`) must not end a run that writes its files well.
+        with contextlib.suppress(OSError):
+            encoding = stream.encoding or "utf-8"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
             stream.flush()
-        except OSError:
-            # A closed terminal or pipe (`| head`) must not end a run that writes its files well. With the descriptor
-            # on the null device, later writes and Python's own flush at exit succeed.
-            with contextlib.suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Sink(Protocol):

@@ -29,7 +29,7 @@ def chunk_length(vocabulary: int) -> int:
 def in_chunks(
     function: Callable[..., tuple[torch.Tensor, ...]], length: int, *streams: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Apply `function` to pieces of the streams and join the results; activations are recomputed in the backward pass."""
+    """Apply `function` to pieces of the streams and join the results; nothing inside is kept for the backward pass."""
     pieces = zip(*(stream.split(length) for stream in streams), strict=True)
     if torch.is_grad_enabled():
         results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
@@ -101,7 +101,7 @@ def router_balance(
     in DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, eq. 17-20). For one sample it equals transformers' own.
     """
     probabilities = torch.stack([logits.float().softmax(-1) for logits in router_logits])  # [layers, T, E]
-    layers, tokens, experts = probabilities.shape
+    layers, _, experts = probabilities.shape
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(experts_per_token, dim=-1).indices, 1.0)
     lengths = torch.zeros(samples, device=sample_of.device).index_add_(0, sample_of, torch.ones_like(sample_of).float())
 

@@ -60,7 +60,9 @@ class Sample:
         if n == 0:
             raise ValueError(f"{self.origin or 'sample'}: no tokens")
         if self.mask.dtype != np.bool_ or self.mask.shape != (n,):
-            raise ValueError(f"{self.origin or 'sample'}: mask is {self.mask.dtype}{self.mask.shape}, expected bool({n},)")
+            raise ValueError(
+                f"{self.origin or 'sample'}: mask is {self.mask.dtype}{self.mask.shape}, expected bool({n},)"
+            )
         if self.mask[0]:
             raise ValueError(f"{self.origin or 'sample'}: the first token cannot count, nothing comes before it")
         for name in STREAMS:

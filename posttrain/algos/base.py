@@ -45,7 +45,7 @@ class Algorithm:
         return {"logprobs"}
 
     def needs(self) -> set[str]:
-        """What helpers must provide: ref_logprobs and logprobs (of the current policy) before `score`; teacher."""
+        """What helpers must fill before `score`: ref_logprobs, logprobs (of the current policy)."""
         return set()
 
     def reference(self) -> str:

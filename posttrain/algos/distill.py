@@ -61,17 +61,6 @@ class Distill(Algorithm):
             temperature=config.temperature,
         )
 
-    def teacher(self) -> str:
-        return self.config.teacher
-
-    def request(self, token_id: Callable[[str], int]) -> Request:
-        return Request(
-            names=frozenset(self.outputs()),
-            divergence=self.config.divergence,
-            jsd_beta=self.config.jsd_beta,
-            temperature=self.config.temperature,
-        )
-
     def loss(self, out: Outputs, batch: Batch) -> Loss:
         assert out.divergence is not None
         divergence = out.divergence[batch.counted].sum()

@@ -44,7 +44,6 @@ class KTO(Algorithm):
     rows = "labelled"
     unit = "sample"
     least_rows = 2  # a prompt is matched with another row's answer
-    least_rows = 2
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
 
     def check(self) -> None:

@@ -54,16 +54,6 @@ class ProcessReward(Algorithm):
     def annotations(self) -> dict[str, Any]:
         return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}
 
-    def placeholder(self) -> str:
-        return self.config.placeholder
-
-    def request(self, token_id: Callable[[str], int]) -> Request:
-        choice_ids = tuple(token_id(token) for token in self.config.reward_tokens)
-        return Request(names=frozenset(self.outputs()), choice_ids=choice_ids)
-
-    def annotations(self) -> dict[str, Any]:
-        return {"prm_placeholder": self.config.placeholder, "prm_reward_tokens": list(self.config.reward_tokens)}
-
     def loss(self, out: Outputs, batch: Batch) -> Loss:
         assert out.choices is not None and batch.targets is not None
         right, wrong = out.choices.unbind(-1)  # normalised over these two alone, whatever else is likely

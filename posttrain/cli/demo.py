@@ -42,6 +42,7 @@ class Sum:
 def run_demo(out: str, seed: int) -> int:
     """SFT, a reward model, DPO; accuracy on held-out sums before and after each."""
     quiet_libraries()
+    torch.set_num_threads(1)  # pico is too small to share; two threads on two busy cores are many times slower
     started = time.monotonic()
     console = Console()
     with RunFolder.open(out, "demo", resume=False) as folder:
@@ -81,7 +82,9 @@ def run_demo(out: str, seed: int) -> int:
         console.rule("conversations with the same three questions")
         for number in range(3):
             asked = held_out[number]
-            console.print(f"  {asked.question:<8} before: {before[number]!r:<24} after: {final[number]!r}", markup=False)
+            console.print(
+                f"  {asked.question:<8} before: {before[number]!r:<24} after: {final[number]!r}", markup=False
+            )
         console.print(table)
         console.print(f"{time.monotonic() - started:.0f} seconds in all. Run folder: {root}", highlight=False)
         console.print(f"next: posttrain export {root}/dpo my-model", highlight=False, markup=False)
@@ -89,13 +92,16 @@ def run_demo(out: str, seed: int) -> int:
 
 
 SFT_OPTIONS: dict[str, Any] = {
-    "steps": 420,
-    "update": {"rows_per_step": 128, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
+    "steps": 300,
+    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
 }
-REWARD_OPTIONS: dict[str, Any] = {"steps": 60, "update": {"rows_per_step": 64, "learning_rate": 1e-3}}
+REWARD_OPTIONS: dict[str, Any] = {
+    "steps": 100,
+    "update": {"rows_per_step": 32, "learning_rate": 1e-3, "warmup_steps": 10},
+}
 DPO_OPTIONS: dict[str, Any] = {
-    "steps": 30,
-    "update": {"rows_per_step": 64, "learning_rate": 1e-4},
+    "steps": 40,
+    "update": {"rows_per_step": 32, "learning_rate": 2e-4},
     "algo": {"pref_ftx": 1.0},
 }
 

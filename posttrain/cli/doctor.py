@@ -10,7 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # imported when asked for: that it can be is one of the questions
+    import torch
+    from packaging.requirements import Requirement
 
 GIB = 2**30
 
@@ -50,7 +54,11 @@ def doctor() -> int:
     else:
         print_plain(sections)
     problems = [finding for findings in sections.values() for finding in findings if finding.state == "problem"]
-    print(f"{len(problems)} problem{'s' * (len(problems) != 1)}: see `fix`" if problems else "Everything required is here.")
+    print(
+        f"{len(problems)} problem{'s' * (len(problems) != 1)}: see `fix`"
+        if problems
+        else "Everything required is here."
+    )
     return 1 if problems else 0
 
 
@@ -74,7 +82,7 @@ def packages() -> list[Finding]:
 
 
 def package(name: str, wanted: str) -> Finding:
-    fix = f"pip install '{name}{wanted}'"
+    fix = f"pip install '{name}{wanted}'" if wanted else f"pip install {name}"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -92,10 +100,8 @@ def requirements() -> tuple[dict[str, str], dict[str, str]]:
     optional: dict[str, str] = {}
     for line in requirement_lines():
         requirement = Requirement(line)
-        if "extra" not in str(requirement.marker):
-            required[requirement.name] = str(requirement.specifier)
-        else:
-            optional[requirement.name] = str(requirement.specifier)
+        needed = required if "extra" not in str(requirement.marker) else optional
+        needed[requirement.name] = spelled(requirement)
     if "transformers" in required:  # whose tokenizers must fit it, not us
         required["tokenizers"] = tokenizers_range()
     return required, optional
@@ -127,9 +133,10 @@ def python_range() -> str:
 
 
 def own_version() -> str:
-    from posttrain import __version__
-
-    return __version__
+    try:
+        return metadata.version("posttrain")
+    except metadata.PackageNotFoundError:
+        return source_project().get("version", "unknown")
 
 
 def tokenizers_range() -> str:
@@ -140,7 +147,12 @@ def tokenizers_range() -> str:
     except metadata.PackageNotFoundError:
         return ""
     plain = [Requirement(line) for line in lines if "extra" not in line]
-    return next((str(requirement.specifier) for requirement in plain if requirement.name == "tokenizers"), "")
+    return next((spelled(requirement) for requirement in plain if requirement.name == "tokenizers"), "")
+
+
+def spelled(requirement: Requirement) -> str:
+    """Its range, lower bound first."""
+    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
 
 def in_range(version: str, wanted: str) -> bool:
@@ -164,8 +176,6 @@ def devices() -> list[Finding]:
             return [Finding("device", found, "note", fix="pip install --force-reinstall torch")]
         found = f"{threads}; there is an NVIDIA GPU, but its driver does not serve CUDA {torch.version.cuda}"
         return [Finding("device", found, "note", fix="nvidia-smi")]
-    from posttrain.models.memory import device_memory
-
     kind = torch.accelerator.current_accelerator().type
     findings = []
     for index in range(torch.accelerator.device_count()):
@@ -183,8 +193,6 @@ def devices() -> list[Finding]:
 
 def machine(folder: Path, cache: Path) -> list[Finding]:
     """Cores, memory, disk and permissions where runs and downloaded models go, and how the hub is used."""
-    from posttrain.models.memory import host_memory
-
     findings = [
         Finding("system", f"{platform.system()} {platform.machine()}"),
         Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
@@ -199,7 +207,9 @@ def machine(folder: Path, cache: Path) -> list[Finding]:
         if size < GIB:  # a container's default is 64 MiB; processes that share tensors fail on it
             finding.state, finding.fix = "note", "docker run --shm-size=8g ..."
         findings.append(finding)
-    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")]
+    offline = [
+        name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
+    ]
     findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not tried)"))
     return findings
 
@@ -218,6 +228,28 @@ def disk(name: str, folder: Path, fix: str, state: State) -> Finding:
     if free < GIB:
         finding.state, finding.fix = state, fix
     return finding
+
+
+def device_memory(device: torch.device) -> tuple[str, int]:
+    """Name and bytes of a device; of the CPU: what this process may use."""
+    import torch
+
+    if device.type == "cpu":
+        return "CPU", host_memory()
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return "Apple GPU", int(module.recommended_max_memory())
+    properties = module.get_device_properties(device)
+    return str(properties.name), int(properties.total_memory)
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the container if that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(file).is_file() and (limit := Path(file).read_text().strip()).isdigit():
+            total = min(total, int(limit))
+    return total
 
 
 def hub_cache() -> Path:

@@ -51,9 +51,9 @@ def dispatch(args: list[str]) -> int:
 
         return run(verb, rest)
     if verb in TOOLS:
-        from posttrain.cli import tools
+        from posttrain.cli.tools import run
 
-        return tools.run(verb, rest)
+        return run(verb, rest)
     import difflib
 
     near = difflib.get_close_matches(verb, [*TRAINERS, *TOOLS], n=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from posttrain import config as configs
 
 
@@ -37,5 +36,3 @@ def option(args: list[str], name: str) -> str:
         if argument.startswith(name + "="):
             return argument.partition("=")[2]
     return ""
-
-

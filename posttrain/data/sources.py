@@ -13,8 +13,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from posttrain.errors import DataError, UsageError
 
@@ -118,13 +119,13 @@ def _place(raw: bytes, at: int, line: int) -> tuple[int, int]:
     return line + raw.count(b"\n", 0, at), at - raw.rfind(b"\n", 0, at)
 
 
-def _lines(file: Path, stream: BinaryIO) -> Lines:
+def _lines(file: Path, stream: BufferedIOBase) -> Lines:
     """Numbered lines with their line ends, without a byte order mark."""
     for number, raw in enumerate(stream, start=1):
         yield number, _decode(raw.removeprefix(BOM) if number == 1 else raw, file, number)
 
 
-def _read_jsonl(file: Path, stream: BinaryIO) -> Iterator[Row]:
+def _read_jsonl(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     yield from _json_lines(file, _lines(file, stream))
 
 
@@ -141,7 +142,7 @@ def _json_lines(file: Path, lines: Lines) -> Iterator[Row]:
         yield _object(values, line, f"{file}:{number}")
 
 
-def _read_json(file: Path, stream: BinaryIO) -> Iterator[Row]:
+def _read_json(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     """A list of objects; or, as some name such files too, one object a line."""
     text = _decode(stream.read().removeprefix(BOM), file, 1)
     at = _skip_space(text, 0)
@@ -204,7 +205,7 @@ def _object(values: Any, source: str, origin: str) -> Row:
     return Row(values, origin)
 
 
-def _read_csv(file: Path, stream: BinaryIO) -> Iterator[Row]:
+def _read_csv(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the library's own limit is 128 kB
     reader = csv.reader((line for _, line in _lines(file, stream)), strict=True)
     header: list[str] = []
@@ -231,14 +232,14 @@ def _csv_header(fields: list[str], origin: str) -> list[str]:
     return header
 
 
-def _read_txt(file: Path, stream: BinaryIO) -> Iterator[Row]:
+def _read_txt(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     """Each line is a text; blank lines only separate."""
     for number, line in _lines(file, stream):
         if line.strip():
             yield Row({"text": line.rstrip("\r\n")}, f"{file}:{number}")
 
 
-def _read_arrow(file: Path, stream: BinaryIO) -> Iterator[Row]:
+def _read_arrow(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     try:
         import pyarrow
         from pyarrow import ipc, parquet
@@ -276,7 +277,7 @@ def _record_batches(pyarrow: Any, ipc: Any, data: Any) -> Iterator[Any]:
         yield table.get_batch(index)
 
 
-READERS: dict[str, Callable[[Path, BinaryIO], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, BufferedIOBase], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

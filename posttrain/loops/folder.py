@@ -12,9 +12,8 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, BinaryIO
 
 from posttrain.errors import UsageError
@@ -42,6 +41,7 @@ class RunFolder:
             path = Path(out).expanduser() if out else _new_numbered(verb)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent)
             lock = _lock(path / "lock")
         except OSError as error:
             raise UsageError(f"{path}: cannot be used as run folder: {error.strerror}. Give another --out.") from error
@@ -100,23 +100,6 @@ class RunFolder:
         atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         return path
 
-    def trim_metrics(self, step: int) -> None:
-        """Drop what metrics.jsonl says of later steps, and a line that was cut off: the run goes on after `step`."""
-        if not self.metrics_file.exists():
-            return
-        with self.metrics_file.open("rb") as file:
-            atomic_write(self.metrics_file, self._lines_until(step, file))
-
-    def _lines_until(self, step: int, lines: Iterable[bytes]) -> Iterator[bytes]:
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                log.warning("%s:%d: dropped a line that was cut off", self.metrics_file, number)
-                continue
-            if not isinstance(entry, dict) or entry.get("step", 0) <= step:
-                yield line.rstrip(b"\n") + b"\n"
-
 
 class StopSignals:
     """Turns the first SIGINT or SIGTERM into a wish, `received`, and the second into an end at once."""
@@ -131,9 +114,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
@@ -165,23 +146,18 @@ def find_run(out: str, verb: str) -> Path:
     return runs[max(runs)]
 
 
-def atomic_write(path: Path, parts: Iterable[bytes]) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write a file so that after a kill it is the old one or the new one, whole."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(parts)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write text so that after a kill the file is the old one or the new one, whole."""
-    atomic_write(path, [text.encode("utf-8")])
 
 
 def _numbered(verb: str) -> dict[int, Path]:

@@ -11,7 +11,7 @@ from posttrain import ops
 from posttrain.algos import ALGORITHMS
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, from_mapping
-from posttrain.errors import DivergedError
+from posttrain.errors import DataError, DivergedError
 from posttrain.learner import Sums
 from posttrain.loops.run import Run
 from posttrain.runtime.base import LearnerGroup, add_up, averages
@@ -72,7 +72,9 @@ def update(run: Run, policy: LearnerGroup, samples: list[Sample], objective: Obj
     config = run.config.update
     denominator = count(samples, objective.unit)
     tokens = sum(len(sample) for sample in samples)
-    means = averages(policy.forward_backward(samples, objective, max(denominator, 1), tokens), denominator)
+    if not denominator:
+        raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")
+    means = averages(policy.forward_backward(samples, objective, denominator, tokens), denominator)
     warmup = config.warmup_steps or round(config.warmup_fraction * run.data.steps)
     rate = ops.learning_rate_at(
         step, run.data.steps, config.learning_rate, config.schedule, warmup, config.min_lr_ratio
@@ -102,9 +104,7 @@ def give_up_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
     )
 
 
-def evaluate(
-    run: Run, policy: LearnerGroup, objective: Objective, helpers: Helpers, step: int
-) -> dict[str, float]:
+def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Helpers, step: int) -> dict[str, float]:
     """Metrics on the evaluation rows; remembers the best step by loss."""
     assert run.data.eval is not None
     rows, size = run.data.eval.rows, run.config.update.rows_per_step
@@ -114,7 +114,7 @@ def evaluate(
     for c in range(chunks):
         chunk = rows[len(rows) * c // chunks : len(rows) * (c + 1) // chunks]
         samples = run.algo.prepare([sample for row in chunk for sample in row])
-        helpers.fill(samples)
+        helpers.fill(samples, keep=True)
         samples = run.algo.score(samples)
         parts.append(policy.evaluate(samples, objective))
         denominator += count(samples, objective.unit)
@@ -138,48 +138,51 @@ def score_statistics(run: Run, policy: LearnerGroup, most_rows: int = 1000) -> d
 
 
 class Helpers:
-    """Fills samples with what the algorithm needs from other models, once per sample where that is enough."""
+    """Fills samples with what the algorithm needs from other models."""
 
     def __init__(self, run: Run, algo: Algorithm, policy: LearnerGroup) -> None:
         self.algo, self.policy = algo, policy
         self.needs = algo.needs()
         self.reference: LearnerGroup | None = None
-        model = run.config.model
         # New adapters start as the identity, so the policy without them is the reference, at no cost.
-        self.adapters_off = bool(model.lora_rank) and not algo.reference()
+        self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
+        self.precomputed = algo.precomputes()
         if "ref_logprobs" in self.needs and not self.adapters_off:
             self.reference = run.frozen(algo.reference())
-            if algo.precomputes():
-                datasets = [run.data.train, run.data.eval] if run.data.eval else [run.data.train]
-                run.log.message("computing the reference's log-probabilities of all rows")
-                self.fill_reference([sample for d in datasets for row in d.rows for sample in row])
-                self.reference = None
+        if self.precomputed:
+            run.log.message("computing the reference's log-probabilities of all rows")
+            datasets = [run.data.train, run.data.eval] if run.data.eval else [run.data.train]
+            self.fill_reference([sample for dataset in datasets for row in dataset.rows for sample in row])
+            self.reference = None
 
-    def fill(self, samples: list[Sample]) -> None:
-        if "ref_logprobs" in self.needs:
-            self.fill_reference(samples)
+    def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
+        """`keep` leaves alone what an earlier call filled: right only if the same samples always come together.
+
+        Sums are rounded differently in other company, so a number kept from another batch would make a resumed run
+        differ in its last digits.
+        """
+        if "ref_logprobs" in self.needs and not self.precomputed:
+            self.fill_reference([s for s in samples if s.ref_logprobs is None] if keep else samples)
         if "logprobs" in self.needs:
             wanted = [sample for sample in samples if self.algo.fills("logprobs", sample)]
             for sample, stream in zip(wanted, self.policy.logprobs(wanted), strict=True):
                 sample.logprobs = stream
 
     def fill_reference(self, samples: list[Sample]) -> None:
-        """The reference never changes, so a row's numbers are kept for the epochs to come."""
-        missing = [s for s in samples if s.ref_logprobs is None and self.algo.fills("ref_logprobs", s)]
-        if not missing:
-            return
         if self.adapters_off:
-            streams = self.policy.logprobs(missing, adapters=False)
+            streams = self.policy.logprobs(samples, adapters=False)
         else:
-            assert self.reference is not None, "the reference was freed but a row lacks its log-probabilities"
-            streams = self.reference.logprobs(missing)
-        for sample, stream in zip(missing, streams, strict=True):
+            assert self.reference is not None, "the reference was freed too early"
+            streams = self.reference.logprobs(samples)
+        for sample, stream in zip(samples, streams, strict=True):
             sample.ref_logprobs = stream
 
 
 def closing_words(run: Run, metrics: dict[str, float]) -> str:
     skipped = f", {run.progress.skipped} skipped" if run.progress.skipped else ""
-    shown = ", ".join(f"{k} {metrics[k]:.4g}" for k in ("loss", "eval/loss", "accuracy", "eval/accuracy") if k in metrics)
+    shown = ", ".join(
+        f"{k} {metrics[k]:.4g}" for k in ("loss", "eval/loss", "accuracy", "eval/accuracy") if k in metrics
+    )
     folder = run.folder.path
     return (
         f"done: {run.data.steps} steps{skipped}; {shown or 'nothing left to do'}. Run folder: {folder}\n"

@@ -15,7 +15,7 @@ from posttrain import log as logs
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, ModelConfig
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
-from posttrain.errors import CheckpointError, Stopped
+from posttrain.errors import CheckpointError, Stopped, UsageError
 from posttrain.learner import Learner
 from posttrain.loops.folder import RunFolder, StopSignals
 from posttrain.models import checkpoint
@@ -98,6 +98,8 @@ class Run:
             )
             stack.enter_context(log)
             signals = stack.enter_context(StopSignals())
+            if not config.resume:
+                log.samples(0, [shown(tokenizer, sample) for row in data.train.rows[:3] for sample in row])
             yield cls(verb, config, algo, folder, signals, log, tokenizer, data, fingerprints)
 
     def learner(self) -> LearnerGroup:
@@ -116,21 +118,18 @@ class Run:
 
     def objective(self) -> Objective:
         request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)
-        return Objective(
-            request=request, loss=self.algo.loss, unit=self.algo.unit, group_size=self.algo.group_size
-        )
+        return Objective(request=request, loss=self.algo.loss, unit=self.algo.unit, group_size=self.algo.group_size)
 
     def token_id(self, text: str) -> int:
         """The id of a text that must be one token."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            from posttrain.errors import UsageError
-
             raise UsageError(f"{text!r} is {len(ids)} tokens in this tokenizer; a reward token must be exactly one.")
         return ids[0]
 
     def resume(self, policy: LearnerGroup) -> int:
         """Bring everything back to the newest valid checkpoint; the step it was written after, or 0."""
+        checkpoint.seed_everything(self.config.seed)
         if not self.config.resume:
             return 0
         newest = checkpoint.newest_valid(self.folder.checkpoints)
@@ -172,7 +171,7 @@ class Run:
 
         path = checkpoint.write_checkpoint(self.folder.checkpoints, step, write)
         save = self.config.save
-        checkpoint.retain(self.folder.checkpoints, save.keep, save.keep_gigabytes, self.progress.best_step)
+        checkpoint.retain(self.folder.checkpoints, save.keep, save.keep_gigabytes, self.progress.best_step, newest=path)
         self.saved_step = step
         return path
 
@@ -227,8 +226,10 @@ def ledger(config: Config, algo: Algorithm, data: Data, folder: Path) -> Iterato
     rows, counts = len(data.train.rows), data.train.counts
     samples = sum(len(row) for row in data.train.rows)
     tokens = sum(len(sample) for row in data.train.rows for sample in row)
+    trained = sum(int(sample.mask.sum()) for row in data.train.rows for sample in row)
     changed = ", ".join(f"{counts[name]} {name}" for name in ("truncated", "dropped") if counts.get(name))
-    yield f"data: {rows:,} rows, {samples:,} samples, {tokens:,} tokens" + (f" ({changed})" if changed else "")
+    size = f"{rows:,} rows, {samples:,} samples, {tokens:,} tokens of which {trained:,} count"
+    yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
         yield f"evaluation: {len(data.eval.rows):,} rows"
     epochs = data.rows_at[-1] / rows
@@ -237,6 +238,13 @@ def ledger(config: Config, algo: Algorithm, data: Data, folder: Path) -> Iterato
         f"packs of {config.update.tokens_per_device:,} tokens"
     )
     yield f"run: {folder}"
+
+
+def shown(tokenizer: Any, sample: Sample) -> dict[str, Any]:
+    """A sample as a person can check it: its whole text, and the part of it that counts."""
+    counted = tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=False)
+    whole = tokenizer.decode(sample.tokens, skip_special_tokens=False)
+    return {"origin": sample.origin, "text": whole, "counts": counted, "tokens": len(sample)}
 
 
 def fingerprint(folder: str) -> str:

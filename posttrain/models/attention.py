@@ -124,7 +124,9 @@ def causal(
     if softcap is None and sinks is None:
         if not windowed:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible(width, sliding_window, q.device), scale=scaling)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible(width, sliding_window, q.device), scale=scaling
+        )
     scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

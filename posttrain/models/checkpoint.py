@@ -479,6 +479,15 @@ def model_files(folder: Path) -> list[Path]:
 # Random numbers
 
 
+def seed_everything(seed: int) -> None:
+    """Start every global random generator of this process from one number."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # the accelerator's too
+
+
 def rng_state() -> dict[str, Any]:
     """The state of every global random generator of this process, as JSON can hold it."""
     import torch

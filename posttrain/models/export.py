@@ -27,25 +27,29 @@ from posttrain.models.load import (
 from posttrain.types import Head
 
 PROBE_LENGTH = 24
+TOLERANCE = 1e-4
 
 
 def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
-    """Write the model of a run, a checkpoint or a folder to `out`: weights, tokenizer, chat template, generation config.
+    """Write the model of a run, checkpoint or folder to `out`: weights, tokenizer, chat template, generation config.
 
-    Adapters are merged into their base unless `merge` is False. The result is read back with stock classes; if its
-    weights or its logits are not the source's, nothing is left at `out`.
+    Adapters are merged into their base, in float32, unless `merge` is False. The result is read back with stock
+    classes; if its weights or its logits are not the source's, nothing is left at `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty: name a new folder")
     folder = resolve_path(source)
     head = head_of(folder)
-    model = read_model(folder, head, "auto").eval()
+    merging = merge and is_adapter(folder)
+    model = read_model(folder, head, torch.float32 if merging else "auto").eval()
     if use_ema:
         take_average(model, Path(folder).parent / "ema.safetensors")
-    merging = merge and lora.is_adapted(model)
+    rounding = 0.0  # from float32, in which adapters are merged, to the type of the base
     if merging:
         before = probe(model)
-        compare(before, probe(lora.merge(model)), model.dtype, "the merged model differs from the one with adapters")
+        compare(before, probe(lora.merge(model)), "the merged model differs from the one with adapters")
+        model = in_dtype_of_base(model, folder, head)
+        rounding = relative_difference(before, probe(model))
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -66,6 +70,7 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
         "merged": merging,
         "averaged": use_ema,
         "difference": difference,
+        "rounding": rounding,
     }
 
 
@@ -90,20 +95,36 @@ def take_average(model: PreTrainedModel, file: Path) -> None:
         parameters[name].copy_(average)
 
 
+def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTrainedModel:
+    """Round float32 weights once, to the type that each has in the model the adapters were made for."""
+    while is_adapter(folder):
+        folder = resolve_path(lora.base_of(Path(folder)))
+    rounded = read_model(folder, head, "auto").eval()
+    rounded.load_state_dict(merged.state_dict())
+    rounded.config = merged.config
+    return rounded
+
+
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> torch.Tensor:
-    """The model's output on fixed tokens: [1, T, V], or [1, 1] of a score model."""
+    """The model's output on fixed tokens: logits [1, T, V], or the score at each of them [1, T, 1]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.arange(1, PROBE_LENGTH + 1) * 7919 % vocabulary  # a prime: they differ, and spread
-    return model(input_ids=tokens[None].to(model.device), use_cache=False).logits.float()
+    tokens = torch.arange(1, PROBE_LENGTH + 1)[None] * 7919 % vocabulary  # a prime: they differ, and spread
+    if model.get_output_embeddings() is not None:
+        return model(input_ids=tokens, use_cache=False).logits.float()
+    return model.score(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state).float()
 
 
-def compare(expected: torch.Tensor, found: torch.Tensor, dtype: torch.dtype, complaint: str) -> float:
-    """The relative difference, if it is no more than rounding."""
-    difference = float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1e-6))
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    if not difference <= tolerance:
-        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, at most {tolerance:g} is rounding")
+def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Mean absolute difference over mean absolute value."""
+    return float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1e-6))
+
+
+def compare(expected: torch.Tensor, found: torch.Tensor, complaint: str) -> float:
+    """The relative difference of two outputs, if the order of sums explains it: the weights are of one type."""
+    difference = relative_difference(expected, found)
+    if not difference <= TOLERANCE:
+        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, at most {TOLERANCE:g} is rounding")
     return difference
 
 
@@ -117,4 +138,4 @@ def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
     wrong = written.keys() ^ source.keys() or {n for n, t in source.items() if not torch.equal(t, written[n])}
     if wrong:
         raise PosttrainError(f"the exported model differs from its source in {', '.join(sorted(wrong)[:4])}")
-    return compare(probe(model), probe(copy), model.dtype, "the exported model's output differs from its source's")
+    return compare(probe(model), probe(copy), "the exported model's output differs from its source's")

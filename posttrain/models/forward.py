@@ -122,9 +122,7 @@ def prove(trunk: Trunk) -> None:
         model.set_attn_implementation("eager" if trunk_needs_eager(model) else "sdpa")
         expected = [stock_hidden(model, document[None].to(device)) for document in documents]
         model.set_attn_implementation(attention.NAME)
-        samples = [
-            Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents
-        ]
+        samples = [Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents]
         batch = collate(samples, device)
         hidden = trunk.hidden(batch).last_hidden_state[0]
         found = [trunk.logits(part) if has_language_head(model) else part for part in hidden.split(batch.lengths)]

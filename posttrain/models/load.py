@@ -9,6 +9,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def resolve_path(path: str) -> str:
 
 
 def describe(folder: Path) -> str:
+    """What is there instead of a model."""
     if not folder.is_dir():
         return "It is a file; give the folder that holds the model."
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
@@ -105,7 +107,9 @@ def explained(source: str, option: str = "model.path") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "conversion of the weights" in reason:
+            reason = "some tensors of its experts are missing or damaged; TRANSFORMERS_VERBOSITY=warning names them"
         if Path(source).is_dir():
             raise UsageError(f"{option}: {source} cannot be loaded: {reason}") from error
         if not hub_is_reachable():
@@ -130,23 +134,31 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(
-    model: ModelConfig, head: Head, *, device: torch.device, trainable: bool, seed: int
-) -> PreTrainedModel:
+def vocabulary_size(model: ModelConfig) -> int:
+    """How many token ids the model knows; often more than its tokenizer has."""
+    source = resolve_path(model.path)
+    while is_adapter(source) and not (Path(source) / "config.json").is_file():
+        source = resolve_path(lora.base_of(Path(source)))
+    return int(read_config(source, "token").get_text_config().vocab_size)
+
+
+def load_model(model: ModelConfig, head: Head, *, device: torch.device, trainable: bool, seed: int) -> PreTrainedModel:
     """A model ready for packed training, or for inference. `seed` decides what the files do not hold."""
     if model.load_in_4bit and trainable and not model.lora_rank:
         raise UsageError("model.load_in_4bit: weights in 4 bits stay frozen; set model.lora_rank to train adapters")
     dtype = DTYPES.get(model.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    source = resolve_path(model.path)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        loaded = read_model(resolve_path(model.path), head, dtype, device=device, in_4bit=model.load_in_4bit)
+        loaded = read_model(source, head, dtype, device=device, in_4bit=model.load_in_4bit)
         if lora.is_adapted(loaded):
             # Merged, so that the weights without new adapters are this model: what a reference has to be.
             lora.merge(loaded)
         if model.path == "pico":  # its folder is a cache
             loaded.name_or_path = "pico"
         if head == "score":
-            loaded.config.pad_token_id = padding_for_scores(load_tokenizer(model))
+            loaded.config.pad_token_id = padding_for_scores(load_tokenizer(replace(model, path=source)))
+        loaded.get_input_embeddings().padding_idx = None  # nothing is padded: it may be a real token, and must learn
         if trainable and model.lora_rank:
             lora.add_adapters(loaded, model, head)
         else:
@@ -154,7 +166,6 @@ def load_model(
     if not model.load_in_4bit:  # which went there when it was quantised
         loaded.to(device)
     loaded.set_attn_implementation(attention.NAME)
-    loaded.get_input_embeddings().padding_idx = None  # nothing is padded: that token may be a real one, and must learn
     if trainable and model.checkpoint_activations:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded.train(trainable)
@@ -163,7 +174,7 @@ def load_model(
 def read_model(
     source: str, head: Head, dtype: torch.dtype | str, *, device: torch.device | None = None, in_4bit: bool = False
 ) -> PreTrainedModel:
-    """The model that lies at `source`, all weights accounted for; its adapters, if it has some, injected, not merged."""
+    """The model that lies at `source`, all weights accounted for; its adapters, if any, injected and not merged."""
     if is_adapter(source):
         if in_4bit:
             raise UsageError(f"model.load_in_4bit: {source} holds adapters; `posttrain export` it and load the result")
@@ -171,8 +182,10 @@ def read_model(
         if lora.is_adapted(model):
             lora.merge(model)
         lora.attach(model, Path(source))
-        if (Path(source) / "config.json").is_file():  # facts that training wrote down, as score_mean
-            model.config = read_config(source, head)
+        if (Path(source) / "config.json").is_file():  # with facts that training wrote down, as score_mean
+            for name, value in read_config(source, head).to_dict().items():
+                if not hasattr(model.config, name):
+                    setattr(model.config, name, value)
         model.name_or_path = str(Path(source).absolute())
         return model
     extra: dict[str, Any] = {}
@@ -187,14 +200,15 @@ def read_model(
             dtype=dtype,
             use_safetensors=True,  # the other format is pickle
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_report names them better
             **hub_options(source),
             **extra,
         )
-    missing = set(report["missing_keys"])
-    if head == "score" and missing and all(name.startswith("score.") for name in missing):
+    if in_4bit:
+        lora.hold_still(model)
+    check_report(source, head, report)
+    if "score.weight" in report["missing_keys"]:
         initialise_score(model)
-        missing = set()
-    check_report(source, head, missing, set(report["unexpected_keys"]))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -219,20 +233,25 @@ def read_config(source: str, head: Head) -> PreTrainedConfig:
     return config
 
 
-def check_report(source: str, head: Head, missing: set[str], unexpected: set[str]) -> None:
-    """No weight may be made up; one that is left over is at least named."""
-
-    def some(names: set[str]) -> str:
-        return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
+def check_report(source: str, head: Head, report: dict[str, Any]) -> None:
+    """No weight may be made up, except a new score head; one that is left over is at least named."""
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
     if "score.weight" in unexpected:
         raise UsageError(f"model.path: {source} is a reward model; a language model is needed here")
-    if missing:
-        raise UsageError(f"model.path: {source} lacks weights: {some(missing)}")
-    if head == "score":  # the language model's own head gives way
+    if head == "score":  # takes the place of the language model's own head
+        missing.discard("score.weight")
         unexpected = {name for name in unexpected if not name.startswith(("lm_head.", "embed_out."))}
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise UsageError(f"model.path: {source}: {name} is {tuple(found)}, {tuple(expected)} is needed here")
+    if missing:
+        raise UsageError(f"model.path: {source} lacks weights: {some_of(missing)}")
     if unexpected:
-        log.warning("%s holds weights that this model has no place for: %s", source, some(unexpected))
+        log.warning("%s holds weights that this model has no place for: %s", source, some_of(unexpected))
+
+
+def some_of(names: set[str]) -> str:
+    """A long list of names, cut short."""
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @torch.no_grad()
@@ -306,7 +325,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     live, read = model.state_dict(), saved.state_dict()
     wrong = set(report["missing_keys"]) | set(report["unexpected_keys"]) | (live.keys() ^ read.keys())
     if wrong:
-        raise CheckpointError(f"{folder}: does not fit the model; in one of them only: {', '.join(sorted(wrong)[:5])}")
+        raise CheckpointError(f"{folder}: does not fit the model; in one of them only: {some_of(wrong)}")
     for name, tensor in live.items():
         if tensor.shape != read[name].shape:
             raise CheckpointError(f"{folder}: {name} is {tuple(read[name].shape)}, the model's {tuple(tensor.shape)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from posttrain.types import Head
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
 TASKS: dict[Head, str] = {"token": "CAUSAL_LM", "score": "SEQ_CLS"}
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it misses a kernel that nobody needs
 
 
 def need(*packages: str, option: str) -> None:
@@ -72,6 +76,7 @@ def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
 
 
 def inject(model: PreTrainedModel, adapter: Any) -> None:
+    """Let peft put adapters into the model, and refuse those that could not be merged later."""
     from peft import inject_adapter_in_model
 
     assert not is_adapted(model), "adapters on adapters: merge first"
@@ -79,17 +84,13 @@ def inject(model: PreTrainedModel, adapter: Any) -> None:
         inject_adapter_in_model(adapter, model)
     except ValueError as error:  # a module that cannot take an adapter, or not with this dropout
         raise UsageError(f"{type(model).__name__} cannot take these adapters (model.lora_*): {error}") from error
-    shared = [name for name, layer in adapted_layers(model) if has_tied_weight(model, layer)]
-    if shared:
-        raise UsageError(
-            f"model.lora_targets: {shared[0]} shares its weight with another layer (tied embeddings), "
-            "so an adapter on it could not be merged. Leave it out."
-        )
-
-
-def has_tied_weight(model: PreTrainedModel, layer: Any) -> bool:
-    own = {id(parameter) for parameter in layer.get_base_layer().parameters()}
-    return sum(id(parameter) in own for _, parameter in model.named_parameters(remove_duplicate=False)) > len(own)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, layer in adapted_layers(model):
+        if any(uses[id(parameter)] > 1 for parameter in layer.get_base_layer().parameters()):
+            raise UsageError(
+                f"model.lora_targets: {name} shares its weight with another layer (tied embeddings), "
+                "so an adapter on it could not be merged. Leave it out."
+            )
 
 
 def adapted_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
@@ -165,7 +166,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     live, saved = adapter_tensors(model), load_file(folder / WEIGHTS)
     if live.keys() != saved.keys():
         difference = ", ".join(sorted(live.keys() ^ saved.keys())[:5])
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit the model's adapters; in one of them only: {difference}")
+        raise CheckpointError(
+            f"{folder / WEIGHTS} does not fit the model's adapters; in one of them only: {difference}"
+        )
     for name, tensor in saved.items():
         if tensor.shape != live[name].shape:
             raise CheckpointError(
@@ -204,3 +207,13 @@ def four_bits(dtype: torch.dtype, head: Head) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=["score"] if head == "score" else None,  # None: all but the output layer
     )
+
+
+def hold_still(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew in eval mode on some CPUs.
+
+    That rounds their scales, and saving rounds them again: a run would not be the same after an evaluation.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

@@ -1,180 +1,240 @@
-"""How much memory training takes, worked out from a model's shape; no weight is loaded.
+"""How much memory a training step takes, without loading a weight.
 
-Bytes for P parameters of which A are trained (A = P without adapters), e bytes each (2 in bfloat16, 4 in float32):
+Of P parameters A are trained (all of them without adapters); a weight has e bytes (2 in bfloat16, 4 in float32):
 
-    weights      e P                            4 bits a number in the layers that model.load_in_4bit shrinks
-    masters      4 A                            if what is trained is not float32 already
-    gradients    4 A                            from the first backward pass of a step to its end
-    AdamW        8 A + 4 per trained tensor     both averages, and a step counter each
-    EMA          4 A                            with update.ema_decay
-    helpers      e P of the reference, of the teacher
-    activations  1.2 e T (sum of inputs and outputs of every matrix a token passes in the layers), for T tokens in a
-                 pack; with checkpointing e T (hidden size) a layer, and one layer in full
-    logits       4 copies of a float32 chunk: logits, their exponentials, and two gradients
-    in flight    gradients of the largest matrix that are summed before they reach their place: 1, or 2 beside masters
+    weights      e P                           with model.load_in_4bit 4.13 bits a number in the linear layers
+    masters      4 A                           if what is trained is not float32 itself
+    gradients    4 A                           from the first backward pass of a step to the optimizer's
+    AdamW        8 A + 4 per trained tensor    two averages, and a step counter
+    EMA          4 A                           with update.ema_decay
+    helpers      e P                           of a reference or a teacher
 
-The first five are exact. The others are estimates: the factor 1.2 stands for what norms and gates keep besides the
-matrices' inputs and outputs (measured: 1.0 to 1.3 on Llama, Qwen, GPT-2, Mixtral and DeepSeek).
+These are exact. What a forward and backward pass takes besides depends on the architecture, so no formula is tried:
+the model's own code is run on tensors without storage (torch's meta device), and what it would allocate is counted.
+Hidden from the count are the inside of fused kernels and what the allocator cannot use for its size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface
 
-from posttrain import ops
+from posttrain.config import ModelConfig
+from posttrain.data.pack import collate
+from posttrain.models import attention, load, lora
+from posttrain.models.forward import Trunk, forward
+from posttrain.models.optimizer import accumulate_into
+from posttrain.types import Batch, Head, Request, Sample
 
-KEPT_BESIDES_MATRICES = 1.2
-LOGITS_COPIES = 4
-BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)  # a number, its share of a block's scale, and of the scales' own scale
+COUNTED = "posttrain_counted"  # the attention that stands in for the kernels
 
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ModelSize:
-    """What of a model decides memory."""
-
-    parameters: int
-    weight_bytes: int
-    trained: int
-    trained_tensors: int
-    has_masters: bool
-    element: int  # bytes of an activation
-    hidden: int
-    vocabulary: int
-    largest: int  # numbers in the largest trained tensor
-    layers: tuple[int, ...]  # numbers a token leaves in each layer, by the rule above without its factor
+# A number, its share of the scale of its block of 64, and of the scale of 256 such scales.
+BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Estimate:
-    """Bytes of every part, and of what is there at the same time in each phase of a step."""
+class Standing:
+    """Bytes that training holds for a model, whatever the batch."""
 
+    parameters: int  # a count, not bytes
+    trained: int  # likewise
     weights: int
     masters: int
     gradients: int
     optimizer: int
     average: int
-    reference: int
-    teacher: int
-    activations: int
-    logits: int
-    in_flight: int
-    activations_plain: int
-    activations_checkpointed: int
-    one_layer: int
 
-    @property
-    def always(self) -> int:
-        """What stays from the first step to the last."""
-        return self.weights + self.masters + self.optimizer + self.average + self.reference + self.teacher
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Passing:
+    """Bytes that one forward and backward pass over a pack adds; all 0: not known."""
+
+    kept: int = 0  # activations, from the forward to the backward pass
+    peak: int = 0  # the most at one time: activations, a chunk of logits, gradients on their way
+    forward_only: int = 0  # the most at one time when nothing is kept: evaluation, or a reference's pass
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Needs:
+    """Bytes of everything on the training device, and what of it is there at the same time."""
+
+    standing: Standing
+    passing: Passing
+    reference: int = 0
+    reference_stays: bool = True  # else: it is freed before the first step
+    teacher: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
-        look = self.always + self.one_layer + self.logits  # a forward pass forgets a layer when the next one is done
-        train = self.always + self.gradients + self.activations + self.logits + self.in_flight
-        return {"forward and backward": train, "optimizer step": self.always + self.gradients, "evaluation": look}
+        """Bytes at the worst moment of each phase."""
+        own, step = self.standing, self.passing
+        loaded = own.weights + own.masters + own.average + self.teacher
+        always = loaded + own.optimizer + self.reference * self.reference_stays
+        phases = {
+            "reference beforehand": loaded + self.reference + step.forward_only,
+            "forward and backward": always + own.gradients + step.peak,
+            "optimizer step": always + own.gradients,
+            "evaluation": always + step.forward_only,
+        }
+        if self.reference_stays:
+            del phases["reference beforehand"]
+        return phases
 
     @property
     def peak(self) -> int:
         return max(self.phases.values())
 
 
-def measure(model: Any) -> ModelSize:
-    """The size of a model, which may well be on the meta device; `requires_grad` says what is trained."""
+def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
+    """The model as training would load it, on the meta device: all shapes, no weights."""
+    source = load.resolve_path(config.path)
+    while load.is_adapter(source):  # it would be merged into its base
+        source = load.resolve_path(lora.base_of(Path(source)))
+    hf_config = load.read_config(source, head)
+    hf_config.pad_token_id = None  # else some models look for it among the tokens, which have no values here
+    with torch.device("meta"), load.explained(source):
+        model = load.AUTO_CLASSES[head].from_config(hf_config, dtype=dtype)
+    if trainable and config.lora_rank:
+        with torch.device("meta"):
+            lora.add_adapters(model, config, head)
+        for parameter in load.trainable_parameters(model).values():
+            parameter.data = parameter.data.to(dtype)  # as peft does on a real device
+    else:
+        model.requires_grad_(trainable)
+    model.set_attn_implementation(COUNTED)
+    if trainable and config.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train(trainable)
+
+
+def standing(model: Any, *, average: bool, in_4bit: bool = False) -> Standing:
+    """What is held for a model; its parameters' `requires_grad` says which are trained."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    layers = decoder_layers(model)
-    embedding = model.get_input_embeddings().weight
-    return ModelSize(
+    count = sum(p.numel() for p in trained)
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    if in_4bit:
+        shrunk = [m.weight for m in linear_layers(model) if not m.weight.requires_grad]
+        weights -= round(sum(w.numel() * (w.element_size() - BITS_IN_4BIT / 8) for w in shrunk))
+    return Standing(
         parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        trained=sum(p.numel() for p in trained),
-        trained_tensors=len(trained),
-        has_masters=any(p.dtype != torch.float32 for p in trained),
-        element=embedding.element_size(),
-        hidden=embedding.shape[1],
-        vocabulary=embedding.shape[0],
-        largest=max((p.numel() for p in trained), default=0),
-        layers=tuple(numbers_a_token(layer, experts_per_token(model.config)) for layer in layers),
+        trained=count,
+        weights=weights,
+        masters=4 * sum(p.numel() for p in trained if p.dtype != torch.float32),
+        gradients=4 * count,
+        optimizer=8 * count + 4 * len(trained),
+        average=4 * count * average,
     )
 
 
-def estimate(
-    size: ModelSize,
-    *,
-    tokens: int,
-    checkpointing: bool,
-    average: bool,
-    scores: bool = False,
-    reference: ModelSize | None = None,
-    teacher: ModelSize | None = None,
-) -> Estimate:
-    """Bytes of training a model with packs of `tokens` tokens; `scores`: it has a score head, so no logits."""
-    masters = 4 * size.trained * size.has_masters
-    kept = [KEPT_BESIDES_MATRICES * size.element * tokens * numbers for numbers in size.layers]
-    plain = round(sum(kept))
-    checkpointed = round(size.element * tokens * size.hidden * len(kept) + max(kept))
-    chunk = 4 * min(tokens, ops.chunk_length(size.vocabulary)) * size.vocabulary
-    return Estimate(
-        weights=size.weight_bytes,
-        masters=masters,
-        gradients=4 * size.trained,
-        optimizer=8 * size.trained + 4 * size.trained_tensors,
-        average=4 * size.trained * average,
-        reference=reference.weight_bytes if reference else 0,
-        teacher=teacher.weight_bytes if teacher else 0,
-        activations=checkpointed if checkpointing else plain,
-        logits=0 if scores else LOGITS_COPIES * chunk * (2 if teacher else 1),
-        in_flight=size.largest * size.element * (2 if masters else 1),
-        activations_plain=plain,
-        activations_checkpointed=checkpointed,
-        one_layer=round(max(kept)),
-    )
+def linear_layers(model: Any) -> list[torch.nn.Linear]:
+    """Those that QLoRA shrinks: all but the heads."""
+    heads = {model.get_output_embeddings(), *(m for name, m in model.named_modules() if name == "score")}
+    return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The stack of layers: the longest list of modules that is not inside another (experts are)."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    assert lists, f"{type(model).__name__} has no list of layers"
-    return list(max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
+def passing(model: Any, samples: Sequence[Sample], request: Request, teacher: Any = None) -> Passing:
+    """What one pass over a pack of these samples allocates. The model (and the teacher) are on the meta device."""
+    if any(p.ndim == 3 and p.dtype == torch.float32 for p in model.parameters()):
+        # Of experts' products in float32 the meta device knows nothing: count in two bytes a number, then double.
+        half = passing(model.to(torch.bfloat16), samples, request, teacher)
+        model.to(torch.float32)
+        return Passing(kept=2 * half.kept, peak=2 * half.peak, forward_only=2 * half.forward_only)
+    batch = on_meta(collate(samples))
+    trunk, teacher_trunk = (None if m is None else Trunk(m, ragged_kernel=False) for m in (model, teacher))
+    assert trunk is not None
+    # From the second pack of a step on, gradients are there already and are added to.
+    gradients, hooks = [], []
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        master = parameter
+        if parameter.dtype != torch.float32:
+            master = torch.empty_like(parameter, dtype=torch.float32)
+            hooks.append(parameter.register_post_accumulate_grad_hook(accumulate_into(master)))
+        master.grad = torch.empty_like(master)
+        gradients.append(master.grad)
+    meter = Meter([*model.parameters(), *model.buffers(), *gradients])
+    with meter:
+        with torch.no_grad():
+            forward(trunk, batch, request, teacher_trunk)
+        forward_only, meter.peak = meter.peak, meter.now
+        out = forward(trunk, batch, request, teacher_trunk)
+        total = torch.stack([value.sum() for value in vars_of(out).values() if value.requires_grad]).sum()
+        kept = meter.now
+        total.backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return Passing(kept=kept, peak=meter.peak, forward_only=forward_only)
 
 
-def numbers_a_token(layer: torch.nn.Module, experts: int) -> int:
-    """Inputs and outputs of every matrix that a token passes; of E experts, stored as [E, out, in], only some."""
-    total = 0
-    for parameter in layer.parameters():
-        if parameter.ndim == 2:
-            total += sum(parameter.shape)
-        elif parameter.ndim == 3:
-            total += sum(parameter.shape[1:]) * min(experts, parameter.shape[0])
-    return total
+def vars_of(values: Any) -> dict[str, torch.Tensor]:
+    """The tensors among the fields of a dataclass."""
+    pairs = {field.name: getattr(values, field.name) for field in fields(values)}
+    return {name: value for name, value in pairs.items() if isinstance(value, torch.Tensor)}
 
 
-def experts_per_token(config: Any) -> int:
-    """Of a Hugging Face config; 1 for models without experts."""
-    return getattr(config, "num_experts_per_tok", None) or 1
+def on_meta(batch: Batch) -> Batch:
+    for name, value in vars_of(batch).items():
+        setattr(batch, name, value.to("meta"))
+    return batch
 
 
-def device_memory(device: torch.device) -> tuple[str, int]:
-    """Name and bytes of a device; of the CPU: what this process may use."""
-    if device.type == "cpu":
-        return "cpu", host_memory()
-    module = torch.get_device_module(device)
-    if device.type == "mps":
-        return "Apple GPU", int(module.recommended_max_memory())
-    properties = module.get_device_properties(device)
-    return str(properties.name), int(properties.total_memory)
+class Meter(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations return, as long as somebody holds them."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, result)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta and storage._cdata not in self.seen:
+            self.seen.add(storage._cdata)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+
+    def remove(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
 
 
-def host_memory() -> int:
-    """Bytes of memory of this machine, or of the container if that has less."""
-    import os
+def counted_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Memory of a fused kernel, which torch does not use on the meta device; the real thing where there is none."""
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        return attention.packed_attention(module, query, key, value, mask, **options)
+    return FlashLike.apply(query, key, value), None
 
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(file).is_file() and (limit := Path(file).read_text().strip()).isdigit():
-            total = min(total, int(limit))
-    return total
+
+AttentionInterface.register(COUNTED, counted_attention)
+
+
+class FlashLike(torch.autograd.Function):
+    """Queries, keys, values and the result are kept for the backward pass; scores are not."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])  # [1, T, heads, d_value]
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        q, k, v, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

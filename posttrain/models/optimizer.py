@@ -7,6 +7,7 @@ gradients and Adam's state are float32. Weights in float32 are their own masters
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -95,7 +96,7 @@ class Optimizer:
             tensor.copy_(flat[name])
 
 
-def accumulate_into(master: torch.Tensor):  # noqa: ANN201  torch's hook type
+def accumulate_into(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Add a half-precision gradient to the master's float32 one and free it, as soon as it is there."""
 
     def hook(parameter: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from posttrain.learner import Sums
@@ -59,7 +60,7 @@ class LearnerGroup:
         """Consecutive whole groups, as evenly as they go."""
         groups, n = len(samples) // group_size, self.workers.size
         edges = [group_size * (groups * rank // n) for rank in range(n + 1)]
-        return [list(samples[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        return [list(samples[a:b]) for a, b in pairwise(edges)]
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:
@@ -67,16 +68,17 @@ def add_up(parts: Sequence[Sums]) -> Sums:
     total: Sums = {}
     for part in parts:
         for name, (value, count) in part.items():
-            before = total.get(name, (0.0, 0.0))
-            total[name] = (before[0] + value, before[1] + count)
+            value_before, count_before = total.get(name, (0.0, None if count is None else 0.0))
+            assert (count is None) == (count_before is None), f"{name} is counted in two ways"
+            total[name] = (value_before + value, None if count is None else (count_before or 0.0) + count)
     return total
 
 
 def averages(sums: Sums, denominator: int) -> dict[str, float]:
-    """Each sum over its count, or over the objective's denominator where it has none of its own."""
+    """Each sum over its count, or over the objective's denominator; what was never counted is left out."""
     means = {}
-    for name, (total, counted) in sums.items():
-        by = counted or denominator
+    for name, (total, count) in sums.items():
+        by = denominator if count is None else count
         if by:
             means[name] = total / by
     return means

@@ -1,4 +1,4 @@
-"""A save, a replacement and a deletion, killed at every line and every system call: no good checkpoint is ever lost.
+"""A save, a replacement and a deletion, killed around every change on the disk: no good checkpoint is ever lost.
 
 Run as a script this file plays one scenario: it forks a child for each n, which dies at the n-th point (`os._exit`, as
 abrupt as SIGKILL for what is in the folder), until one child comes through. A fork is cheap where pytest and torch are
@@ -33,7 +33,6 @@ from posttrain.models.checkpoint import (
 Step = Callable[[Path], object]
 
 KILLED = 9
-WATCHED = (checkpoint.__file__, __file__)  # the files whose every line is a point to die at
 
 
 def content(step: int, mark: str) -> dict[str, bytes]:
@@ -64,32 +63,36 @@ def read(path: Path) -> dict[str, bytes]:
 
 
 class Death:
-    """Ends the process at the n-th point: a line of a watched file, a change of the file system, or an fsync."""
+    """Ends the process at the n-th point. Points are: before each change of the file system, at each fsync, at the
+    first line of checkpoint.py after each of them (nothing differs until the next), and at each line of a writer."""
 
     def __init__(self, n: int) -> None:
         self.left = n
+        self.changed = True
 
     def point(self) -> None:
         self.left -= 1
         if self.left <= 0:
             os._exit(KILLED)
 
+    def change(self, event: str, arguments: tuple[Any, ...]) -> None:
+        opened_to_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if opened_to_write or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "fsync"):
+            self.changed = True
+            self.point()
+
     def lines(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in WATCHED:
+        writer = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "write"
+        if not writer and frame.f_code.co_filename != checkpoint.__file__:
             return None
-        if event == "line":
+        if event == "line" and (writer or self.changed):
+            self.changed = False
             self.point()
         return self.lines
 
     def arm(self) -> None:
-        fsync = os.fsync
-
-        def fsync_and_point(descriptor: int) -> None:
-            fsync(descriptor)
-            self.point()
-
-        os.fsync = fsync_and_point
-        sys.addaudithook(lambda event, _: self.point() if event == "open" or event.startswith("os.") else None)
+        os.fsync = lambda descriptor: self.change("fsync", ())
+        sys.addaudithook(self.change)
         sys.settrace(self.lines)
 
 
@@ -152,10 +155,13 @@ def same_step(work: Path) -> int:
 
 
 def same_step_again(work: Path) -> int:
-    """As above, after a replacement that was killed between its two renames."""
+    """As above, after a replacement that was killed before it had removed the old one, and whose new one is damaged."""
 
     def prepare(folder: Path) -> None:
-        save(folder, 1).rename(folder / "step-00000001.old")
+        save(folder / "aside", 1)
+        (save(folder, 1, "damaged") / "state.json").write_bytes(b"")
+        (folder / "aside" / "step-00000001").rename(folder / "step-00000001.old")
+        (folder / "aside").rmdir()
 
     def check(folder: Path, finished: bool) -> None:
         path = newest_valid(folder)
@@ -167,13 +173,13 @@ def same_step_again(work: Path) -> int:
 
 def deletion(work: Path) -> int:
     def prepare(folder: Path) -> None:
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             save(folder, step)
 
     def check(folder: Path, finished: bool) -> None:
         left = list_checkpoints(folder)
         assert all(read(path) == content(step_of(path), "first") and is_valid(path) for path in left)
-        assert {step_of(path) for path in left} >= {1, 3}
+        assert {step_of(path) for path in left} >= {1, 4}
         if finished:
             assert len(left) == 2
 
@@ -207,6 +213,7 @@ SCENARIOS = {run.__name__: run for run in (new_step, same_step, same_step_again,
 
 
 if __name__ == "__main__":
+    os.fsync = lambda descriptor: None  # a kill cannot undo what the kernel was told; power cuts are not on trial here
     place = Path(sys.argv[2])
     place.mkdir()
     print(SCENARIOS[sys.argv[1]](place))
@@ -221,7 +228,7 @@ def test_killed_at_every_point(scenario, tmp_path):
     command = [sys.executable, __file__, scenario, str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[-1]) > 100, done.stdout  # or the points were not seen
+    assert int(done.stdout.split()[-1]) > 20, done.stdout  # or the points were not seen
 
 
 def expect_untouched(checkpoints: Path) -> None:

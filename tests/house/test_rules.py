@@ -1,4 +1,4 @@
-"""The rules of the house that protect everybody: import order, heavy libraries, nothing unsafe, a frozen option list."""
+"""The rules that protect everybody: import order, heavy libraries, nothing unsafe, a frozen option list."""
 
 import ast
 import subprocess

@@ -13,9 +13,7 @@ from posttrain.runtime.base import add_up, averages
 from posttrain.types import Objective, Sample, count
 from tests.tiny import tiny_folder
 
-VARIANTS = [
-    (verb, {}) for verb in ALGORITHMS
-] + [
+VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("dpo", {"loss": "ipo", "pref_ftx": 0.3}),
     ("dpo", {"loss": "robust", "label_smoothing": 0.1, "length_normalize": True}),
     ("kto", {"variant": "vanilla"}),
@@ -76,7 +74,9 @@ def gradients(learner, objective, parts, samples):
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
-@pytest.mark.parametrize(("verb", "options"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)))
+@pytest.mark.parametrize(
+    ("verb", "options"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v))
+)
 def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, model):
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config(**options))

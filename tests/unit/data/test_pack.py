@@ -54,7 +54,7 @@ def test_a_stream_that_one_sample_lacks_is_left_out():
 
 
 def test_samples_check_their_streams():
-    with pytest.raises(ValueError, match="a.jsonl:3: ref_logprobs"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:3: ref_logprobs"):
         sample(3, ref_logprobs=np.zeros(2, dtype=np.float32), origin="a.jsonl:3")
     with pytest.raises(ValueError, match="first token"):
         Sample(tokens=np.arange(3, dtype=np.int32), mask=np.ones(3, dtype=np.bool_))

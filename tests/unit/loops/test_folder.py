@@ -149,33 +149,6 @@ def test_the_lock_of_a_killed_process_is_free(children):
             assert (folder.path / "lock").read_text().split()[1] == str(os.getpid())
 
 
-def lines(*step_numbers: int) -> str:
-    return "".join(json.dumps({"step": step, "loss": step / 3}) + "\n" for step in step_numbers)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (lines(1, 2, 3, 4), lines(1, 2, 3)),
-        (lines(1, 2, 3), lines(1, 2, 3)),
-        (lines(1, 2, 3) + '{"step": 4, "lo', lines(1, 2, 3)),
-        (lines(1, 2) + '{"step": 3, "loss": 1}', lines(1, 2) + '{"step": 3, "loss": 1}\n'),
-        (lines(4), ""),
-        ("", ""),
-        (lines(2) + "\0\0\0\0", lines(2)),
-        (lines(1, 2, 3, 4, 2, 3, 4), lines(1, 2, 3, 2, 3)),
-    ],
-)
-def test_metrics_are_cut_back_to_the_step(text, expected):
-    with RunFolder.open("x", "sft", resume=False) as folder:
-        folder.trim_metrics(3)
-        assert not folder.metrics_file.exists()
-        folder.metrics_file.write_text(text)
-        folder.trim_metrics(3)
-        assert folder.metrics_file.read_text() == expected
-        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "metrics.jsonl"]
-
-
 def test_a_write_that_fails_leaves_the_old_text(monkeypatch):
     path = Path("config.yaml")
     atomic_write_text(path, "old")

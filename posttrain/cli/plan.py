@@ -1,0 +1,273 @@
+"""`posttrain plan`: batches, steps and memory of a configuration. Reads data and the model's config, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.algos import ALGORITHMS, Algorithm
+from posttrain.cli.doctor import device_memory
+from posttrain.config import Config, ModelConfig
+from posttrain.data.pack import pack
+from posttrain.errors import UsageError
+from posttrain.learner import default_device
+from posttrain.log import quiet_libraries
+from posttrain.loops.run import Data, load_data
+from posttrain.models import memory
+from posttrain.models.load import DTYPES, load_tokenizer
+from posttrain.models.memory import Needs, Passing, Standing
+from posttrain.types import Sample
+
+GIB = 2**30
+STEPS_LOOKED_AT = 100
+
+# Beyond what is counted: the device's own context or the libraries' code, and gaps that the allocator cannot use.
+BASE_BYTES = GIB // 2
+GAPS = 1.05
+
+
+def plan(verb: str, config: Config) -> int:
+    """Print the plan; whether it fits is in its last line."""
+    quiet_libraries()
+    algo = ALGORITHMS[verb](config.algo)
+    device = default_device()
+    model = memory.empty_model(config.model, algo.head, dtype_of(config.model, device))
+    data, packs = None, Packs(counts=[], largest=invented_pack(config, algo))
+    if config.data.train:
+        data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model), print)
+        packs = look_at_packs(config, algo, data)
+    print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
+    print_rows("batches", batch_ledger(config, algo, data, packs))
+    needs = needs_of(config, algo, device, packs.largest)
+    name, available = device_memory(device)
+    print_rows(f"memory, on {name} with {amount(available)}", memory_ledger(config, algo, device, needs, packs.largest))
+    print_rows("at the worst moment of", [(phase, amount(size), "") for phase, size in needs.phases.items()])
+    print(verdict(config, algo, device, packs.largest, needs, available))
+    return 0
+
+
+@dataclass(slots=True)
+class Packs:
+    """How the first steps are cut up."""
+
+    counts: list[int]  # packs of each step
+    largest: list[Sample]
+
+
+def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
+    """Cut the first steps up as the learner will."""
+    packs = Packs(counts=[], largest=[])
+    edges = data.rows_at[: STEPS_LOOKED_AT + 1]
+    for before, after in pairwise(edges):
+        samples = data.stream.take(after - before)
+        cut = [[samples[i] for i in part] for part in pack(samples, config.update.tokens_per_device, algo.group_size)]
+        packs.counts.append(len(cut))
+        packs.largest = max([packs.largest, *cut], key=lambda part: sum(map(len, part)))
+    return packs
+
+
+def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
+    """The most that a pack may hold: rows of the greatest length, all of whose tokens count."""
+    longest = config.data.max_tokens
+    rows = max(1, config.update.tokens_per_device // (longest * algo.group_size))
+    sample = Sample(tokens=np.zeros(longest, dtype=np.int32), mask=np.arange(longest) > 0)
+    return [sample] * (rows * algo.group_size)
+
+
+Row = tuple[str, str, str]
+
+
+def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Packs) -> Iterator[Row]:
+    update = config.update
+    if data is None:
+        yield "rows", "?", "data.train is not given"
+        yield "steps", f"{config.steps:,}" if config.steps else "?", f"of {update.rows_per_step} rows"
+        yield "tokens a pack", f"{sum(map(len, packs.largest)):,}", "at most"
+        return
+    rows, counts = len(data.train.rows), data.train.counts
+    samples = [sample for row in data.train.rows for sample in row]
+    tokens, counted = sum(map(len, samples)), sum(int(sample.mask.sum()) for sample in samples)
+    lost = ", ".join(f"{counts[key]:,} {key}" for key in ("truncated", "dropped") if counts[key])
+    yield "rows", f"{rows:,}", f"of {counts['read']:,} read" + f" ({lost})" * bool(lost)
+    yield "samples", f"{len(samples):,}", f"{algo.group_size} a row"
+    yield (
+        "tokens",
+        f"{tokens:,}",
+        f"{counted:,} count; a sample has {tokens / len(samples):,.0f}, at most {max(map(len, samples)):,}",
+    )
+    epochs = data.rows_at[-1] / rows
+    yield (
+        "steps",
+        f"{data.steps:,}",
+        f"of {update.rows_per_step} rows: {epochs:.2f} epochs, {epochs * tokens:,.0f} tokens",
+    )
+    mean = sum(packs.counts) / len(packs.counts)
+    seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""
+    spread = f"{min(packs.counts)} to {max(packs.counts)}, " if min(packs.counts) < max(packs.counts) else ""
+    yield "packs a step", f"{mean:.1f}", f"{spread}of at most {update.tokens_per_device:,} tokens{seen}"
+    largest = sum(map(len, packs.largest))
+    yield (
+        "largest pack",
+        f"{largest:,}",
+        "tokens" + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device),
+    )
+    if data.eval is not None:
+        yield "evaluation rows", f"{len(data.eval.rows):,}", ""
+
+
+def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: list[Sample]) -> Needs:
+    """Memory of training with these options; without samples, of all but the passes."""
+    dtype = dtype_of(config.model, device)
+    in_4bit = config.model.load_in_4bit
+    model = memory.empty_model(config.model, algo.head, dtype)
+    teacher = frozen(config.model, algo.teacher(), dtype) if algo.teacher() else None
+    if teacher is not None and vocabulary_of(teacher) != vocabulary_of(model):
+        raise UsageError(
+            f"algo.teacher {algo.teacher()} has a vocabulary of {vocabulary_of(teacher):,}, model.path "
+            f"{config.model.path} of {vocabulary_of(model):,}: distillation needs the same one"
+        )
+    reference = None
+    # With adapters the policy itself, without them, is the reference.
+    if "ref_logprobs" in algo.needs() and (algo.reference() or not config.model.lora_rank):
+        reference = frozen(config.model, algo.reference() or config.model.path, dtype)
+    request = replace(algo.request(lambda text: 0), router_loss=config.model.router_loss)
+    passing = Passing()
+    if largest:
+        # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
+        with suppress(RuntimeError, NotImplementedError):
+            passing = memory.passing(model, largest, request, teacher)
+
+    def weights(other: Any) -> int:
+        return memory.standing(other, average=False, in_4bit=in_4bit).weights if other is not None else 0
+
+    return Needs(
+        standing=memory.standing(model, average=bool(config.update.ema_decay), in_4bit=in_4bit),
+        passing=passing,
+        reference=weights(reference),
+        reference_stays=not algo.precomputes(),
+        teacher=weights(teacher),
+    )
+
+
+def frozen(config: ModelConfig, path: str, dtype: torch.dtype) -> Any:
+    return memory.empty_model(replace(config, path=path, lora_rank=0), "token", dtype, trainable=False)
+
+
+def vocabulary_of(model: Any) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
+    return DTYPES.get(config.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def memory_ledger(
+    config: Config, algo: Algorithm, device: torch.device, needs: Needs, largest: list[Sample]
+) -> Iterator[Row]:
+    own, step = needs.standing, needs.passing
+    on = config.model.checkpoint_activations
+    other = needs_of(with_model(config, checkpoint_activations=not on), algo, device, largest).passing.kept
+    dtype = str(dtype_of(config.model, device)).removeprefix("torch.")
+    yield "weights", amount(own.weights), "4 bits, adapters and the rest " * config.model.load_in_4bit + dtype
+    yield "masters", amount(own.masters), "float32" if own.masters else "the weights are float32 themselves"
+    yield "gradients", amount(own.gradients), "float32"
+    yield "AdamW", amount(own.optimizer), "two float32 averages"
+    if own.average:
+        yield "EMA", amount(own.average), "float32"
+    if needs.reference:
+        yield "reference", amount(needs.reference), "" if needs.reference_stays else "freed before the first step"
+    if needs.teacher:
+        yield "teacher", amount(needs.teacher), ""
+    note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
+    if not step.peak:
+        yield "activations", "?", "this architecture cannot be run without its weights"
+        return
+    yield "activations", amount(step.kept), f"of {sum(map(len, largest)):,} tokens; {note}"
+    yield "passing", amount(step.peak - step.kept), "a chunk of logits, gradients on their way"
+
+
+def verdict(
+    config: Config, algo: Algorithm, device: torch.device, largest: list[Sample], needs: Needs, available: int
+) -> str:
+    """One line: it fits, or the mildest change that makes it fit."""
+    there_is = amount(available)
+    if not needs.passing.peak:
+        return f"It takes {amount(in_all(needs.peak))} of {there_is}, and activations, which could not be counted."
+    if in_all(needs.peak) <= available:
+        return f"It fits: about {amount(in_all(needs.peak))} of {there_is}, with what libraries and gaps take."
+    misfit = f"It does not fit: about {amount(in_all(needs.peak))}, there are {there_is}."
+
+    def fits(needs: Needs) -> bool:
+        return in_all(needs.peak) <= available
+
+    for weights in less_to_train(config):
+        changed = with_model(config, **weights)
+        if not fits(needs_of(changed, algo, device, [])):  # no batch is small enough
+            continue
+        for checkpointing, budget, rows in less_to_keep(changed, algo, largest):
+            if fits(needs_of(with_model(changed, checkpoint_activations=checkpointing), algo, device, rows)):
+                options = [f"--model.{name}" + f" {value}" * (value is not True) for name, value in weights.items()]
+                if checkpointing and not config.model.checkpoint_activations:
+                    options.append("--model.checkpoint_activations")
+                if budget != config.update.tokens_per_device:
+                    options.append(f"--update.tokens_per_device {budget}")
+                return f"{misfit} It would with {' '.join(options)}"
+    return f"{misfit} Take a smaller model or a device with more memory."
+
+
+def in_all(size: int) -> float:
+    return GAPS * size + BASE_BYTES
+
+
+def less_to_train(config: Config) -> Iterator[dict[str, Any]]:
+    """Changes of the model section, from none to the most saving."""
+    yield {}
+    if find_spec("peft") is None:
+        return
+    adapters = {} if config.model.lora_rank else {"lora_rank": 16}
+    if adapters:
+        yield adapters
+    if not config.model.load_in_4bit:
+        yield {**adapters, "load_in_4bit": True}
+
+
+def less_to_keep(config: Config, algo: Algorithm, largest: list[Sample]) -> Iterator[tuple[bool, int, list[Sample]]]:
+    """(checkpointing, tokens a pack, the largest such pack), from what there is to a pack of one row."""
+    budget = config.update.tokens_per_device
+    if not config.model.checkpoint_activations:
+        yield False, budget, largest
+    yield True, budget, largest
+    size = algo.group_size
+    rows = sorted((largest[i : i + size] for i in range(0, len(largest), size)), key=lambda row: -sum(map(len, row)))
+    while len(rows) > 1:
+        budget //= 2
+        while len(rows) > 1 and sum(len(sample) for row in rows for sample in row) > budget:
+            rows.pop()
+        yield True, budget, [sample for row in rows for sample in row]
+
+
+def with_model(config: Config, **options: Any) -> Config:
+    return replace(config, model=replace(config.model, **options))
+
+
+def size_of(standing: Standing) -> str:
+    trained = "" if standing.trained == standing.parameters else f", {standing.trained:,} of them trained"
+    return f"{standing.parameters:,} parameters{trained}"
+
+
+def amount(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
+
+
+def print_rows(title: str, rows: Any) -> None:
+    print(f"{title}:")
+    for name, value, note in rows:
+        print(f"  {name:<22}{value:>14}  {note}".rstrip())
+    print()

@@ -1,0 +1,188 @@
+"""`python -m posttrain.cli.reference` prints docs/commands.md: every verb and option, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from posttrain.algos import ALGORITHMS, Algorithm
+from posttrain.cli import tools
+from posttrain.config import Config, value_of
+from posttrain.types import RowKind
+from posttrain.verbs import TOOLS, TRAINERS
+
+WIDTH = 100  # of the tools' help, whatever the terminal
+
+ROWS: dict[RowKind, str] = {
+    "text": "plain text",
+    "chat": "conversations",
+    "pair": "pairs of a better and a worse answer",
+    "labelled": "answers labelled good or bad",
+    "stepwise": "answers labelled step by step",
+}
+
+INTRODUCTION = """\
+# Commands
+
+This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help` prints
+the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the maths in
+[losses.md](losses.md).
+
+```
+posttrain <verb> [CONFIG.yaml] [--section.option value ...]
+```
+
+The file comes first. Its entries are `section:` with `option: value` below, and `verb:` to say what it is for; options
+that are typed win over the file. An unknown key is an error that names the nearest one. Switches are written
+`--section.option` and `--section.no_option`; in the file `true` and `false`."""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    lines = [
+        INTRODUCTION,
+        "",
+        *table(("verb", "what it does"), verbs()),
+        "",
+        "## Options of every trainer",
+        "",
+        *common_options(),
+        *(line for verb in TRAINERS for line in trainer(verb, ALGORITHMS[verb])),
+        *(line for verb in TOOLS for line in tool(verb)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def verbs() -> Iterator[tuple[str, str]]:
+    for verb, about in (TRAINERS | TOOLS).items():
+        yield f"[`{verb}`](#{verb})", escaped(about)
+
+
+def common_options() -> Iterator[str]:
+    """A table for the options without a section, then one a section."""
+    hints = get_type_hints(Config).items()
+    sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    yield from option_table(Config, without={*sections, "algo"})
+    yield ""
+    for name, kind in sections.items():
+        yield from (f"### {name}", "", *option_table(kind, f"{name}."), "")
+
+
+def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
+    """What is particular about one trainer."""
+    yield from (f"## {verb}", "", f"{capital(escaped(TRAINERS[verb]))}.")
+    yield f"Rows: {ROWS[algorithm.rows]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
+    changed = [
+        f"`{key}` is {shown(value)} (else {shown(value_of(Config(), key))})"
+        for key, value in algorithm.defaults.items()
+        if value != value_of(Config(), key)
+    ]
+    if changed:
+        yield f"Other default: {', '.join(changed)}."
+    yield ""
+    options = list(option_table(algorithm.Config, "algo."))
+    yield from (*(options or ["No options of its own."]), "")
+
+
+def tool(verb: str) -> Iterator[str]:
+    yield from (f"## {verb}", "", "```", help_of(verb), "```", "")
+
+
+def help_of(verb: str) -> str:
+    """What `posttrain <verb> --help` prints, at a fixed width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(WIDTH)
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            tools.run(verb, ["--help"])
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return text.getvalue().strip()
+
+
+def option_table(config: type, prefix: str = "", without: set[str] | None = None) -> list[str]:
+    """The fields of a section as rows of a table; nothing if it has none."""
+    hints, about = get_type_hints(config), meanings(config)
+    rows = []
+    for field in dataclasses.fields(config):
+        if field.name in (without or ()):
+            continue
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        option = f"`--{prefix}{field.name}`"
+        rows.append((option, type_name(hints[field.name]), shown(value), escaped(about[field.name])))
+    return table(("option", "type", "default", "meaning"), rows) if rows else []
+
+
+def meanings(config: type) -> dict[str, str]:
+    """Field -> the string that stands below it; a subclass's word counts more than its base's."""
+    found: dict[str, str] = {}
+    for kind in reversed(config.__mro__):
+        if not dataclasses.is_dataclass(kind):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
+                continue
+            if isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant):
+                found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def type_name(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        first, second = get_args(hint)
+        return f"{NAMES[first]}s" if second is ... else f"two {NAMES[first]}s"
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return f"{NAMES[kinds[0]]} or `None`" if kinds else NAMES[hint]
+
+
+NAMES = {int: "integer", float: "number", str: "text", bool: "switch"}
+
+
+def shown(value: Any) -> str:
+    """A default as it would be typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return f"`{' '.join(map(str, value))}`" if value else ""
+    if isinstance(value, float):
+        return f"`{value:g}`".replace("e-0", "e-")
+    return f"`{value}`" if value != "" else ""
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown shows it as it is, code in backquotes apart."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[0::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[0::2]]
+    return "".join(parts).replace("|", "\\|")
+
+
+def table(head: tuple[str, ...], rows: Any) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
+
+
+def capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,317 @@
+"""Conversations -> segments of text, of which exactly the assistant's words and their end-of-turn are trained.
+
+A chat template is a program; what it wrote and what the assistant said can look alike. So each shape of conversation is
+rendered once with marks instead of contents: that shows where the contents go. Then every row is rendered as it is, and
+must come out as the template's text with the contents put in. Where it does not, the row is refused.
+
+    <s>[INST] Hi [/INST]      | Hello! </s>      | <s>[INST] Bye [/INST]    | Bye! </s>
+    prompt: not trained       | trained          | not trained              | trained
+
+A response begins where the generation prompt ends: what a model sees when it is to answer is what it was trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, NoReturn
+
+from posttrain.data.examples import Message
+from posttrain.data.tokens import Part, Segment, TokenEncoder
+from posttrain.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = re.compile("xMARK([0-9]+)x")
+# Some templates write the date. It must not change from day to day, or no run could be resumed tomorrow.
+TODAY = datetime(2024, 7, 26)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A segment with message numbers in the places of their contents."""
+
+    pieces: tuple[str | int, ...]
+    trained: bool = False
+    end: bool = False
+
+    def fill(self, contents: Sequence[str]) -> Segment:
+        parts = [Part(contents[p], False) if isinstance(p, int) else Part(p, True) for p in self.pieces]
+        return Segment(tuple(parts), self.trained, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How conversations of one shape are cut into segments."""
+
+    outlines: tuple[Outline, ...]
+    prompt_length: int  # so many outlines are what the model sees before its last answer
+    tail: str  # what the template writes after the last end-of-turn; nothing that is trained comes after it
+
+
+class ChatRenderer:
+    """Cuts conversations into segments, by the chat template, by data.input_template or not at all."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: TokenEncoder, input_template: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        # A shell passes "\n" as two characters; nobody means these.
+        self.before, self.after = _halves(input_template.replace("\\n", "\n")) if input_template else ("", "")
+        self.has_input_template = bool(input_template)
+        self.has_chat_template = bool(tokenizer.chat_template) and not input_template
+        self.is_plain = not self.has_chat_template and not self.has_input_template
+        self._plans: dict[tuple[tuple[str, ...], int], Plan] = {}  # by roles and the first answer to train
+        self._prompt_plans: dict[tuple[str, ...], Plan] = {}
+
+    def segments(self, messages: list[Message], answers_from: int, plain: bool, origin: str) -> list[Segment]:
+        """The conversation in segments; the assistant's messages from number `answers_from` on are trained."""
+        if self.has_chat_template:
+            return self._by_chat_template(messages, answers_from, origin)
+        if self.has_input_template:
+            return self._by_input_template(messages, answers_from, origin)
+        if plain:
+            prompt, answer = messages  # two strings in the row
+            return [_said(prompt), _said(answer, trained=True, end=True)]
+        return _no_template(origin)
+
+    def prompt(self, messages: list[Message], plain: bool, origin: str) -> list[Segment]:
+        """What the model sees when it is to answer: the messages and the beginning of its turn."""
+        if self.has_chat_template:
+            roles = tuple(message["role"] for message in messages)
+            if roles not in self._prompt_plans:
+                pieces = self._marked(messages, origin, generate=True)
+                self._prompt_plans[roles] = Plan((Outline(tuple(pieces)),), prompt_length=1, tail="")
+            rendered = self._render(messages, origin, generate=True)
+            filled = self._fill(self._prompt_plans[roles], messages, rendered)
+            if filled is None:
+                self._refuse_quotes(messages, origin)
+                return [Segment((Part(rendered, True),))]
+            return filled
+        if self.has_input_template:
+            return self._by_input_template(messages, len(messages), origin)
+        if plain:
+            return [_said(message) for message in messages]
+        return _no_template(origin)
+
+    # The tokenizer's chat template
+
+    def _by_chat_template(self, messages: list[Message], answers_from: int, origin: str) -> list[Segment]:
+        key = (tuple(message["role"] for message in messages), answers_from)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(messages, answers_from, origin)
+        rendered = self._render(messages, origin)
+        filled = self._fill(plan, messages, rendered)
+        if filled is None:
+            return self._by_prefixes(messages, answers_from, rendered, origin)
+        prompt = self._render(messages[: _answers(messages, 0)[-1]], origin, generate=True)
+        if prompt != "".join([segment.text for segment in filled[: plan.prompt_length]]):
+            raise DataError(f"{origin}: the chat template's generation prompt depends on the text of this row")
+        return filled
+
+    def _plan(self, messages: list[Message], answers_from: int, origin: str) -> Plan:
+        pieces = self._marked(messages, origin)
+        places = {piece: at for at, piece in enumerate(pieces) if isinstance(piece, int)}
+        answers = _answers(messages, answers_from)
+        for index in answers:
+            if pieces.count(index) != 1:
+                raise UsageError(f"{origin}: the chat template writes the assistant's message {index} more than once")
+        gaps = self._gaps(messages, {index: str(pieces[places[index] - 1]) for index in answers}, origin)
+        outlines: list[Outline] = []
+        done = prompt_length = 0
+        for index in answers:
+            at, gap = places[index], gaps[index]
+            header, after = str(pieces[at - 1]), str(pieces[at + 1])
+            outlines.append(Outline((*pieces[done : at - 1], header.removesuffix(gap))))
+            prompt_length = len(outlines)
+            if gap.strip():  # words that the template puts into the assistant's mouth are not the assistant's
+                outlines.append(Outline((gap,)))
+                gap = ""
+            end_of_turn = self._end_of_turn(after, last=at + 2 == len(pieces), origin=origin, index=index)
+            outlines.append(Outline((gap, index, end_of_turn), trained=True, end=not end_of_turn))
+            pieces[at + 1] = after.removeprefix(end_of_turn)
+            done = at + 1
+        return Plan(tuple(outlines), prompt_length, "".join(map(str, pieces[done:])))
+
+    def _marked(self, messages: list[Message], origin: str, generate: bool = False) -> list[str | int]:
+        """The rendering of such a conversation, as text of the template and numbers of messages in turn."""
+        pieces: list[str | int] = list(MARK.split(self._render(_marks(messages), origin, generate)))
+        pieces[1::2] = [int(number) for number in pieces[1::2]]
+        for index, message in enumerate(messages):
+            if index not in pieces:
+                raise DataError(f"{origin}: the chat template leaves out message {index} (role {message['role']})")
+        return pieces
+
+    def _gaps(self, messages: list[Message], headers: dict[int, str], origin: str) -> dict[int, str]:
+        """For each answer, what the template writes between the generation prompt and the answer.
+
+        `headers` has the template's text before each. The last answer decides; a template may rewrite the past.
+        """
+        marks = _marks(messages)
+        rendered = self._render(marks, origin)
+        known: dict[str, str] = {}
+        for index, header in reversed(headers.items()):
+            if header in known:
+                continue
+            before = rendered[: rendered.index(marks[index]["content"])]
+            prompt = self._render(marks[:index], origin, generate=True)
+            candidates = [before[len(prompt) :]] if before.startswith(prompt) else list(known.values())
+            gap = next((gap for gap in candidates if header.endswith(gap)), None)
+            if gap is None:
+                raise UsageError(
+                    f"{origin}: no exact mask: with this chat template a model is asked to answer after "
+                    f"{prompt[-40:]!r}, but in a conversation the answer comes after {before[-40:]!r}. "
+                    "Use a tokenizer with another chat template, or data.input_template"
+                )
+            known[header] = gap
+        return {index: known[header] for index, header in headers.items()}
+
+    def _end_of_turn(self, after: str, last: bool, origin: str, index: int) -> str:
+        """The end-of-turn token, with white space in front of it; empty where the conversation just ends."""
+        match = self.encoder.end_of_turn.match(after)
+        if match:
+            return match.group()
+        if last and not after.strip():
+            return ""
+        raise UsageError(
+            f"{origin}: no exact mask: the chat template writes no end-of-turn token after the assistant's message "
+            f"{index}, but {after[:40]!r}. Use a tokenizer with another chat template, or data.input_template"
+        )
+
+    def _fill(self, plan: Plan, messages: list[Message], rendered: str) -> list[Segment] | None:
+        """The plan with the contents, as they are or without the white space around them, if that is the rendering."""
+        contents = [message["content"] for message in messages]
+        filled = [outline.fill(contents) for outline in plan.outlines]
+        if "".join([segment.text for segment in filled]) + plan.tail == rendered:
+            return filled
+        pieces = [piece for outline in plan.outlines for piece in outline.pieces] + [plan.tail]
+        stripped = _match(pieces, contents, rendered)
+        return None if stripped is None else [outline.fill(stripped) for outline in plan.outlines]
+
+    def _by_prefixes(self, messages: list[Message], answers_from: int, rendered: str, origin: str) -> list[Segment]:
+        """For templates that look into contents (as those with <think> do): find each answer behind its prompt."""
+        self._refuse_quotes(messages, origin)
+        segments: list[Segment] = []
+        done = 0
+        for index in _answers(messages, answers_from):
+            prompt = self._render(messages[:index], origin, generate=True)
+            if not rendered.startswith(prompt):
+                _rewritten(messages, index, origin)
+            rest = rendered[len(prompt) :]
+            space = rest[: len(rest) - len(rest.lstrip())]
+            for answer in [gap + text for text in _spellings(messages[index]["content"]) for gap in ("", space)]:
+                if rest.startswith(answer):
+                    break
+            else:
+                _rewritten(messages, index, origin)
+            last = index == len(messages) - 1
+            end_of_turn = self._end_of_turn(rest.removeprefix(answer), last, origin, index)
+            segments.append(Segment((Part(rendered[done : len(prompt)], True),)))
+            parts = (Part(answer, False), Part(end_of_turn, True))
+            segments.append(Segment(parts, trained=True, end=not end_of_turn))
+            done = len(prompt) + len(answer + end_of_turn)
+        return segments
+
+    def _refuse_quotes(self, messages: list[Message], origin: str) -> None:
+        for index, message in enumerate(messages):
+            if found := self.encoder.control.search(message["content"]):
+                raise DataError(
+                    f"{origin}: message {index} contains {found.group()!r}, and the chat template changes the "
+                    "message: what is text and what is the control token cannot be told apart"
+                )
+
+    def _render(self, messages: list[Message], origin: str, generate: bool = False) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, strftime_now=TODAY.strftime
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise DataError(f"{origin}: the chat template refuses the conversation: {error}") from error
+        assert isinstance(rendered, str)
+        return rendered
+
+    # data.input_template
+
+    def _by_input_template(self, messages: list[Message], answers_from: int, origin: str) -> list[Segment]:
+        """Each question in the template, each answer ended by EOS."""
+        segments: list[Segment] = []
+        parts: list[Part] = []
+        for index, message in enumerate(messages):
+            role = ("user", "assistant")[index % 2]
+            if message["role"] != role:
+                raise DataError(
+                    f"{origin}: message {index} is the {message['role']}'s; data.input_template has a place only for "
+                    "questions of the user and answers of the assistant in turn. Use a model with a chat template"
+                )
+            if role == "user":
+                parts += [Part(self.before, True), Part(message["content"], False), Part(self.after, True)]
+            elif index >= answers_from:
+                segments += [Segment(tuple(parts)), _said(message, trained=True, end=True)]
+                parts = []
+            else:
+                parts += [Part(message["content"], False), Part(self.tokenizer.eos_token or "", True)]
+        return [*segments, Segment(tuple(parts))] if parts else segments
+
+
+def _marks(messages: Sequence[Message]) -> list[Message]:
+    return [{"role": message["role"], "content": f"xMARK{index}x"} for index, message in enumerate(messages)]
+
+
+def _answers(messages: Sequence[Message], answers_from: int) -> list[int]:
+    return [i for i, message in enumerate(messages) if i >= answers_from and message["role"] == "assistant"]
+
+
+def _said(message: Message, trained: bool = False, end: bool = False) -> Segment:
+    return Segment((Part(message["content"], False),), trained, end)
+
+
+def _halves(template: str) -> tuple[str, str]:
+    if template.count("{}") != 1:
+        example = '"Human: {}\\nAssistant: "'
+        raise UsageError(f"data.input_template {template!r} needs {{}} once, for the question, as in {example}")
+    before, _, after = template.partition("{}")
+    return before, after
+
+
+def _spellings(content: str) -> list[str]:
+    """A content as templates write it: as it is, or with white space taken off."""
+    return list(dict.fromkeys((content, content.rstrip(), content.lstrip(), content.strip())))
+
+
+def _match(pieces: Sequence[str | int], contents: Sequence[str], rendered: str) -> list[str] | None:
+    """The spelling of each content with which the pieces make up the rendering; None if there is none."""
+    chosen = list(contents)
+    at = 0
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            following = pieces[number + 1]
+            assert isinstance(following, str)
+            fitting = [text for text in _spellings(contents[piece]) if rendered.startswith(text + following, at)]
+            if not fitting:
+                return None
+            chosen[piece] = fitting[0]
+            at += len(fitting[0])
+        elif rendered.startswith(piece, at):
+            at += len(piece)
+        else:
+            return None
+    return chosen if at == len(rendered) else None
+
+
+def _no_template(origin: str) -> NoReturn:
+    raise DataError(
+        f"{origin}: a conversation, but the tokenizer has no chat template: give data.input_template "
+        '(as "Human: {}\\nAssistant: "), or a model with a chat template'
+    )
+
+
+def _rewritten(messages: Sequence[Message], index: int, origin: str) -> NoReturn:
+    raise DataError(
+        f"{origin}: no exact mask: the chat template changes the text of message {index} "
+        f"(role {messages[index]['role']}) or of one before it"
+    )

@@ -1,0 +1,147 @@
+"""Text -> token ids, piece by piece: where a prompt ends the ids end too, and quoted control tokens stay text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from posttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBES = ("a", "1", "(")
+ANCHORS = ("\n", ":", "a")
+
+
+class Part(NamedTuple):
+    """A piece of text and who wrote it: control tokens are such only where the template wrote them."""
+
+    text: str
+    from_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Text that is encoded by itself, so that no token reaches across its edges."""
+
+    parts: tuple[Part, ...]
+    trained: bool = False
+    end: bool = False  # the end-of-sequence token follows, though the text does not show it
+
+    @property
+    def text(self) -> str:
+        return "".join([part.text for part in self.parts])
+
+
+class TokenEncoder:
+    """A tokenizer that encodes segments one after the other as if each continued the text before it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        specials = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.control = _any_of(specials)
+        self.end_of_turn = re.compile(rf"\s*(?:{_any_of(specials | {token.content for token in added}).pattern})")
+        with_specials = tokenizer("a")["input_ids"]
+        self.adds_bos = tokenizer.bos_token_id is not None and with_specials[:1] == [tokenizer.bos_token_id]
+        # Some tokenizers put a space before every text they are given. Inside a sequence that would be wrong: there
+        # texts are encoded behind an anchor, and the anchor's ids are taken off again.
+        self.needs_anchor = any(self._ids([text])[0] != self._behind_anchor(text) for text in PROBES)
+
+    @property
+    def eos_id(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")
+        return self.tokenizer.eos_token_id
+
+    def quotes_control(self, segment: Segment) -> bool:
+        """Whether text in it, not from the template, looks like a control token."""
+        return any(self.control.search(part.text) for part in segment.parts if not part.from_template)
+
+    def encode(self, sequences: Sequence[Sequence[Segment]]) -> list[list[list[int]]]:
+        """Ids of each segment of each sequence; a sequence begins with a BOS if the tokenizer adds one."""
+        ids_of: dict[tuple[str, bool], list[int]] = {}  # equal texts once: the two answers of a pair share a prompt
+        for segments in sequences:
+            ids_of.update(((segment.text, index == 0), []) for index, segment in enumerate(segments))
+        for first in (True, False):
+            texts = [text for text, is_first in ids_of if is_first == first and text]
+            ids_of.update(((text, first), ids) for text, ids in zip(texts, self._plain(texts, first), strict=True))
+        return [
+            self._finish(
+                segments,
+                [
+                    self._quoting(segment, index == 0)
+                    if self.quotes_control(segment)
+                    else ids_of[segment.text, index == 0]
+                    for index, segment in enumerate(segments)
+                ],
+            )
+            for segments in sequences
+        ]
+
+    def _finish(self, segments: Sequence[Segment], encoded: list[list[int]]) -> list[list[int]]:
+        bos = self.tokenizer.bos_token_id
+        if self.adds_bos and bos is not None and next((ids[0] for ids in encoded if ids), None) != bos:
+            encoded = [[bos, *encoded[0]], *encoded[1:]]
+        return [[*ids, self.eos_id] if segment.end else ids for segment, ids in zip(segments, encoded, strict=True)]
+
+    def _ids(self, texts: Sequence[str], control_as_text: bool = False) -> list[list[int]]:
+        if not texts:
+            return []
+        if not self.tokenizer.is_fast:
+            options = {"add_special_tokens": False, "split_special_tokens": control_as_text, "verbose": False}
+            return self.tokenizer(list(texts), **options)["input_ids"]
+        backend = self.tokenizer.backend_tokenizer  # directly, and without offsets: a third faster
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = control_as_text
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _plain(self, texts: Sequence[str], first: bool, control_as_text: bool = False) -> list[list[int]]:
+        if first or not self.needs_anchor:
+            return self._ids(texts, control_as_text)
+        anchor = ANCHORS[0]
+        anchor_ids = self._ids([anchor])[0]
+        encoded = self._ids([anchor + text for text in texts], control_as_text)
+        return [
+            ids[len(anchor_ids) :]
+            if ids[: len(anchor_ids)] == anchor_ids
+            else self._behind_anchor(text, control_as_text)
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+    def _behind_anchor(self, text: str, control_as_text: bool = False) -> list[int]:
+        for anchor in ANCHORS:
+            anchor_ids, ids = self._ids([anchor, anchor + text], control_as_text)
+            if ids[: len(anchor_ids)] == anchor_ids:
+                return ids[len(anchor_ids) :]
+        raise UsageError(f"this tokenizer cannot encode {text[:40]!r} in the middle of a sequence")
+
+    def _quoting(self, segment: Segment, first: bool) -> list[int]:
+        """Control tokens of the template become ids; all between them is encoded as mere text."""
+        ids: list[int] = []
+        run = ""
+        for text, from_template in segment.parts:
+            if not from_template:
+                run += text
+                continue
+            at = 0
+            for token in self.control.finditer(text):
+                ids += self._run(run + text[at : token.start()], first and not ids)
+                ids.append(self.tokenizer.convert_tokens_to_ids(token.group()))
+                run, at = "", token.end()
+            run += text[at:]
+        return ids + self._run(run, first and not ids)
+
+    def _run(self, text: str, first: bool) -> list[int]:
+        return self._plain([text], first, control_as_text=True)[0] if text else []
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first; nothing at all if there are none."""
+    ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -1,0 +1,158 @@
+"""A run that is stopped after any step and resumed equals the run that was not, bit for bit."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from posttrain.algos import ALGORITHMS
+from posttrain.errors import CheckpointError, Stopped, UsageError
+from posttrain.log import Log, is_wall_clock
+from posttrain.loops.offline import train
+from posttrain.models.checkpoint import newest_valid, verify
+from tests.e2e.rows import write_rows
+
+STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5
+
+
+def options(verb, folder, out, **changes):
+    rows = write_rows(ALGORITHMS[verb].rows, folder)
+    algo = {"distill": {"teacher": "pico"}, "kto": {}}.get(verb, {})
+    return {
+        "model": {"path": "pico"},
+        "data": {"train": [rows], "eval": [rows]},
+        "update": {"rows_per_step": 3, "learning_rate": 1e-3, "ema_decay": 0.9},
+        "eval": {"every": 2},
+        "save": {"every": 2},
+        "steps": STEPS,
+        "out": str(folder / out),
+        "quiet": True,
+        "algo": algo,
+    } | changes
+
+
+def stop_after(monkeypatch, step):
+    """Send ourselves SIGTERM while step `step` is being logged."""
+    plain = Log.step
+
+    def logged(self, number, metrics):
+        plain(self, number, metrics)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Log, "step", logged)
+
+
+def metrics_of(folder):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{key: value for key, value in row.items() if not is_wall_clock(key)} for row in rows]
+
+
+def bytes_of(folder):
+    newest = newest_valid(folder / "checkpoints")
+    verify(newest)
+    files = {str(f.relative_to(newest)): f.read_bytes() for f in sorted(newest.rglob("*")) if f.is_file()}
+    del files["manifest.json"]
+    state = json.loads(files.pop("state.json"))
+    state["config"] = {key: value for key, value in state["config"].items() if key not in ("out", "resume")}
+    return files, state
+
+
+VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
+    ("sft", {"model": {"path": "pico", "lora_rank": 4, "lora_dropout": 0.3}}),
+    ("dpo", {"model": {"path": "pico", "lora_rank": 4, "lora_dropout": 0.3}}),
+    ("dpo", {"algo": {"precompute_reference": True}}),
+    ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),
+    ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("verb", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "plain"
+)
+def test_stopped_and_resumed_equals_uninterrupted(verb, changes, tmp_path, monkeypatch):
+    if changes.get("data") == "balanced":  # both labels in every step
+        changes = changes | {"data": {"train": [write_rows("labelled", tmp_path)], "shuffle": False}}
+        changes = changes | {"eval": {"every": 0}}
+    train(verb, **options(verb, tmp_path, "whole", **changes))
+    expected_files, expected_state = bytes_of(tmp_path / "whole")
+    assert expected_state["step"] == STEPS
+    for step in range(1, STEPS):
+        again = options(verb, tmp_path, f"stopped-{step}", **changes)
+        with monkeypatch.context() as patch:
+            stop_after(patch, step)
+            with pytest.raises(Stopped) as stopped:
+                train(verb, **again)
+        assert stopped.value.exit_code == 143 and "--resume" in str(stopped.value)
+        train(verb, **again, resume=True)
+        assert metrics_of(tmp_path / f"stopped-{step}") == metrics_of(tmp_path / "whole"), f"stopped after step {step}"
+        files, state = bytes_of(tmp_path / f"stopped-{step}")
+        assert state == expected_state
+        assert files.keys() == expected_files.keys()
+        differing = [name for name in files if files[name] != expected_files[name]]
+        assert not differing, f"stopped after step {step}: {differing}"
+
+
+def test_training_changes_what_it_should(tmp_path):
+    """The comparison above means nothing if the weights did not move."""
+    train("sft", **options("sft", tmp_path, "one", steps=2))
+    train("sft", **options("sft", tmp_path, "two", steps=3))
+    one, two = bytes_of(tmp_path / "one")[0], bytes_of(tmp_path / "two")[0]
+    assert one["model/model.safetensors"] != two["model/model.safetensors"]
+    assert one["optimizer.safetensors"] != two["optimizer.safetensors"]
+    assert one["ema.safetensors"] != two["ema.safetensors"]
+
+
+def test_resuming_a_finished_run_does_nothing_and_succeeds(tmp_path):
+    chosen = options("sft", tmp_path, "run")
+    train("sft", **chosen)
+    before = bytes_of(tmp_path / "run")
+    result = train("sft", **chosen, resume=True)
+    assert result.steps == STEPS and bytes_of(tmp_path / "run") == before
+
+
+def test_a_run_can_be_lengthened(tmp_path):
+    chosen = options("sft", tmp_path, "run", steps=2)
+    train("sft", **chosen)
+    train("sft", **(chosen | {"steps": 4}), resume=True)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_changed_data_is_refused_by_name(tmp_path):
+    chosen = options("sft", tmp_path, "run", steps=2)
+    train("sft", **chosen)
+    with (tmp_path / "chat.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
+    with pytest.raises(CheckpointError, match="data changed"):
+        train("sft", **(chosen | {"steps": 4}), resume=True)
+
+
+def test_changed_model_is_refused_by_name(tmp_path):
+    train("sft", **options("sft", tmp_path, "base", steps=1))
+    chosen = options("sft", tmp_path, "run", steps=2, model={"path": str(tmp_path / "base")})
+    train("sft", **chosen)
+    train("sft", **(options("sft", tmp_path, "base", steps=3)), resume=True)  # a newer checkpoint in the base run
+    with pytest.raises(CheckpointError, match="model changed"):
+        train("sft", **(chosen | {"steps": 4}), resume=True)
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path):
+    chosen = options("sft", tmp_path, "run", steps=1)
+    train("sft", **chosen)
+    with pytest.raises(UsageError, match="--resume"):
+        train("sft", **chosen)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    chosen = options("sft", tmp_path, "run")
+    train("sft", **chosen)
+    newest = newest_valid(tmp_path / "run/checkpoints")
+    weights = newest / "model/model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    train("sft", **options("sft", tmp_path, "whole"))
+    train("sft", **chosen, resume=True)
+    assert bytes_of(tmp_path / "run")[0] == bytes_of(tmp_path / "whole")[0]

@@ -1,0 +1,193 @@
+"""`posttrain plan`: the ledger against what a run does, and advice that holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain import config as configs
+from posttrain.algos import ALGORITHMS
+from posttrain.cli import plan
+from posttrain.config import Config
+from posttrain.errors import UsageError
+from tests.tiny import tiny_folder
+
+
+def settings(verb: str, **options) -> Config:
+    """A verb's defaults with some options changed, as {"model.path": "pico"}."""
+    algorithm = ALGORITHMS[verb]
+    config = configs.with_algorithm(algorithm.Config, algorithm.defaults)
+    for key, value in options.items():
+        section, _, option = key.rpartition(".")
+        setattr(getattr(config, section) if section else config, option, value)
+    return config
+
+
+def lines_of(out: str) -> dict[str, tuple[str, str]]:
+    """{name: (value, note)} of the ledger's lines."""
+    found = re.findall(r"^  (\S.*?)  +(\S+(?: [GM]iB)?)(?:  (.*))?$", out, re.MULTILINE)
+    return {name: (value, note) for name, value, note in found}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    file = tmp_path / "rows.jsonl"
+    pairs = [{"prompt": "x" * (5 + i), "chosen": "yes", "rejected": "no"} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return str(file)
+
+
+def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
+    options = {"model.path": "pico", "data.train": (rows,), "update.rows_per_step": 4, "update.tokens_per_device": 64}
+    config = settings("dpo", **options, **{"data.eval_fraction": 0.1, "epochs": 2.0})
+    assert plan.plan("dpo", config) == 0
+    out = capsys.readouterr().out
+    ledger = lines_of(out)
+    assert out.count("dpo of pico: ") == 1
+    assert ledger["rows"][0] == "9" and ledger["evaluation rows"][0] == "1"
+    assert ledger["samples"] == ("18", "2 a row")
+    assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
+    from posttrain.data.pack import pack
+    from posttrain.loops.run import load_data
+    from posttrain.models.load import load_tokenizer
+
+    algo = ALGORITHMS["dpo"](config.algo)
+    data = load_data(config, algo, load_tokenizer(config.model), 263, lambda text: None)
+    tokens = sum(len(sample) for row in data.train.rows for sample in row)
+    assert ledger["tokens"][0] == f"{tokens:,}"
+    counts, largest = [], 0
+    for before, after in pairwise(data.rows_at):
+        samples = data.stream.take(after - before)
+        packs = pack(samples, 64, 2)
+        counts.append(len(packs))
+        largest = max([largest, *(sum(len(samples[i]) for i in part) for part in packs)])
+    assert ledger["packs a step"][0] == f"{sum(counts) / 5:.1f}"
+    assert ledger["largest pack"][0] == f"{largest:,}"
+
+
+def test_without_data_the_largest_possible_pack_is_assumed(capsys):
+    config = settings("dpo", **{"model.path": "pico", "data.max_tokens": 100, "update.tokens_per_device": 1000})
+    plan.plan("dpo", config)
+    assert lines_of(capsys.readouterr().out)["tokens a pack"][0] == "1,000"
+    config.data.max_tokens = 700  # a pair alone is more than the budget, and gets a pack of its own
+    plan.plan("dpo", config)
+    ledger = lines_of(capsys.readouterr().out)
+    assert ledger["tokens a pack"][0] == "1,400" and ledger["rows"][0] == "?"
+
+
+def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
+    config = settings("dpo", **{"model.path": "pico", "model.dtype": "bfloat16", "update.ema_decay": 0.9})
+    plan.plan("dpo", config)
+    ledger = lines_of(capsys.readouterr().out)
+    parameters = 920_448
+
+    def mib(bytes_a_parameter: int) -> str:
+        return f"{parameters * bytes_a_parameter / 2**20:.1f} MiB"
+
+    expected = {"weights": 2, "masters": 4, "gradients": 4, "AdamW": 8, "EMA": 4, "reference": 2}
+    assert {name: ledger[name][0] for name in expected} == {name: mib(size) for name, size in expected.items()}
+    assert "with model.checkpoint_activations" in ledger["activations"][1]
+    assert set(ledger) >= {"forward and backward", "optimizer step", "evaluation"}
+
+
+def test_float32_has_no_masters_and_adapters_need_no_reference(capsys):
+    pytest.importorskip("peft")
+    plan.plan("dpo", settings("dpo", **{"model.path": "pico", "model.lora_rank": 4}))
+    out = capsys.readouterr().out
+    ledger = lines_of(out)
+    assert ledger["masters"][0] == "0.0 MiB" and "reference" not in ledger and "EMA" not in ledger
+    assert "of them trained" in out
+
+
+def test_a_reference_that_is_precomputed_is_freed(capsys):
+    config = settings("dpo", **{"model.path": "pico"})
+    config.algo.precompute_reference = True
+    plan.plan("dpo", config)
+    ledger = lines_of(capsys.readouterr().out)
+    assert ledger["reference"][1] == "freed before the first step" and "reference beforehand" in ledger
+
+
+def test_a_teacher_is_counted_and_must_have_the_same_vocabulary(tmp_path, capsys):
+    config = settings("distill", **{"model.path": "pico"})
+    config.algo.teacher = "pico"
+    plan.plan("distill", config)
+    ledger = lines_of(capsys.readouterr().out)
+    assert ledger["teacher"][0] == ledger["weights"][0]
+    config.algo.teacher = str(tiny_folder("llama", tmp_path))
+    with pytest.raises(UsageError, match=r"algo\.teacher .* vocabulary of 104, model\.path pico of 263"):
+        plan.plan("distill", config)
+
+
+@pytest.mark.parametrize("verb", sorted(ALGORITHMS))
+def test_every_trainer_can_be_planned(verb, capsys):
+    config = settings(verb, **{"model.path": "pico", "data.max_tokens": 64, "update.tokens_per_device": 128})
+    if verb == "distill":
+        config.algo.teacher = "pico"
+    assert plan.plan(verb, config) == 0
+    assert "It fits: about" in capsys.readouterr().out
+
+
+@pytest.fixture
+def device_of(monkeypatch):
+    """Pretend that the device has so many bytes, and that libraries take nothing."""
+
+    def pretend(size: int) -> None:
+        monkeypatch.setattr(plan, "BASE_BYTES", 0)
+        monkeypatch.setattr(plan, "device_memory", lambda device: ("pretended", size))
+
+    return pretend
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("size", "advice"),
+    [
+        (2000 * MIB, ""),
+        (200 * MIB, "It would with --model.checkpoint_activations"),
+        (150 * MIB, "It would with --model.checkpoint_activations --update.tokens_per_device 4096"),
+        (40 * MIB, "It would with --model.checkpoint_activations --update.tokens_per_device 1024"),
+        (14 * MIB, "It would with --model.lora_rank 16 --model.checkpoint_activations --update.tokens_per_device 256"),
+        (1 * MIB, "Take a smaller model or a device with more memory."),
+    ],
+)
+def test_advice_is_the_mildest_change_that_fits(size, advice, device_of, capsys):
+    pytest.importorskip("peft")
+    device_of(size)
+    config = settings("sft", **{"model.path": "pico", "data.max_tokens": 256})
+    plan.plan("sft", config)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("It does not fit" if advice else "It fits") and last.endswith(advice)
+    if "--" not in advice:
+        return
+    for option, value in re.findall(r"--(\S+)(?: (\d+))?", advice):  # taken, the advice holds
+        section, name = option.split(".")
+        setattr(getattr(config, section), name, int(value) if value else True)
+    plan.plan("sft", config)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("It fits")
+
+
+def test_an_architecture_that_looks_at_values_is_planned_without_activations(monkeypatch, capsys):
+    def looks(*_):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr("posttrain.models.memory.forward", looks)
+    plan.plan("sft", settings("sft", **{"model.path": "pico"}))
+    out = capsys.readouterr().out
+    assert lines_of(out)["activations"][0] == "?" and "could not be counted" in out.splitlines()[-1]
+
+
+def test_no_weight_is_loaded(tmp_path, capsys):
+    folder = tiny_folder("llama", tmp_path)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    plan.plan("sft", settings("sft", **{"model.path": str(folder)}))
+    assert "It fits" in capsys.readouterr().out
+    assert torch.float32 == plan.dtype_of(configs.ModelConfig(), torch.device("cpu"))
+    assert torch.bfloat16 == plan.dtype_of(configs.ModelConfig(), torch.device("cuda"))

@@ -1,0 +1,247 @@
+"""Readers: every kind of file gives its rows with their places; every fault is one message with the place."""
+
+import gzip
+import json
+import re
+import struct
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from posttrain.data.sources import READERS, find_files, read_rows
+from posttrain.errors import DataError, UsageError
+
+ROWS = [{"prompt": "Hé \u2028llo", "completion": "a\nb"}, {"prompt": "x", "completion": "y", "n": 3}]
+
+
+def write(tmp_path, name, data):
+    path = tmp_path / name
+    if isinstance(data, str):
+        data = data.encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+def rows_of(path):
+    return [(row.values, row.origin.removeprefix(str(path))) for row in read_rows(path)]
+
+
+def refusal(path, error=DataError):
+    with pytest.raises(error) as caught:
+        list(read_rows(path))
+    return str(caught.value).replace(str(path), "FILE")
+
+
+@pytest.mark.parametrize("zipped", ["", ".gz"])
+def test_jsonl_with_bom_crlf_blank_lines_and_unicode_separators(tmp_path, zipped):
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    path = write(tmp_path, f"a.jsonl{zipped}", "\ufeff" + lines[0] + "\r\n\r\n" + lines[1])
+    assert rows_of(path) == [(ROWS[0], ":1"), (ROWS[1], ":3")]
+
+
+@pytest.mark.parametrize("zipped", ["", ".gz"])
+def test_json_list_knows_the_line_of_each_object(tmp_path, zipped):
+    path = write(tmp_path, f"a.json{zipped}", "\ufeff" + json.dumps(ROWS, indent=2))
+    assert rows_of(path) == [(ROWS[0], ":2"), (ROWS[1], ":6")]
+    path = write(tmp_path, f"b.json{zipped}", '\n[{"a": 1},{"a":\n2}\n,\n\n {"a": NaN, "b": 12345678901234567890}]\n')
+    assert [place for _, place in rows_of(path)] == [":2", ":2", ":6"]
+
+
+def test_json_with_an_object_a_line(tmp_path):
+    path = write(tmp_path, "a.json", '{"a": 1}\n{"a": 2}\n')
+    assert rows_of(path) == [({"a": 1}, ":1"), ({"a": 2}, ":2")]
+
+
+def test_csv_with_quoted_line_ends_counts_lines_not_rows(tmp_path):
+    path = write(tmp_path, "a.csv", '\ufeffprompt,completion\r\n"one\nline, two","say ""hi"""\r\n\r\nx,y\r\n')
+    first = {"prompt": "one\nline, two", "completion": 'say "hi"'}
+    assert rows_of(path) == [(first, ":2"), ({"prompt": "x", "completion": "y"}, ":5")]
+
+
+def test_csv_fields_may_be_large(tmp_path):
+    path = write(tmp_path, "a.csv", "text\n" + "x" * 300_000 + "\n")
+    assert len(rows_of(path)[0][0]["text"]) == 300_000
+
+
+def test_txt_gives_lines_and_skips_blank_ones(tmp_path):
+    path = write(tmp_path, "a.txt", "one \r\n\n  two")
+    assert rows_of(path) == [({"text": "one "}, ":1"), ({"text": "  two"}, ":3")]
+
+
+@pytest.mark.parametrize("zipped", ["", ".gz"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow file", "arrow stream"])
+def test_parquet_and_both_layouts_of_arrow(tmp_path, kind, zipped):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    rows = [{"messages": [{"role": "user", "content": f"{i}"}], "label": None if i == 1 else True} for i in range(3000)]
+    table = pyarrow.Table.from_pylist(rows)
+    sink = pyarrow.BufferOutputStream()
+    if kind == "parquet":
+        parquet.write_table(table, sink)
+    else:
+        with (ipc.new_file if kind == "arrow file" else ipc.new_stream)(sink, table.schema) as writer:
+            writer.write_table(table)
+    path = write(tmp_path, f"a.{kind.split()[0]}{zipped}", sink.getvalue().to_pybytes())
+    found = rows_of(path)
+    assert [values for values, _ in found] == rows
+    assert found[0][1] == ":row 1" and found[2999][1] == ":row 3000"
+
+
+def test_folder_and_glob_in_the_order_of_names(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", ".hidden/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, json.dumps({"name": name}))
+    write(tmp_path, "README.md", "no data")
+    names = [row.values["name"] for row in read_rows(tmp_path)]
+    assert names == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
+    assert [row.values["name"] for row in read_rows(str(tmp_path / "[ab]*.jsonl"))] == ["a.jsonl", "b.jsonl"]
+    assert [row.values["name"] for row in read_rows(str(tmp_path / "*" / "c.jsonl"))] == ["deep/c.jsonl"]
+
+
+def test_a_name_with_brackets_is_a_file_before_it_is_a_pattern(tmp_path):
+    path = write(tmp_path, "a[1].jsonl", '{"a": 1}')
+    assert find_files(path) == [path]
+
+
+def test_places_that_cannot_be_read(tmp_path):
+    assert refusal(tmp_path / "none.jsonl", UsageError) == "FILE: no such file or folder"
+    assert refusal(tmp_path / "no*.jsonl", UsageError) == "FILE: no file matches"
+    assert "no data files" in refusal(tmp_path, UsageError)
+    message = refusal(write(tmp_path, "a.xml", "<a/>"), UsageError)
+    assert message.startswith("FILE: unknown kind of file") and all(name in message for name in READERS)
+    write(tmp_path, "a.jsonl", "{}")
+    write(tmp_path, "b.csv", "a\n1\n")
+    assert "several kinds (.csv, .jsonl)" in refusal(tmp_path, UsageError)
+
+
+@pytest.mark.parametrize("name", [f"a{kind}{zipped}" for kind in READERS for zipped in ("", ".gz")])
+def test_empty_files(tmp_path, name):
+    assert refusal(write(tmp_path, name, "")) == "FILE: the file has no rows"
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.jsonl", "\n \n"), ("a.json", "[ ]"), ("a.csv", "a\n"), ("a.txt", "\n")])
+def test_files_without_a_row(tmp_path, name, data):
+    assert refusal(write(tmp_path, name, data)) == "FILE: the file has no rows"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": }\n{"a": 1}\n', "FILE:2: broken JSON at character 7"),
+        ("a.jsonl", '{"a": 1}\n{"a": "tex', "FILE:2: broken JSON at character 7: .* was it cut off"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "FILE:2: expected an object with named columns, found list"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "FILE:2: invalid UTF-8 at byte 8"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\0"}\n', "FILE:2: NUL byte at byte 8"),
+        ("a.jsonl", '{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n', "FILE:2: invalid text: half of a surrogate pair"),
+        ("a.jsonl", "[" * 100_000, "FILE:1: broken JSON: nested too deeply"),
+        ("a.jsonl", '{"a": ' + "9" * 5000 + "}", "FILE:1: broken JSON: .*digits"),
+        ("a.json", '[\n{"a": 1},\n{"a": x}]', "FILE:3: broken JSON"),
+        ("a.json", '[\n{"a": 1},\n{"a": 2}', "FILE:3: broken JSON: expected .* was it cut off"),
+        ("a.json", '[\n{"a": 1}\n{"a": 2}]', "FILE:3: broken JSON: expected ',' or ']' after an object, found '{'"),
+        ("a.json", '[\n{"a": 1},\n]', "FILE:3: broken JSON"),
+        ("a.json", '[{"a": 1}]\n\nx', "FILE:3: broken JSON: text after the end"),
+        ("a.json", '[\n{"a": 1},\n"b"]', "FILE:3: expected an object with named columns, found str"),
+        ("a.json", '"a"', "FILE:1: expected a list of objects"),
+        ("a.json", b'[{"a": 1},\n\n{"a": "\xff"}]', "FILE:3: invalid UTF-8 at byte 8"),
+        ("a.csv", 'a,b\n"x\ny",1\n1,2,3\n', "FILE:4: 3 fields, but the header names 2 columns"),
+        ("a.csv", 'a,b\n1,2\n"open,3\n', "FILE:3: broken CSV"),
+        ("a.csv", "a,a\n1,2\n", "FILE:1: two columns have the same name"),
+        ("a.txt", b"fine\nbro\xc3\nken", "FILE:2: invalid UTF-8 at byte 4"),
+        ("a.parquet", "PAR1 not really PAR1", "FILE:row 1: damaged or unsupported"),
+        ("a.arrow", "ARROW1 not really", "FILE:row 1: damaged or unsupported"),
+    ],
+)
+def test_faults_name_file_and_line(tmp_path, name, data, message):
+    found = refusal(write(tmp_path, name, data))
+    assert re.match(message, found), found
+
+
+def test_damaged_gzip(tmp_path):
+    whole = gzip.compress(json.dumps({"a": "x" * 1000}).encode())
+    cut, foreign = tmp_path / "cut.jsonl.gz", tmp_path / "foreign.jsonl.gz"
+    cut.write_bytes(whole[:-20])
+    foreign.write_bytes(b'{"a": 1}')
+    assert "cut off" in refusal(cut)
+    assert "not a valid gzip file" in refusal(foreign)
+
+
+def test_arrow_offsets_that_point_outside_are_not_followed(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist([{"text": "Hello"}, {"text": "there"}])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = sink.getvalue().to_pybytes()
+    offsets, foreign = struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 5, 5000)
+    assert data.count(offsets) == 1
+    assert re.match(
+        r"FILE:row 1: damaged.*out of bounds", refusal(write(tmp_path, "a.arrow", data.replace(offsets, foreign)))
+    )
+
+
+def _seeds():
+    """Valid files to damage: pure noise would stop at the first byte."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    table = pyarrow.Table.from_pylist([{"text": "Hello", "n": [1, 2]}, {"text": "there", "n": None}])
+    sinks = [pyarrow.BufferOutputStream() for _ in range(3)]
+    parquet.write_table(table, sinks[0])
+    for sink, layout in zip(sinks[1:], (ipc.new_file, ipc.new_stream), strict=True):
+        with layout(sink, table.schema) as writer:
+            writer.write_table(table)
+    parquets, files, streams = (sink.getvalue().to_pybytes() for sink in sinks)
+    lines = b'\xef\xbb\xbf{"a": "\\ud83d\\ude00", "b": [1, {}]}\r\n{"a": "x", "b": null}\n'
+    return {
+        ".jsonl": [lines],
+        ".json": [b'[\n{"a": 1.5, "b": "\xc3\xa9"},\n {"a": NaN}]\n', lines],
+        ".csv": [b'a,b\n"x\n""y""",1\n2,3\n'],
+        ".txt": ["one\r\n\nzwei ü\n".encode()],
+        ".parquet": [parquets],
+        ".arrow": [files, streams],
+    }
+
+
+SEEDS = _seeds()
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("extension", list(READERS))
+def test_random_damage_never_ends_in_another_error(tmp_path, extension, zipped):
+    path = tmp_path / f"a{extension}{'.gz' if zipped else ''}"
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(SEEDS[extension]),
+        st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), max_size=4),
+        st.floats(0, 1),
+        st.one_of(st.none(), st.binary(max_size=60)),
+    )
+    @example(SEEDS[extension][-1], [], 1.0, None)
+    def check(seed, damage, kept, noise):
+        data = bytearray(gzip.compress(seed) if zipped else seed) if noise is None else bytearray(noise)
+        for place, patch in damage:
+            at = int(place * len(data))
+            data[at : at + len(patch)] = patch
+        path.write_bytes(bytes(data[: int(kept * len(data)) + 1]))
+        try:
+            rows = list(read_rows(path))
+        except (DataError, UsageError) as error:
+            assert str(error).startswith(str(path))
+        else:
+            assert rows and all(row.origin.startswith(f"{path}:") for row in rows)
+
+    check()
+
+
+def test_no_row_is_lost_where_the_file_is_whole(tmp_path):
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), min_size=1, max_size=3), min_size=1))
+    def check(rows):
+        lines = [json.dumps(row, ensure_ascii=True) for row in rows]
+        for name, text in (("a.jsonl", "\r\n".join(lines)), ("a.json", "[" + ",\n".join(lines) + "]")):
+            assert [row.values for row in read_rows(write(tmp_path, name, text))] == rows
+
+    check()

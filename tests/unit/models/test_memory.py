@@ -1,0 +1,200 @@
+"""Memory worked out without weights, against what real models and a real optimizer take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.data.pack import collate
+from posttrain.models import memory
+from posttrain.models.forward import Trunk, forward
+from posttrain.models.load import load_model, trainable_parameters
+from posttrain.models.memory import Needs, Passing, Standing
+from posttrain.models.optimizer import Optimizer
+from posttrain.types import Request, Sample
+from tests.tiny import tiny_folder
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sample(length: int) -> Sample:
+    return Sample(tokens=np.arange(length, dtype=np.int32) % 100, mask=np.arange(length) > 0)
+
+
+def size(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def measured(config: ModelConfig, head: str = "token") -> Standing:
+    """Bytes that a real model, its gradients and its optimizer hold."""
+    model = load_model(config, head, device=CPU, trainable=True, seed=0)
+    optimizer = Optimizer(trainable_parameters(model), UpdateConfig(ema_decay=0.9))
+    out = forward(Trunk.of(model), collate([sample(8), sample(5)]), Request(names=frozenset({NAMES[head]})))
+    (out.logprobs if head == "token" else out.scores).sum().backward()
+    masters = optimizer.masters
+    gradients = [master.grad for master in masters.values()]
+    gradients += [p.grad for p in model.parameters() if p.grad is not None and not any(p.grad is g for g in gradients)]
+    held = size(gradients)
+    optimizer.step(1e-3)
+    return Standing(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in masters.values()),
+        weights=size(model.parameters()),
+        masters=size(master for name, master in masters.items() if master is not optimizer.parameters[name]),
+        gradients=held,
+        optimizer=sum(size(state.values()) for state in optimizer.adam.state.values()),
+        average=size(optimizer.average.values()),
+    )
+
+
+NAMES = {"token": "logprobs", "score": "scores"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "mixtral"])
+def test_what_stands_is_exact(name, dtype, tmp_path):
+    config = ModelConfig(path=str(tiny_folder(name, tmp_path)), dtype=dtype)
+    counted = memory.standing(memory.empty_model(config, "token", DTYPES[dtype]), average=True)
+    if name == "mixtral":  # an expert that no token chose has no gradient yet in a real step: its bytes may be missing
+        assert counted.weights == measured(config).weights
+    else:
+        assert counted == measured(config)
+    assert (counted.masters == 0) == (dtype == "float32")
+    per_weight = {"float32": 4 + 4 + 8 + 4, "bfloat16": 2 + 4 + 4 + 8 + 4}[dtype]
+    held = counted.weights + counted.masters + counted.gradients + counted.optimizer + counted.average
+    assert 0 < held - per_weight * counted.parameters < 1000, "and a step counter a tensor"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", NAMES)
+def test_what_stands_is_exact_with_adapters_and_score_heads(head, dtype, tmp_path):
+    pytest.importorskip("peft")
+    config = ModelConfig(path=str(tiny_folder("llama", tmp_path)), dtype=dtype, lora_rank=4)
+    counted = memory.standing(memory.empty_model(config, head, DTYPES[dtype]), average=True)
+    assert counted == measured(config, head)
+    assert 0 < counted.trained < counted.parameters
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_four_bits(dtype, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    changes = {"hidden_size": 128, "intermediate_size": 256}
+    config = ModelConfig(
+        path=str(tiny_folder("llama", tmp_path, **changes)), lora_rank=2, dtype=dtype, load_in_4bit=True
+    )
+    real = load_model(config, "token", device=CPU, trainable=True, seed=0)
+    states = [p.quant_state for p in real.parameters() if hasattr(p, "quant_state")]
+    scales = [tensor for state in states for tensor in (state.absmax, state.state2.absmax)]
+    counted = memory.standing(memory.empty_model(config, "token", DTYPES[dtype]), average=False, in_4bit=True)
+    assert counted.weights == pytest.approx(size(real.parameters()) + size(scales), rel=0.01)
+    trained = trainable_parameters(real).values()
+    assert counted.trained == sum(p.numel() for p in trained)
+    assert counted.masters == 4 * sum(p.numel() for p in trained if p.dtype != torch.float32)
+
+
+def really_kept(config: ModelConfig, samples: list[Sample]) -> int:
+    """Bytes that autograd saves in a real forward pass, parameters aside."""
+    model = load_model(config, "token", device=CPU, trainable=True, seed=0)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = forward(Trunk.of(model), collate(samples), Request())
+    assert out.logprobs is not None
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+# DeepSeek is left out in bfloat16: on a CPU torch has no fused kernel for it and keeps all scores.
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "bfloat16"), ("mixtral", "float32"),
+     ("mixtral", "bfloat16"), ("gemma2", "bfloat16"), ("deepseek_v3", "float32")],
+)  # fmt: skip
+def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing, tmp_path):
+    changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
+    folder = tiny_folder(name, tmp_path, **changes)
+    config = ModelConfig(path=str(folder), dtype=dtype, checkpoint_activations=checkpointing)
+    samples = [sample(64), sample(64)]
+    counted = memory.passing(memory.empty_model(config, "token", DTYPES[dtype]), samples, Request())
+    assert counted.kept == pytest.approx(really_kept(config, samples), rel=0.3 if checkpointing else 0.15)
+    assert counted.peak > counted.kept > 0
+    assert counted.forward_only < counted.peak
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_pass_leaves_the_model_as_it_was(name, tmp_path):
+    config = ModelConfig(path=str(tiny_folder(name, tmp_path)), dtype="float32")
+    model = memory.empty_model(config, "token", torch.float32)
+    first = memory.passing(model, [sample(16)], Request())
+    assert memory.passing(model, [sample(16)], Request()) == first
+    assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
+
+
+def test_logits_do_not_grow_with_tokens(tmp_path):
+    config = ModelConfig(path=str(tiny_folder("llama", tmp_path, vocab_size=2**20)))
+    model = memory.empty_model(config, "token", torch.float32)
+    short, long = (memory.passing(model, [sample(n)], Request()) for n in (64, 512))
+    assert long.kept > 6 * short.kept
+    chunk = 4 * 2**25
+    assert short.peak - short.kept > 2 * chunk, "a chunk of logits and its gradient"
+    assert (long.peak - long.kept) - (short.peak - short.kept) < chunk
+
+
+def test_every_output_can_be_counted(tmp_path):
+    folder = str(tiny_folder("mixtral", tmp_path))
+    config = ModelConfig(path=folder)
+    token, score = (memory.empty_model(config, head, torch.bfloat16) for head in NAMES)
+    teacher = memory.empty_model(config, "token", torch.bfloat16, trainable=False)
+    plain = memory.passing(token, [sample(32)], Request())
+    divergence = memory.passing(token, [sample(32)], Request(names=frozenset({"divergence"})), teacher)
+    assert divergence.forward_only > plain.forward_only
+    assert memory.passing(score, [sample(32)], Request(names=frozenset({"scores"}))).kept > 0
+    choices = Request(names=frozenset({"choices"}), choice_ids=(1, 2), router_loss=0.01)
+    assert memory.passing(token, [sample(32)], choices).kept > 0
+
+
+def test_phases_add_up_what_is_there_at_the_same_time():
+    standing = Standing(parameters=1, trained=1, weights=1, masters=10, gradients=100, optimizer=1000, average=10_000)
+    passing = Passing(kept=7, peak=9, forward_only=3)
+    needs = Needs(standing=standing, passing=passing, reference=100_000, teacher=1_000_000)
+    assert needs.phases == {"forward and backward": 1111120, "optimizer step": 1111111, "evaluation": 1111014}
+    assert needs.peak == 1111120
+    freed = Needs(standing=standing, passing=passing, reference=100_000, reference_stays=False)
+    assert freed.phases["reference beforehand"] == 110_014
+    assert freed.phases["optimizer step"] == 11_111
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
+    from posttrain.learner import Learner, default_device
+    from posttrain.types import Loss, Objective
+
+    big = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+    big |= {"num_key_value_heads": 4, "vocab_size": 65536, "max_position_embeddings": 2048}
+    folder = str(tiny_folder("llama", tmp_path, **big))
+    config = ModelConfig(path=folder, checkpoint_activations=checkpointing)
+    samples = [sample(2048) for _ in range(8)]
+    model = memory.empty_model(config, "token", torch.bfloat16)
+    needs = Needs(standing=memory.standing(model, average=False), passing=memory.passing(model, samples[:4], Request()))
+    learner = Learner(config, UpdateConfig(tokens_per_device=8192))
+    objective = Objective(request=Request(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
+    for _ in range(2):
+        torch.accelerator.reset_peak_memory_stats()
+        learner.forward_backward(samples, objective, denominator=1, tokens=1)
+        real = torch.accelerator.max_memory_allocated(default_device())
+        reserved = torch.accelerator.max_memory_reserved(default_device())
+        learner.step(1e-3)
+    print({"counted": needs.phases, "real": real, "reserved": reserved, "pass": needs.passing})
+    assert needs.phases["forward and backward"] == pytest.approx(real, rel=0.1)
