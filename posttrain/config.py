@@ -6,13 +6,16 @@ so types, choices and error messages are the same wherever a value comes from.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import difflib
-import sys
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -147,18 +150,17 @@ def parse(verb: str, algo_config: type, defaults: dict[str, Any], args: Sequence
     """`[CONFIG.yaml] --section.option value ...` -> a checked configuration; wrong use exits with 2."""
     file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
     start = with_algorithm(algo_config, defaults)
-    filed = options_of_file(Path(file), start, verb) if file else []
-    return read_options(verb, start, filed, list(typed), file)
+    filed = entries_of_file(Path(file), start, verb) if file else []
+    return read_options(verb, start, filed, list(typed))
 
 
 def from_mapping(verb: str, algo_config: type, defaults: dict[str, Any], mapping: dict[str, Any]) -> Config:
     """The same from Python: {"model": {"path": "pico"}, "steps": 5}."""
     start = with_algorithm(algo_config, defaults)
-    options: list[str] = []
-    for key, value in flatten(mapping).items():
-        check_key(key, start, "")
-        options += as_option(key, value)
-    return read_options(verb, start, [], options, None)
+    entries = [Entry("", key, value) for key, value in flatten(mapping).items()]
+    for entry in entries:
+        check_key(entry.key, start, "")
+    return read_options(verb, start, entries, [])
 
 
 def with_algorithm(algo_config: type, defaults: dict[str, Any]) -> Config:
@@ -173,7 +175,15 @@ def with_algorithm(algo_config: type, defaults: dict[str, Any]) -> Config:
     return config
 
 
-def read_options(verb: str, start: Config, filed: list[str], typed: list[str], file: str | None) -> Config:
+class Entry(NamedTuple):
+    """A value that was not typed: from a file, or from Python."""
+
+    where: str  # `file:line: `, or empty
+    key: str
+    value: Any
+
+
+def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str]) -> Config:
     import tyro  # here, so that `posttrain --help` stays quick
 
     def read(options: list[str]) -> Config:
@@ -181,13 +191,33 @@ def read_options(verb: str, start: Config, filed: list[str], typed: list[str], f
         prog = f"posttrain {verb}"
         return tyro.cli(type(start), args=options, default=start, prog=prog, description=about, use_underscores=True)
 
-    if filed:
+    def works(entries: Sequence[Entry]) -> Config | None:
+        """The parser speaks of options, but these were not typed: what it says of them is not shown."""
         try:
-            read(filed)
+            with contextlib.redirect_stderr(io.StringIO()):
+                return read(as_options(entries))
         except SystemExit:
-            print(f"The value above is set in {file}.", file=sys.stderr)
-            raise
-    return check(read(filed + typed))
+            return None
+
+    without_typed = works(entries) if entries else start
+    if without_typed is None:
+        counts = range(1, len(entries) + 1)
+        first = bisect.bisect_left(counts, True, key=lambda count: works(entries[:count]) is None)
+        wrong = entries[first]
+        raise UsageError(f"{wrong.where}{wrong.key} is {wrong.value!r}; it must be {type_of(start, wrong.key)}.")
+    return check(read(as_options(entries) + typed) if typed else without_typed)
+
+
+WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+WORDS |= {"int | None": "a whole number", "tuple[str, ...]": "a list of texts", "tuple[float, float]": "two numbers"}
+
+
+def type_of(config: Any, key: str) -> str:
+    """What an option takes, in words."""
+    *section, name = key.split(".")
+    holder = value_of(config, section[0]) if section else config
+    written = next(str(entry.type) for entry in dataclasses.fields(holder) if entry.name == name)
+    return WORDS.get(written) or written.replace("Literal[", "one of ").rstrip("]")
 
 
 def check(config: Config) -> Config:
@@ -219,6 +249,7 @@ def check(config: Config) -> Config:
     )
     for key, low, high in (
         ("steps", 0, None),
+        ("seed", 0, 2**63 - 1),
         ("update.rows_per_step", 1, None),
         ("update.tokens_per_device", 1, None),
         ("update.learning_rate", 0, None),
@@ -230,19 +261,31 @@ def check(config: Config) -> Config:
         ("update.ema_decay", 0, 0.999999),
         ("data.eval_fraction", 0, 0.999999),
         ("data.max_tokens", 2, None),
+        ("data.max_rows", 1, None),
         ("model.lora_rank", 0, None),
         ("model.lora_dropout", 0, 0.999999),
         ("model.router_loss", 0, None),
         ("eval.every", 0, None),
+        ("eval.max_rows", 1, None),
         ("save.every", 0, None),
         ("save.keep", 1, None),
         ("save.keep_gigabytes", 0, None),
         ("log.every", 1, None),
     ):
         value = value_of(config, key)
+        if value is None:  # no limit
+            continue
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        refuse(not (value >= low and (high is None or value <= high)), f"{key} is {value}; it must be {bounds}.")
-    refuse(not config.steps and not config.epochs > 0, f"epochs is {config.epochs}; it must be above 0.")
+        inside = math.isfinite(value) and value >= low and (high is None or value <= high)
+        refuse(not inside, f"{key} is {value}; it must be {bounds}.")
+    refuse(
+        not all(0 <= beta < 1 for beta in update.betas),
+        f"update.betas is {list(update.betas)}; both must be at least 0 and below 1.",
+    )
+    refuse(
+        not config.steps and not 0 < config.epochs < math.inf,
+        f"epochs is {config.epochs}; it must be above 0, and finite.",
+    )
     return config
 
 
@@ -297,25 +340,27 @@ def verb_of_file(file: Path) -> str:
     return next((str(value.value) for key, value in root.value if key.value == "verb"), "") if root else ""
 
 
-def options_of_file(file: Path, start: Config, verb: str) -> list[str]:
-    """Entries of a YAML file as command-line options; an unknown key is reported with its line."""
+def entries_of_file(file: Path, start: Config, verb: str) -> list[Entry]:
+    """Entries of a YAML file with their places in it; an unknown key is reported with its line."""
     root = read_yaml(file)
-    if root is None:
-        return []
-    options: list[str] = []
+    entries: list[Entry] = []
     constructor = yaml.SafeLoader("")
-    for key_node, value_node in root.value:
+    for key_node, value_node in root.value if root else []:
         if key_node.value == "verb":
             if value_node.value != verb:
                 raise UsageError(f"{file}: is for `posttrain {value_node.value}`, not for `posttrain {verb}`")
             continue
-        entries = [(key_node.value, key_node, value_node)]
+        pairs = [(str(key_node.value), key_node, value_node)]
         if isinstance(value_node, yaml.MappingNode):
-            entries = [(f"{key_node.value}.{k.value}", k, v) for k, v in value_node.value]
-        for key, node, entry in entries:
-            check_key(key, start, f"{file}:{node.start_mark.line + 1}: ")
-            options += as_option(key, constructor.construct_object(entry, deep=True))
-    return options
+            pairs = [(f"{key_node.value}.{k.value}", k, v) for k, v in value_node.value]
+        for key, node, value in pairs:
+            where = f"{file}:{node.start_mark.line + 1}: "
+            check_key(key, start, where)
+            try:
+                entries.append(Entry(where, key, constructor.construct_object(value, deep=True)))
+            except (yaml.YAMLError, ValueError) as error:
+                raise UsageError(f"{where}{key}: cannot be read: {str(error).splitlines()[0]}") from None
+    return entries
 
 
 def option_keys(config: Any, prefix: str = "") -> list[str]:
@@ -337,13 +382,15 @@ def check_key(key: str, start: Config, where: str) -> None:
     raise UsageError(f"{where}{key}: no such option. {hint}")
 
 
-def as_option(key: str, value: Any) -> list[str]:
-    """A key and its value as they would be typed."""
-    if value is True:
-        return [f"--{key}"]
-    if value is False:
+def as_options(entries: Sequence[Entry]) -> list[str]:
+    """Keys and their values as they would be typed."""
+    options: list[str] = []
+    for _, key, value in entries:
         section, dot, option = key.rpartition(".")
-        return [f"--{section}{dot}no_{option}"]
-    if isinstance(value, list | tuple):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}", str(value)]
+        if isinstance(value, bool):
+            options.append(f"--{key}" if value else f"--{section}{dot}no_{option}")
+        elif isinstance(value, list | tuple):
+            options += [f"--{key}", *map(str, value)]
+        else:
+            options += [f"--{key}", str(value)]
+    return options

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate, pack
+from posttrain.errors import UsageError
 from posttrain.models import lora
 from posttrain.models.checkpoint import load_tensors, save_tensors
 from posttrain.models.forward import Trunk, check_router, forward, prove
@@ -48,6 +49,7 @@ class Learner:
         if teacher is not None:
             self.teacher = Trunk.of(load_model(teacher, "token", device=self.device, trainable=False, seed=seed))
             prove(self.teacher)
+            check_teacher(self.trunk, self.teacher)
         self.optimizer = Optimizer(trainable_parameters(self.model), update) if trainable else None
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
@@ -173,6 +175,15 @@ class Totals:
         sums = {name: next(numbers) for name in self.sums}
         counts = {name: next(numbers) for name in self.counts}
         return {name: (total, counts.get(name)) for name, total in sums.items()}
+
+
+def check_teacher(student: Trunk, teacher: Trunk) -> None:
+    """Two distributions can be compared only over the same tokens."""
+    if student.vocabulary != teacher.vocabulary:
+        raise UsageError(
+            f"algo.teacher: its vocabulary has {teacher.vocabulary} tokens, the student's {student.vocabulary}. "
+            "Choose a teacher and a student of one family, with the same vocabulary."
+        )
 
 
 def default_device() -> torch.device:

@@ -64,6 +64,10 @@ class Algorithm:
         """Text of the token that ends each step of a stepwise row."""
         return ""
 
+    def stratum(self, sample: Sample) -> float:
+        """Rows that differ in this are spread evenly over an epoch, so that every step has its share of each."""
+        return 0.0
+
     def prepare(self, samples: list[Sample]) -> list[Sample]:
         """Add samples that only help to score, before helpers fill what is needed; `score` takes them out again."""
         return samples

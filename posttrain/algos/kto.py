@@ -64,6 +64,9 @@ class KTO(Algorithm):
     def precomputes(self) -> bool:
         return self.config.precompute_reference
 
+    def stratum(self, sample: Sample) -> float:
+        return sample.label if self.config.variant == "vanilla" else 0.0
+
     def fills(self, name: str, sample: Sample) -> bool:
         """The policy's log-probabilities are for the baseline, so only where it is measured."""
         return name != "logprobs" or self.config.variant == "vanilla" or sample.label == MISMATCHED

@@ -32,11 +32,11 @@ class Sum:
 
     @property
     def question(self) -> str:
-        return f"{self.a}+{self.b}="
+        return f"{self.a:02d}+{self.b:02d}="
 
     @property
     def answer(self) -> str:
-        return str(self.a + self.b)
+        return f"{self.a + self.b:02d}"
 
 
 def run_demo(out: str, seed: int) -> int:
@@ -59,7 +59,8 @@ def run_demo(out: str, seed: int) -> int:
 
         began = stage("1. supervised fine-tuning: imitate right answers")
         before = answers("pico", held_out)
-        rows = write_rows(root / "data/sft.jsonl", (chat(s, s.answer) for s in lessons))
+        table_of_ones = [Sum(a, b) for a in range(10) for b in range(10)]  # what all sums are made of
+        rows = write_rows(root / "data/sft.jsonl", (chat(s, s.answer) for s in lessons + 40 * table_of_ones))
         sft = train("sft", **common(root / "sft", "pico", rows, seed), **SFT_OPTIONS).folder
         after = answers(str(sft), held_out)
         sft_accuracy = accuracy(held_out, after)
@@ -92,7 +93,7 @@ def run_demo(out: str, seed: int) -> int:
 
 
 SFT_OPTIONS: dict[str, Any] = {
-    "steps": 300,
+    "steps": 420,
     "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
 }
 REWARD_OPTIONS: dict[str, Any] = {
@@ -121,7 +122,7 @@ def pair(asked: Sum, wrong: str) -> dict[str, Any]:
 
 def wrong_answer(asked: Sum, rng: random.Random) -> str:
     """Off by a little or by a ten, as a pupil would be."""
-    return str(asked.a + asked.b + rng.choice((-10, -2, -1, 1, 2, 10)))
+    return f"{asked.a + asked.b + rng.choice((-10, -2, -1, 1, 2, 10)):02d}"
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output went away
         return 0
+    except OSError as error:  # a full disk, say; the message names the file
+        print(f"posttrain: {error}", file=sys.stderr)
+        return 1
 
 
 def dispatch(args: list[str]) -> int:

@@ -296,9 +296,18 @@ class RowStream:
     `position`, the number of rows taken so far, is all its state.
     """
 
-    def __init__(self, rows: Sequence[list[Sample]], rows_per_step: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[list[Sample]],
+        rows_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        strata: Sequence[float] | None = None,
+    ) -> None:
+        """`strata`: a number a row; rows that differ in it are spread evenly over the epoch."""
         assert rows, "a stream needs rows"
         self.rows = rows
+        self.strata = np.array(strata if strata is not None else [0.0] * len(rows))
         self.rows_per_step = rows_per_step
         self.seed = seed
         self.shuffle = shuffle
@@ -325,8 +334,16 @@ class RowStream:
 
     def _index(self, position: int) -> int:
         epoch, at = divmod(position, len(self.rows))
-        if not self.shuffle:
-            return at
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
+            self._order = (epoch, self._order_of(epoch))
         return int(self._order[1][at])
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        order = np.arange(len(self.rows))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        place = np.zeros(len(order))  # of each row in its stratum, from 0 to 1: merging by it spreads the strata
+        for stratum in np.unique(self.strata):
+            members = np.flatnonzero(self.strata[order] == stratum)
+            place[members] = (np.arange(len(members)) + 0.5) / len(members)
+        return order[np.argsort(place, kind="stable")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def train_from(verb: str, config: Config) -> Result:
     """Train until all steps are done."""
     algo = ALGORITHMS[verb](config.algo)
     with Run.open(verb, config, algo) as run:
+        objective = run.objective()
         policy = run.learner()
         policy.annotate(algo.annotations())
-        objective = run.objective()
         helpers = Helpers(run, algo, policy)
         metrics: dict[str, float] = {}
         for step in range(run.resume(policy) + 1, run.data.steps + 1):
@@ -58,11 +59,16 @@ def train_from(verb: str, config: Config) -> Result:
             if step == run.data.steps and algo.head == "score":
                 policy.annotate(score_statistics(run, policy))
             run.log.step(step, metrics)
+            give_up_if_diverged(run, policy, step)
             if due(step, config.save.every, run.data.steps) or run.progress.best_step == step:
                 with run.log.phase("save"):
                     run.save(step, policy)
-            give_up_if_diverged(run, policy, step)
             run.stop_if_asked(step, policy)
+        if run.progress.skipped == run.data.steps:
+            raise DivergedError(
+                f"loss or gradient was not finite in any of the {run.data.steps} steps: nothing was learnt. "
+                f"The batches are in {run.folder.bad_batches}."
+            )
         run.log.done(closing_words(run, metrics))
         return Result(run.folder.path, run.data.steps, metrics)
 
@@ -94,9 +100,8 @@ def update(run: Run, policy: LearnerGroup, samples: list[Sample], objective: Obj
 def give_up_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
     if run.progress.skipped_in_a_row < BAD_STEPS_ALLOWED:
         return
-    run.progress.skipped_in_a_row = 0
-    if run.saved_step != step:
-        run.save(step, policy)
+    run.progress.skipped_in_a_row = 0  # a resumed run has as many tries again
+    run.save(step, policy)
     raise DivergedError(
         f"loss or gradient was not finite in {BAD_STEPS_ALLOWED} steps in a row, up to step {step}. The weights are "
         f"those of the last good step and are saved; the batches are in {run.folder.bad_batches}. Look at their rows, "
@@ -186,5 +191,5 @@ def closing_words(run: Run, metrics: dict[str, float]) -> str:
     folder = run.folder.path
     return (
         f"done: {run.data.steps} steps{skipped}; {shown or 'nothing left to do'}. Run folder: {folder}\n"
-        f"export: posttrain export {folder} OUT    train more: {run.resume_command()} --steps N"
+        f"export: posttrain export {shlex.quote(str(folder))} OUT    train more: {run.resume_command()} --steps N"
     )

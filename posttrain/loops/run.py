@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ from posttrain import log as logs
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, ModelConfig
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
-from posttrain.errors import CheckpointError, Stopped, UsageError
+from posttrain.errors import CheckpointError, DataError, Stopped, UsageError
 from posttrain.learner import Learner
 from posttrain.loops.folder import RunFolder, StopSignals
 from posttrain.models import checkpoint
-from posttrain.models.load import load_tokenizer, resolve_path, vocabulary_size
+from posttrain.models.load import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.runtime.base import LearnerGroup
 from posttrain.runtime.local import LocalWorkers
 from posttrain.types import Objective, Sample
@@ -72,16 +74,17 @@ class Run:
         logs.check_sinks(config.log.tensorboard, config.log.wandb)
         logs.quiet_libraries()
         with ExitStack() as stack:
-            model_folder = resolve_path(config.model.path)
+            models = {"model": resolve_path(config.model.path)} | helper_models(config, algo)
             tokenizer = load_tokenizer(config.model)
             folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
             say = print if not config.quiet else lambda _: None
-            data = load_data(config, algo, tokenizer, vocabulary_size(config.model), say)
-            fingerprints = {"data": data.train.fingerprint, "model": fingerprint(model_folder)}
+            vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
+            data = load_data(config, algo, tokenizer, vocabulary, say)
+            check_lengths(models["model"], data)
+            fingerprints = {"verb": verb, "data": data.train.fingerprint}
+            fingerprints |= {name: fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
                 fingerprints["evaluation data"] = data.eval.fingerprint
-            if not config.resume:
-                folder.write_config(configs.as_yaml(verb, config))
             newest = checkpoint.newest_valid(folder.checkpoints) if config.resume else None
             start = checkpoint.step_of(newest) if newest else 0
             for line in ledger(config, algo, data, folder.path):
@@ -98,8 +101,6 @@ class Run:
             )
             stack.enter_context(log)
             signals = stack.enter_context(StopSignals())
-            if not config.resume:
-                log.samples(0, [shown(tokenizer, sample) for row in data.train.rows[:3] for sample in row])
             yield cls(verb, config, algo, folder, signals, log, tokenizer, data, fingerprints)
 
     def learner(self) -> LearnerGroup:
@@ -124,17 +125,22 @@ class Run:
         """The id of a text that must be one token."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            raise UsageError(f"{text!r} is {len(ids)} tokens in this tokenizer; a reward token must be exactly one.")
+            raise UsageError(f"algo.reward_tokens: {text!r} is {len(ids)} tokens in this tokenizer; it must be one.")
+        if ids[0] == self.tokenizer.unk_token_id:
+            raise UsageError(f"algo.reward_tokens: this tokenizer does not know {text!r}.")
         return ids[0]
 
     def resume(self, policy: LearnerGroup) -> int:
         """Bring everything back to the newest valid checkpoint; the step it was written after, or 0."""
         checkpoint.seed_everything(self.config.seed)
-        if not self.config.resume:
-            return 0
-        newest = checkpoint.newest_valid(self.folder.checkpoints)
+        newest = checkpoint.newest_valid(self.folder.checkpoints) if self.config.resume else None
         if newest is None:
-            self.log.message("no checkpoint yet: starting from step 0")
+            if self.config.resume:
+                self.log.message("no checkpoint yet: starting from step 0")
+            else:
+                first = [sample for row in self.data.train.rows[:3] for sample in row]
+                self.log.samples(0, [shown(self.tokenizer, sample) for sample in first])
+            self.write_config()
             return 0
         state = checkpoint.load_json(newest / "state.json")
         for name, value in self.fingerprints.items():
@@ -148,8 +154,16 @@ class Run:
         self.data.stream.position = state["position"]
         checkpoint.restore_rng(state["rng"])
         self.saved_step = state["step"]
+        self.write_config()
         self.log.message(f"going on from step {state['step']} ({newest})")
         return state["step"]
+
+    def write_config(self) -> None:
+        """Once all models are loaded, so that a start that failed leaves nothing in the way of the next.
+
+        On resume too: options may have changed, and a later resume without options must know them.
+        """
+        self.folder.write_config(configs.as_yaml(self.verb, replace(self.config, resume=False)))
 
     def save(self, step: int, policy: LearnerGroup) -> Path:
         """Write a checkpoint and let go of old ones."""
@@ -186,7 +200,7 @@ class Run:
         raise Stopped(f"stopped by {name} after step {step}; saved. Go on: {self.resume_command()}", number)
 
     def resume_command(self) -> str:
-        return f"posttrain {self.verb} --out {self.folder.path} --resume"
+        return f"posttrain {self.verb} --out {shlex.quote(str(self.folder.path))} --resume"
 
     def keep_batch(self, step: int, samples: list[Sample]) -> Path:
         """Write down a batch that gave a loss or a gradient that is not finite."""
@@ -205,8 +219,47 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
         train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
     for verdict in train.verdicts:
         say(verdict)
-    stream = RowStream(train.rows, config.update.rows_per_step, config.seed, config.data.shuffle)
-    return Data(train, evaluation, stream, step_edges(config, len(train.rows), algo.least_rows))
+    strata = [algo.stratum(row[0]) for row in train.rows]
+    stream = RowStream(train.rows, config.update.rows_per_step, config.seed, config.data.shuffle, strata)
+    edges = step_edges(config, len(train.rows), algo.least_rows)
+    smallest = min(after - before for before, after in pairwise(edges))
+    if smallest < algo.least_rows:
+        raise UsageError(
+            f"{algo.name} needs at least {algo.least_rows} rows a step, but a step has {smallest}: "
+            f"update.rows_per_step is {config.update.rows_per_step}, and there are {len(train.rows)} rows."
+        )
+    return Data(train, evaluation, stream, edges)
+
+
+def helper_models(config: Config, algo: Algorithm) -> dict[str, str]:
+    """Where the reference and the teacher are, if the algorithm has them at a path of their own."""
+    found: dict[str, str] = {}
+    for name, path in (("reference", algo.reference()), ("teacher", algo.teacher())):
+        if not path:
+            continue
+        try:
+            found[name] = resolve_path(path)
+            vocabulary_size(ModelConfig(path=found[name]))  # reads its configuration, so that it must be there
+        except UsageError as error:
+            raise UsageError(str(error).replace("model.path", f"algo.{name}", 1)) from error
+    return found
+
+
+def check_lengths(model_folder: str, data: Data) -> None:
+    """A model with a table of positions has no place for longer rows; one that computes them (RoPE) has."""
+    if is_adapter(model_folder):
+        return
+    described = read_config(model_folder, "token").get_text_config()
+    limit = getattr(described, "max_position_embeddings", None)
+    if limit is None or hasattr(described, "rope_parameters"):
+        return
+    rows = data.train.rows + (data.eval.rows if data.eval else [])
+    for sample in (sample for row in rows for sample in row):
+        if len(sample) > limit:
+            raise DataError(
+                f"{sample.origin}: {len(sample)} tokens, but the model has places for {limit}. "
+                f"Set data.max_tokens to {limit}; data.on_long says what happens to longer rows."
+            )
 
 
 def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:

@@ -69,6 +69,7 @@ def build_model() -> LlamaForCausalLM:
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
+        attention_bias=True,  # lets a head look at a fixed distance, which sums are full of
         **special_ids,
     )
     with torch.random.fork_rng(devices=[]):
@@ -76,7 +77,7 @@ def build_model() -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:  # norms stay at one
+            if parameter.dim() > 1:  # norms stay at one, biases at zero
                 parameter.normal_(0.0, 0.02, generator=generator)
     model.generation_config = GenerationConfig(**special_ids, max_length=CONTEXT)
     return model

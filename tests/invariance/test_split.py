@@ -80,13 +80,14 @@ def gradients(learner, objective, parts, samples):
 def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, model):
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config(**options))
-    config = ModelConfig(path=folder[model], router_loss=0.1 if model == "mixtral" else 0.0)
-    teacher = ModelConfig(path=folder[model]) if verb == "distill" else None
+    config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
+    teacher = ModelConfig(path=folder[model], dtype="float32") if verb == "distill" else None
     learner = Learner(config, UpdateConfig(), head=algo.head, teacher=teacher)
     if teacher is not None:  # a teacher that differs from the student
         with torch.no_grad():
             for parameter in learner.teacher.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+                parameter.add_(0.1 * noise.to(parameter.device))
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
     objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
     samples = prepared(algo)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pty
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_one_object_a_step_with_step_and_loss_first(tmp_path):
     first, second = read(tmp_path / "metrics.jsonl")
     assert list(first)[:2] == ["step", "loss"]
     assert first["loss"] == 0.1 + 0.2, "floats are written as they are"
-    assert first["tokens"] == 100 and first["tokens_per_second"] > 0 and first["memory_gib"] > 0
+    assert first["tokens"] == 100 and first["tokens_per_second"] > 0 and first["memory_gib"] >= 0
     assert second["step"] == 2 and second["loss"] == 1.5 and second["eval/loss"] == 2.0
 
 
@@ -160,6 +161,15 @@ def test_quiet_shows_warnings_and_the_last_line_alone(tmp_path, capsys):
     ]
 
 
+def read_until(end: str, controller: int) -> str:
+    """What a terminal shows; it arrives in pieces."""
+    seen = ""
+    while end not in seen:
+        assert select.select([controller], [], [], 30)[0], f"the terminal went silent after {seen!r}"
+        seen += os.read(controller, 10000).decode()
+    return seen
+
+
 def test_terminal_rewrites_one_line_and_prints_messages_above_it(monkeypatch):
     controller, terminal = pty.openpty()
     with os.fdopen(terminal, "w") as out:
@@ -171,7 +181,7 @@ def test_terminal_rewrites_one_line_and_prints_messages_above_it(monkeypatch):
             log.step(4, {"loss": 0.25, "tokens": 5, "eval/accuracy": 0.5})
             log.done("the end")
         out.flush()
-        seen = os.read(controller, 10000).decode()
+        seen = read_until("the end\r\n", controller)
     os.close(controller)
     screen = [line.split("\r")[-1].replace("\x1b[K", "") for line in seen.replace("\r\n", "\n").split("\n")]
     assert screen[0] == "hello"
@@ -328,6 +338,10 @@ def test_quiet_libraries(before):
 
 
 def test_memory_is_that_of_the_process():
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("there it is the accelerator's")
     before = memory_gib()
     block = np.ones(2**25)  # 256 MiB, touched
     assert 0.01 < before <= memory_gib() and memory_gib() >= block.nbytes / 2**30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import pty
+import select
 import subprocess
 import sys
 from importlib import metadata
@@ -126,6 +127,15 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
     assert "libfoo.so" in run.stdout and "state='problem'" in run.stdout and "pip install" in run.stdout
 
 
+def read_until(end: str, controller: int) -> str:
+    """What a terminal shows; it arrives in pieces."""
+    seen = ""
+    while end not in seen:
+        assert select.select([controller], [], [], 30)[0], f"the terminal went silent after {seen!r}"
+        seen += os.read(controller, 10000).decode()
+    return seen
+
+
 def test_a_table_on_a_terminal(monkeypatch):
     controller, terminal = pty.openpty()
     with os.fdopen(terminal, "w") as out:
@@ -135,7 +145,7 @@ def test_a_table_on_a_terminal(monkeypatch):
         finding = Finding("wandb", "missing [for log.wandb]", "note", ">=0.20", "pip install 'wandb>=0.20'")
         doctor.print_table({"packages": [finding]})
         out.flush()
-        seen = os.read(controller, 10000).decode()
+        seen = read_until("wandb>=0.20'", controller)
     os.close(controller)
     row = next(line for line in seen.splitlines() if "wandb" in line)
     assert row.split()[:4] == ["wandb", "missing", "[for", "log.wandb]"] and "pip install 'wandb>=0.20'" in row

@@ -34,6 +34,11 @@ def lines_of(out: str) -> dict[str, tuple[str, str]]:
     return {name: (value, note) for name, value, note in found}
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cpu"))
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     file = tmp_path / "rows.jsonl"

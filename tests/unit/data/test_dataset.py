@@ -368,3 +368,17 @@ def test_encoder_leaves_the_tokenizer_as_it_was():
     before = copy.deepcopy(tokenizer("say <|im_end|>")["input_ids"])
     encoder("chat", tokenizer=tokenizer).encode(Chat(origin="f:1", messages=QUESTION + bot("</s>")))
     assert tokenizer("say <|im_end|>")["input_ids"] == before
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_strata_are_spread_evenly_over_every_epoch(shuffle):
+    rows = [[Sample(tokens=np.array([i, 1], dtype=np.int32), mask=np.array([False, True]))] for i in range(40)]
+    strata = [float(i < 10) for i in range(40)]  # a quarter, all at the front
+    stream = RowStream(rows, 8, seed=3, shuffle=shuffle, strata=strata)
+    orders = []
+    for _ in range(2):
+        steps = [[int(sample.tokens[0]) for sample in stream.take()] for _ in range(5)]
+        assert all(sum(i < 10 for i in step) == 2 for step in steps)
+        orders.append([i for step in steps for i in step])
+        assert sorted(orders[-1]) == list(range(40))
+    assert (orders[0] != orders[1]) == shuffle

@@ -1,0 +1,455 @@
+"""Bad input gets one clear message and an exit code that says whose fault it is; nothing is lost, nothing half done.
+
+2: the command or its configuration is wrong. 1: the data, the disk or the training failed.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.algos.sft import SFT
+from posttrain.log import Log
+from posttrain.models.checkpoint import holds_run, list_checkpoints, load_json, load_tensors, newest_valid, verify
+from posttrain.types import Loss
+from tests.e2e.commands import PATIENCE, command, rows_of, start
+from tests.e2e.rows import write_rows
+from tests.e2e.test_resume import bytes_of
+from tests.tiny import tiny_folder
+
+GOOD = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("chat", "pair", "labelled", "stepwise", "text"):
+        write_rows(kind, tmp_path)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
+    """Runs a command that must fail before a model is loaded, and looks at how it does."""
+
+    def check(code, words, *argv):
+        def load(*_args, **_options):
+            raise AssertionError("a model was loaded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("posttrain.learner.load_model", load)
+            found = command(*argv)
+        said = capsys.readouterr()
+        message = " ".join(said.err.replace("│", " ").split())  # the parser draws a box and breaks lines
+        assert found == code, said
+        for word in words:
+            assert word in message, f"{word!r} is not in: {message}"
+        assert "Traceback" not in said.out + said.err
+        assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("checkpoints"))
+        assert not holds_run(tmp_path / "run")
+        return message
+
+    return check
+
+
+def lines(name, *rows):
+    text = "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def sft(*more, path="pico", train="chat.jsonl"):
+    return "sft", "--model.path", path, "--data.train", train, "--out", "run", *more
+
+
+# Rows
+
+
+LONG = {"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "y"}]}
+NULL = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": None}]}
+ROWS = {
+    "a missing column": ([GOOD, {"mesages": GOOD["messages"]}], (), ["d.jsonl:2: messages: missing column"]),
+    "no column that is known": ([{"foo": 1}], (), ["d.jsonl:1: columns found: foo", "chat: messages"]),
+    "a null": ([GOOD, NULL], (), ["d.jsonl:2: messages[1].content: null"]),
+    "a null column": ([GOOD, GOOD, {"messages": None}], (), ["d.jsonl:3: messages: null"]),
+    "an empty file": ([], (), ["d.jsonl: the file has no rows"]),
+    "a broken line": ([GOOD, '{"messages": [{"role"\n', GOOD], (), ["d.jsonl:2: broken JSON"]),
+    "a line that was cut off": ([GOOD, '{"messages"'], (), ["d.jsonl:2: broken JSON", "was it cut off?"]),
+    "a truncated response": ([GOOD, LONG], ("--data.max_tokens", 32), ["d.jsonl:2: nothing of the response", "= 32"]),
+    "a long row": ([LONG], ("--data.max_tokens", 32, "--data.on_long", "error"), ["d.jsonl:1: 66 tokens", "= 32"]),
+    "only long rows": ([LONG], ("--data.max_tokens", 32, "--data.on_long", "drop"), ["d.jsonl: no rows", "1 dropped"]),
+    "pairs": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), ["d.jsonl:1: this is preference", "dpo"]),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows(case, refused):
+    rows, options, words = ROWS[case]
+    refused(1, words, *sft(*options, train=lines("d.jsonl", *rows)))
+
+
+def test_a_bad_evaluation_file_is_found_before_the_training(refused):
+    refused(1, ["d.jsonl:1: messages: null"], *sft("--data.eval", lines("d.jsonl", {"messages": None})))
+
+
+def test_an_id_outside_the_vocabulary(refused, tmp_path):
+    words = ["chat.jsonl:1: token id", "vocabulary of 90"]
+    path = tiny_folder("llama", tmp_path, vocab_size=90)  # its tokenizer has 102 tokens
+    refused(1, words, *sft(path=path))
+
+
+def test_a_row_longer_than_a_table_of_positions(refused, tmp_path):
+    path = tiny_folder("gpt2", tmp_path)
+    row = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y" * 90}]}
+    lines("d.jsonl", GOOD, row)
+    refused(1, ["d.jsonl:2:", "places for 128", "data.max_tokens to 128"], *sft(path=path, train="d.jsonl"))
+    assert command(*sft("--data.max_tokens", 128, path=path, train="d.jsonl")) == 0
+
+
+def test_missing_files(refused):
+    refused(2, ["nofile.jsonl: no such file"], *sft(train="nofile.jsonl"))
+    refused(2, ["chat.jsonl", "cannot be used as run folder"], *sft("--out", "chat.jsonl"))
+
+
+def test_pairs_are_wanted(refused):
+    words = ["chat.jsonl:1: this is chat", "Formats for reward, dpo"]
+    refused(1, words, "dpo", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run")
+
+
+def test_the_corrected_command_is_not_in_its_own_way(refused, capsys):
+    refused(1, ["d.jsonl"], *sft(train=lines("d.jsonl", NULL)))
+    assert command(*sft("--model.lora_rank", 2, "--model.lora_targets", "nothing")) == 2
+    assert "model.lora_targets" in capsys.readouterr().err
+    assert command(*sft()) == 0
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("notes", ["model.path", "no model in notes", "config.json", "readme.txt"]),
+        ("empty", ["model.path", "no model in empty", "It is empty"]),
+        ("chat.jsonl", ["model.path", "chat.jsonl", "It is a file"]),
+        ("no/such/folder", ["model.path", "no folder no/such/folder"]),
+        ("no-such-model", ["model.path", "no-such-model", "no folder here"]),
+    ],
+)
+def test_a_place_without_a_model(path, words, refused, tmp_path):
+    for folder in ("notes", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "notes/readme.txt").write_text("hello")
+    refused(2, words, *sft(path=path))
+    refused(2, words[1:], *sft("--model.tokenizer", path))
+
+
+def test_a_run_without_a_checkpoint_is_no_model(tmp_path, capsys):
+    (tmp_path / "dead/checkpoints").mkdir(parents=True)
+    assert command(*sft(path="dead")) == 1
+    assert "dead: no valid checkpoint" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_helper_models_are_looked_for_first(refused):
+    helpers = (("dpo", "reference", "pair"), ("kto", "reference", "labelled"), ("distill", "teacher", "chat"))
+    for verb, option, data in helpers:
+        argv = (verb, "--model.path", "pico", "--data.train", f"{data}.jsonl", "--out", "run")
+        refused(2, [f"algo.{option}: no-such-model"], *argv, f"--algo.{option}", "no-such-model")
+        refused(2, [f"algo.{option}: there is no folder a/b/c"], *argv, f"--algo.{option}", "a/b/c")
+
+
+def test_a_teacher_of_another_vocabulary(tmp_path, capsys):
+    teacher = tiny_folder("llama", tmp_path, vocab_size=120)
+    argv = ("distill", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run", "--algo.teacher", teacher)
+    assert command(*argv) == 2
+    said = capsys.readouterr().err
+    assert "algo.teacher" in said and "120" in said and "263" in said
+    assert not holds_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("model", "words"), [("pico", "'✓' is 3 tokens"), ("tiny", "does not know '✓'")])
+def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys):
+    path = "pico" if model == "pico" else tiny_folder("llama", tmp_path)
+    monkeypatch.setattr("posttrain.learner.load_model", None)
+    argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--out", "run")
+    assert command(*argv, "--algo.reward_tokens", "✓", "✗") == 2
+    said = capsys.readouterr().err
+    assert "algo.reward_tokens: " in said and words in said and not holds_run(tmp_path / "run")
+
+
+# The command line and the file
+
+
+CONFIGS = {
+    "an unknown key": ("model:\n  path: pico\n  lora_rnk: 4\n", ["c.yaml:3: model.lora_rnk", "mean model.lora_rank?"]),
+    "a key elsewhere": ("model:\n  learning_rate: 1\n", ["c.yaml:2: model.learning_rate", "update.learning_rate?"]),
+    "a key without its section": ("seed: 1\nbeta: 1\n", ["c.yaml:2: beta: no such option"]),
+    "a value for a section": ("model: pico\n", ["c.yaml:1: model: no such option", "model.path?"]),
+    "text for a number": ("seed: 1\nsteps: two\n", ["c.yaml:2: steps is 'two'", "a whole number"]),
+    "a fraction for a whole number": ("steps: 2.5\n", ["c.yaml:1: steps is 2.5", "a whole number"]),
+    "a truth for a number": ("steps: true\n", ["c.yaml:1: steps is True", "a whole number"]),
+    "a number for a truth": ("seed: 3\nquiet: 3\n", ["c.yaml:2: quiet is 3", "true or false"]),
+    "a list for a number": ("steps: [1, 2]\n", ["c.yaml:1: steps is [1, 2]", "a whole number"]),
+    "three for two": ("update: {betas: [0, 0, 0]}\n", ["c.yaml:1: update.betas is [0, 0, 0]", "two numbers"]),
+    "an unknown choice": ("model: {dtype: float16}\n", ["c.yaml:1: model.dtype is 'float16'", "'bfloat16'"]),
+    "a foreign tag": ("seed: !!python/object:os.system x\n", ["c.yaml:1: seed: cannot be read", "python/object"]),
+    "no YAML": ("model:\n  path: [\n", ["c.yaml: cannot be read as YAML"]),
+    "a list": ("- a\n", ["c.yaml", "not a sequence"]),
+    "another verb": ("verb: dpo\n", ["c.yaml: is for `posttrain dpo`, not for `posttrain sft`"]),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_files(case, refused, tmp_path):
+    text, words = CONFIGS[case]
+    (tmp_path / "c.yaml").write_text(text)
+    refused(2, words, "sft", "c.yaml", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("sftt",), ["no verb 'sftt'", "Did you mean sft?"]),
+        (("--nothing",), ["no verb '--nothing'", "posttrain --help"]),
+        (("sft", "nofile.yaml"), ["nofile.yaml: no such configuration file"]),
+        (("sft",), ["model.path is not set"]),
+        (("sft", "--model.path", "pico"), ["data.train is not set"]),
+        (sft("--update.lerning_rate", 1), ["--update.lerning_rate", "Perhaps you meant", "--update.learning_rate"]),
+        (sft("--learning_rate", 1), ["--learning_rate", "--update.learning_rate"]),
+        (sft("--algo.beta", 1), ["--algo.beta"]),
+        (sft("--steps", "two"), ["--steps", "'two'", "INT"]),
+        (sft("--steps"), ["--steps"]),
+        (sft("--model.dtype", "float16"), ["--model.dtype", "'float16'", "'bfloat16'"]),
+        (("sft", "--resume"), ["no run to resume in runs/sft-*", "--out"]),
+        (("sft", "--resume", "--out", "nowhere"), ["nowhere: no run to resume"]),
+        (("export",), ["source"]),
+        (("export", "nowhere", "out"), ["nowhere"]),
+        (("plan", "c.yaml"), ["c.yaml"]),
+    ],
+    ids=lambda value: "-".join(map(str, value[:1] + value[7:])) if isinstance(value, tuple) else "",
+)
+def test_commands(argv, words, refused):
+    refused(2, words, *argv)
+
+
+CONFLICTS = [
+    (
+        sft("--update.warmup_steps", 3, "--update.warmup_fraction", 0.1),
+        ["update.warmup_steps 3", "warmup_fraction 0.1"],
+    ),
+    (sft("--model.load_in_4bit"), ["model.load_in_4bit", "--model.lora_rank"]),
+    (sft("--data.eval", "chat.jsonl", "--data.eval_fraction", 0.1), ["data.eval and", "data.eval_fraction 0.1"]),
+    (sft("--eval.every", 3), ["eval.every is 3", "data.eval or data.eval_fraction"]),
+    (sft("--epochs", 0), ["epochs is 0.0", "above 0"]),
+    (sft("--epochs", "inf"), ["epochs is inf"]),
+    (sft("--update.betas", 0.9, 1.5), ["update.betas is [0.9, 1.5]", "below 1"]),
+    (sft("--data.max_rows", 1, "--data.eval_fraction", 0.5), ["data.eval_fraction", "data.eval"]),
+]
+ALGORITHMS = [
+    ("dpo", ("--algo.beta", 0), ["algo.beta is 0.0", "above 0"]),
+    ("dpo", ("--algo.loss", "hinge", "--algo.label_smoothing", 0.1), ["algo.label_smoothing 0.1", "algo.loss hinge"]),
+    ("dpo", ("--algo.loss", "ipo", "--algo.label_smoothing", 0.1), ["algo.label_smoothing 0.1", "algo.loss ipo"]),
+    ("dpo", ("--algo.label_smoothing", 0.7), ["algo.label_smoothing is 0.7", "at most 0.5"]),
+    ("dpo", ("--algo.loss", "robust", "--algo.label_smoothing", 0.5), ["label_smoothing is 0.5", "below 0.5"]),
+    ("simpo", ("--algo.beta", -1), ["algo.beta is -1.0"]),
+    ("cpo", ("--algo.beta", -1), ["algo.beta is -1.0"]),
+    ("orpo", ("--algo.odds_weight", -1), ["algo.odds_weight is -1.0"]),
+    ("kto", ("--algo.beta", 0), ["algo.beta is 0.0"]),
+    ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
+    ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 rows a step", "update.rows_per_step is 1"]),
+    ("kto", ("--data.max_rows", 1), ["kto needs at least 2 rows a step", "there are 1 rows"]),
+    ("distill", (), ["algo.teacher is not set"]),
+    ("distill", ("--algo.teacher", "pico", "--algo.jsd_beta", 1), ["algo.jsd_beta is 1.0", "reverse_kl"]),
+    ("distill", ("--algo.teacher", "pico", "--algo.temperature", 0), ["algo.temperature is 0.0"]),
+    ("prm", ("--algo.reward_tokens", "+"), ["algo.reward_tokens is ['+']", "two different"]),
+    ("prm", ("--algo.reward_tokens", "+", "+"), ["algo.reward_tokens is ['+', '+']", "two different"]),
+    ("prm", ("--algo.placeholder", "+"), ["algo.placeholder '+'", "algo.reward_tokens ['+', '-']"]),
+]
+KINDS = {"kto": "labelled", "distill": "chat", "prm": "stepwise"}
+
+
+@pytest.mark.parametrize(("argv", "words"), CONFLICTS)
+def test_conflicting_settings(argv, words, refused):
+    refused(2, words, *argv)
+
+
+@pytest.mark.parametrize(("verb", "options", "words"), ALGORITHMS)
+def test_conflicting_settings_of_an_algorithm(verb, options, words, refused):
+    argv = ("--model.path", "pico", "--data.train", f"{KINDS.get(verb, 'pair')}.jsonl", "--out", "run")
+    refused(2, words, verb, *argv, *options)
+
+
+@pytest.mark.parametrize(
+    ("code", "word", "argv"),
+    [(2, "c.yaml:1: sted: no such option", ("sft", "c.yaml")), (1, "d.jsonl:1: messages: null", sft(train="d.jsonl"))],
+)
+def test_the_exit_code_of_the_process(code, word, argv, tmp_path):
+    (tmp_path / "c.yaml").write_text("sted: 1\n")
+    lines("d.jsonl", {"messages": None})
+    process = start(*argv)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code and said.startswith("posttrain: ") and word in said
+    assert said.count("\n") == 1
+
+
+# Little data
+
+
+def test_fewer_rows_than_a_batch_are_one_step_of_all_of_them(tmp_path):
+    assert command(*sft("--quiet")) == 0
+    (row,) = rows_of(tmp_path / "run/metrics.jsonl")
+    tokens = sum(entry["tokens"] for entry in every_row(tmp_path))
+    assert row["step"] == 1 and row["epoch"] == 1.0 and row["tokens"] == tokens
+    assert load_json(newest_valid(tmp_path / "run/checkpoints") / "state.json")["position"] == 7
+
+
+def every_row(tmp_path):
+    """Metrics of a run that takes the seven rows one by one."""
+    assert command(*sft("--quiet", "--out", "single", "--update.rows_per_step", 1)) == 0
+    found = rows_of(tmp_path / "single/metrics.jsonl")
+    assert len(found) == 7
+    return found
+
+
+def test_with_steps_the_rows_come_again(tmp_path):
+    assert command(*sft("--quiet", "--steps", 2)) == 0
+    found = rows_of(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in found] == [1, 2] and found[-1]["epoch"] == 64 / 7
+    tokens = sum(entry["tokens"] for entry in every_row(tmp_path))
+    assert all(4 * tokens < row["tokens"] < 5 * tokens for row in found)  # 32 of 7 rows
+
+
+def test_one_row_is_enough(tmp_path):
+    assert command(*sft("--quiet", "--data.max_rows", 1)) == 0
+    assert [row["epoch"] for row in rows_of(tmp_path / "run/metrics.jsonl")] == [1.0]
+
+
+@pytest.mark.parametrize(("epochs", "sizes"), [(2, [3, 3, 3, 3, 2]), (0.5, [3, 1]), (0.01, [1])])
+def test_without_steps_epochs_decide(epochs, sizes, tmp_path):
+    options = ("--steps", 0, "--epochs", epochs, "--update.rows_per_step", 3)
+    assert command(*sft("--quiet", *options)) == 0
+    seen = [round(7 * row["epoch"]) for row in rows_of(tmp_path / "run/metrics.jsonl")]
+    assert [after - before for before, after in zip([0, *seen], seen, strict=False)] == sizes
+
+
+# Losses and gradients that are not finite
+
+
+def spoil(monkeypatch, steps, how, first=1):
+    """From now on the loss (or its gradient alone) of these steps is not finite; there is one pack a step."""
+    plain, step = SFT.loss, iter(range(first, 10**6))
+
+    def loss(self, out, batch):
+        good = plain(self, out, batch)
+        if next(step) not in steps:
+            return good
+        nought = (out.logprobs * 0).sum()
+        return Loss(total=good.total + (torch.sqrt(nought) if how == "gradient" else nought + float(how)))
+
+    monkeypatch.setattr(SFT, "loss", loss)
+
+
+def weights_at(folder, step):
+    return load_tensors(folder / f"checkpoints/step-{step:08d}/model/model.safetensors")
+
+
+def equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def training(*more, steps=6, save=1):
+    options = ("--steps", steps, "--save.every", save, "--save.keep", 9, "--update.rows_per_step", 3)
+    return sft("--quiet", "--update.learning_rate", 1e-3, *options, *more)
+
+
+@pytest.mark.parametrize("how", ["nan", "inf", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(how, tmp_path, monkeypatch, capsys):
+    spoil(monkeypatch, {2, 4, 5}, how)
+    assert command(*training()) == 0
+    said = capsys.readouterr()
+    run = tmp_path / "run"
+    found = {row["step"]: row for row in rows_of(run / "metrics.jsonl")}
+    assert list(found) == [1, 2, 3, 4, 5, 6]
+    assert [step for step, row in found.items() if row["skipped"]] == [2, 4, 5]
+    bad = "grad_norm" if how == "gradient" else "loss"
+    assert found[2][bad] is None and found[2]["not_finite"] == [bad] and "not_finite" not in found[3]
+    assert "3 skipped" in said.out and "Traceback" not in said.err
+    for step in (2, 4, 5):
+        kept = run / f"bad-batches/step-{step:08d}.jsonl"
+        assert f"step {step}: " in said.err and f"run/bad-batches/step-{step:08d}.jsonl" in said.err
+        rows = rows_of(kept)
+        assert len(rows) == 3 and all(row["origin"].startswith("chat.jsonl:") for row in rows)
+        assert all(len(row["tokens"]) == len(row["mask"]) for row in rows)
+    assert equal(weights_at(run, 1), weights_at(run, 2)) and equal(weights_at(run, 3), weights_at(run, 5))
+    assert not equal(weights_at(run, 2), weights_at(run, 3)) and not equal(weights_at(run, 5), weights_at(run, 6))
+    assert all(tensor.isfinite().all() for tensor in weights_at(run, 6).values())
+
+
+@pytest.mark.parametrize("save", [0, 1, 2])
+def test_three_in_a_row_end_the_run_which_can_go_on(save, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        spoil(patch, {2, 3, 4}, "nan")
+        assert command(*training(save=save)) == 1
+    said = capsys.readouterr().err
+    assert "3 steps in a row" in said and "run/bad-batches" in said and "Traceback" not in said
+    assert "posttrain sft --out run --resume" in said
+    newest = newest_valid(run / "checkpoints")
+    assert newest.name == "step-00000004" and load_json(newest / "state.json")["progress"]["skipped"] == 3
+    if save == 1:
+        assert equal(weights_at(run, 4), weights_at(run, 1))
+    spoil(monkeypatch, {5}, "nan", first=5)  # the count begins anew: one more is no reason to give up
+    assert command("sft", "--out", "run", "--resume") == 0
+    assert [row["step"] for row in rows_of(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["skipped"] for row in rows_of(run / "metrics.jsonl")] == [0, 1, 1, 1, 1, 0]
+    assert not equal(weights_at(run, 4), weights_at(run, 6))
+
+
+def test_a_run_in_which_nothing_was_learnt_is_no_success(tmp_path, monkeypatch, capsys):
+    spoil(monkeypatch, {1, 2}, "nan")
+    assert command(*training(steps=2)) == 1
+    assert "not finite in any of the 2 steps" in capsys.readouterr().err
+
+
+# Disks
+
+
+def full(*_args, **_options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+
+@pytest.mark.parametrize("broken", ["posttrain.learner.save_tensors", "posttrain.learner.save_model", "os.fsync"])
+def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    assert command(*training("--out", "whole", save=2)) == 0
+    plain = Log.step
+
+    def logged(self, step, metrics):
+        plain(self, step, metrics)
+        if step == 4:
+            patch.setattr(broken, full)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "step", logged)
+        assert command(*training(save=2)) == 1
+    said = capsys.readouterr().err
+    assert "checkpoint of step 4 was not saved" in said and "No space left" in said and "run/checkpoints" in said
+    assert "Make room" in said and "--resume" in said and "Traceback" not in said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    verify(run / "checkpoints/step-00000002")
+    assert command("sft", "--out", "run", "--resume") == 0
+    assert bytes_of(run) == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("what", ["config", "bad batch"])
+def test_a_disk_that_is_full_at_other_times(what, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.loops.folder.atomic_write_text", full)
+    if what == "bad batch":
+        monkeypatch.setattr("posttrain.loops.run.Run.write_config", lambda run: None)
+        spoil(monkeypatch, {2}, "nan")
+    assert command(*training()) == 1
+    said = capsys.readouterr().err
+    assert "No space left" in said and "Traceback" not in said and said.startswith("posttrain: ")
+    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == (what == "bad batch")

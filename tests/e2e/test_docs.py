@@ -1,0 +1,230 @@
+"""The documentation tells the truth: every command and Python block in it runs, every link, option and row is right."""
+
+import gzip
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import DataConfig, ModelConfig, option_keys, verb_of_file, with_algorithm
+from posttrain.data.dataset import Encoder
+from posttrain.data.formats import FORMATS, SourceFormat, recognise
+from posttrain.data.sources import Row
+from posttrain.models.load import load_tokenizer, vocabulary_size
+from posttrain.verbs import TRAINERS
+from tests.e2e.commands import command, rows_of
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "AGENTS.md",
+    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Not run here: they install, test or build this very repository, or take minutes and have a test of their own.
+LEFT_OUT = re.compile(r"(make|pip install|\S*ruff|\S*python -m pytest|posttrain demo)\b")
+ASSIGNMENT = re.compile(r"\w+=\S*")
+FEW_STEPS = 10
+
+
+def text_of(document):
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document, *languages):
+    """(language, text) of the fenced blocks, in order."""
+    return [(language, body) for language, body in FENCE.findall(text_of(document)) if language in languages]
+
+
+def commands(body, console=False):
+    """The commands of a block as lists of words, comments and assignments to variables left out."""
+    lines = body.replace("\\\n", " ").splitlines()
+    if console:
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in lines:
+        words = shlex.split(os.path.expandvars(line), comments=True)
+        while words and ASSIGNMENT.fullmatch(words[0]):
+            words.pop(0)
+        if words and not LEFT_OUT.match(shlex.join(words)):
+            yield words
+
+
+def shortened(arguments):
+    """The same command with few steps, if it trains."""
+    if arguments[0] not in TRAINERS or "--help" in arguments:
+        return arguments
+    steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 0
+    return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", "--steps", "2"])]
+
+
+def run_words(words):
+    """The exit code of one command of the documentation."""
+    program = Path(words[0]).name
+    if program == "posttrain":
+        return command(*shortened(words[1:]))
+    assert program == "python", f"the documentation shows {shlex.join(words)}: neither run nor left out by this test"
+    return subprocess.run([sys.executable, *words[1:]]).returncode
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder like the top of the repository, with stand-ins for what the documentation asks readers to have."""
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("MODEL", "pico")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    write_stand_ins(tmp_path / "data")
+    return tmp_path
+
+
+def write_stand_ins(folder):
+    """Small files with the names and columns of the public ones."""
+    folder.mkdir()
+    numbers = range(4)
+    asked = [{"from": "human", "value": "How much is 1+1?"}]
+    files = {
+        "alpaca_en_demo.json": [{"instruction": f"Add 1 to {n}.", "input": "", "output": f"{n + 1}"} for n in numbers],
+        "dpo_en_demo.json": [
+            {
+                "conversations": asked,
+                "chosen": {"from": "gpt", "value": f"{n}, or rather 2."},
+                "rejected": {"from": "gpt", "value": f"{n + 3}."},
+            }
+            for n in numbers
+        ],
+        "kto_en_demo.json": [
+            {
+                "messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": f"{n + n % 2}"}],
+                "label": n % 2 == 1,
+            }
+            for n in numbers
+        ],
+        "gsm8k.json": [
+            {
+                "id": f"gsm8k-{n}",
+                "problem": f"How much is {n}+2?",
+                "steps": [f"{n}+1={n + 1}", f"so {n + 2}"],
+                "final_answer_correct": True,
+                "label": n % 3 - 1,
+            }
+            for n in numbers
+        ],
+    }
+    for name, rows in files.items():
+        (folder / name).write_text(json.dumps(rows), encoding="utf-8")
+    said = "\n\nHuman: Hello\n\nAssistant: "
+    with gzip.open(folder / "harmless-base-test.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"chosen": f"{said}Hi {n}", "rejected": f"{said}{n}"}) + "\n" for n in numbers)
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "bash", "console", "python")])
+def test_everything_shown_runs(document, workplace):
+    for language, body in blocks(document, "bash", "console", "python"):
+        if language == "python":
+            exec(compile(body, document, "exec"), {"__name__": "__main__"})
+            continue
+        for words in commands(body, console=language == "console"):
+            assert run_words(words) == 0, f"{document}: {shlex.join(words)}"
+
+
+def test_every_trainer_and_tool_is_shown_in_the_readme():
+    shown = {words[1] for _, body in blocks("README.md", "bash") for words in commands(body) if words[0] == "posttrain"}
+    assert shown == {*TRAINERS, "export", "plan", "doctor"}
+    assert "make demo" in text_of("README.md") and "make test" in text_of("README.md")
+
+
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_presets_run(verb, workplace):
+    preset = Path(f"configs/{verb}.yaml")
+    assert verb_of_file(preset) == verb
+    assert command(verb, preset, "--steps", 2, "--quiet", "--out", "run") == 0
+    rows = rows_of(Path("run/metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2] and "eval/loss" in rows[-1]
+
+
+def test_there_is_a_preset_for_each_trainer_and_no_other():
+    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} == set(TRAINERS)
+
+
+def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
+    options = ["--model.path", "pico", "--data.train", "examples/data/chat.jsonl", "--steps", "2", "--quiet"]
+    script = [sys.executable, "examples/custom_algorithm.py", *options, "--algo.power", "0", "--out", "custom"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert command("sft", *options, "--out", "plain") == 0
+    custom, plain = rows_of(Path("custom/metrics.jsonl")), rows_of(Path("plain/metrics.jsonl"))
+    assert [row["loss"] for row in custom] == pytest.approx([row["loss"] for row in plain])
+    assert [row["weight"] for row in custom] == [1, 1]
+
+
+def test_the_python_example_runs(workplace, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_from_python.py", "runs/example"])
+    runpy.run_path("examples/train_from_python.py", run_name="__main__")
+    assert Path("runs/example/model/config.json").is_file()
+
+
+def test_rows_in_the_data_page_are_what_their_headings_say():
+    parts = re.split(r"^### (.+)$", text_of("docs/data.md"), flags=re.MULTILINE)[1:]
+    shown = {}
+    for name, text in zip(parts[0::2], parts[1::2], strict=True):
+        shown[name] = [
+            json.loads(line) for body in re.findall(r"```json\n(.*?)```", text, re.DOTALL) for line in body.splitlines()
+        ]
+    assert set(shown) == {form.name for form in FORMATS} and all(shown.values())
+    model = ModelConfig(path="pico")
+    tokenizer, vocabulary = load_tokenizer(model), vocabulary_size(model)
+    for name, rows in shown.items():
+        kind = next(form.kind for form in FORMATS if form.name == name)
+        encoder = Encoder(tokenizer, DataConfig(), kind, vocab_size=vocabulary)
+        for number, values in enumerate(rows, start=1):
+            row = Row(values, f"docs/data.md, {name}, row {number}")
+            assert recognise(row, kind).name == name
+            for example in SourceFormat(kind, encoder.placeholder).examples(row):
+                assert all(sample.mask.any() for sample in encoder.encode(example)), row.origin
+
+
+def test_options_named_in_the_documentation_exist():
+    known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm.Config, {}))}
+    sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
+    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+)(?=[`\s,;.)])")
+    found = 0
+    for document in DOCUMENTS:
+        for match in named.finditer(text_of(document)):
+            key = match.group(1).replace(".no_", ".")
+            assert key in known, f"{document}: {match.group(1)}"
+            found += 1
+    assert found > 100  # the pattern still finds them
+
+
+def test_the_architecture_page_names_every_file():
+    text = text_of("docs/architecture.md")
+    files = [file.name for file in (ROOT / "posttrain").rglob("*.py") if file.name != "__init__.py"]
+    assert not [name for name in files if name not in text]
+
+
+def anchors(document):
+    headings = re.findall(r"^#+ (.+)$", re.sub(FENCE, "", text_of(document)), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(FENCE, "", text_of(document))):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (ROOT / document).parent / path if path else ROOT / document
+        assert place.exists(), f"{document}: {target}"
+        if anchor:
+            assert anchor in anchors(place.resolve().relative_to(ROOT)), f"{document}: {target}"

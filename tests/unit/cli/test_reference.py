@@ -1,0 +1,51 @@
+"""docs/commands.md says what the code says."""
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.algos import ALGORITHMS
+from posttrain.algos.preference import CPO, SimPO
+from posttrain.cli.reference import escaped, meanings, page, shown, type_name
+from posttrain.config import option_keys, with_algorithm
+from posttrain.verbs import TOOLS, TRAINERS
+
+PAGE = Path(__file__).parents[3] / "docs/commands.md"
+
+
+def test_the_page_is_up_to_date():
+    assert page() == PAGE.read_text(encoding="utf-8"), "run `make docs`"
+
+
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_every_option_is_there_with_a_meaning(verb):
+    lines = page().splitlines()
+    section = lines[lines.index(f"## {verb}") :]
+    algorithm = ALGORITHMS[verb]
+    for key in option_keys(with_algorithm(algorithm.Config, algorithm.defaults)):
+        place = section if key.startswith("algo.") else lines
+        (row, *_) = [line for line in place if line.startswith(f"| `--{key}` |")]
+        assert len(row.split("|")[4].strip()) > 10, row
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_has_its_usage(tool):
+    assert f"usage: posttrain {tool}" in page()
+
+
+def test_the_terminal_does_not_change_the_page(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert page() == PAGE.read_text(encoding="utf-8")
+
+
+def test_a_subclass_may_say_it_otherwise():
+    assert "cpo_alpha" in meanings(CPO.Config)["pref_ftx"]
+    assert "cpo_alpha" not in meanings(SimPO.Config)["pref_ftx"]
+    assert meanings(SimPO.Config)["label_smoothing"] == meanings(CPO.Config)["label_smoothing"]
+
+
+def test_types_and_defaults_read_well():
+    assert type_name(tuple[float, float]) == "two numbers" and type_name(tuple[str, ...]) == "texts"
+    assert type_name(int | None) == "integer or `None`"
+    assert shown(1e-05) == "`1e-5`" and shown(()) == "" and shown(True) == "on" and shown(("+", "-")) == "`+ -`"
+    assert escaped("runs/<verb>, a|b, `a<b`") == "runs/&lt;verb>, a\\|b, `a<b`"
