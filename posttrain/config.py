@@ -50,13 +50,21 @@ class ModelConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     train: tuple[str, ...] = ()
-    """Files to train on."""
+    """Files, folders, globs or hub names to train on; with weights to mix them: a.jsonl:0.7 b.parquet:0.3."""
     eval: tuple[str, ...] = ()
     """Files to evaluate on."""
     eval_fraction: float = 0.0
     """Part of the training rows set aside for evaluation when data.eval is not given."""
+    repeat: bool = False
+    """When mixing by weights: start a source again when it runs out, instead of ending the epoch there."""
     max_rows: int | None = None
     """Take only the first rows of the training files."""
+    on_bad_row: Literal["stop", "quarantine"] = "stop"
+    """stop: a row that cannot be used ends the run before it starts; quarantine: it is set aside and counted."""
+    map_keys: str = ""
+    """Columns under other names, as JSON: {"prompt": "question", "response": "answer"}."""
+    template: str = ""
+    """Chat template by name (chatml, llama3, qwen_r1 ...) or file, instead of the tokenizer's own."""
     max_tokens: int = 2048
     """Longest sequence; data.on_long says what happens to longer ones."""
     on_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -97,8 +105,6 @@ class UpdateConfig:
 class EvalConfig:
     every: int = 0
     """Evaluate every so many steps; 0: only at the end, if there is evaluation data."""
-    max_rows: int | None = None
-    """Evaluate on the first rows only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,8 +119,6 @@ class SaveConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    every: int = 1
-    """Update the console every so many steps (metrics.jsonl always has every step)."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     wandb: str = ""
@@ -270,7 +274,6 @@ def check(config: Config) -> Config:
         ("save.every", 0, None),
         ("save.keep", 1, None),
         ("save.keep_gigabytes", 0, None),
-        ("log.every", 1, None),
     ):
         value = value_of(config, key)
         if value is None:  # no limit

@@ -1,4 +1,9 @@
-"""`posttrain demo`: teach a toy model two-digit sums, by imitation, then by preference, and show what changed."""
+"""`posttrain demo`: teach a toy model two-digit sums, by imitation, then by preference, and show what changed.
+
+The teacher whom the model imitates is wrong in one sum of five, as data of the world is. Imitation copies that;
+preferring right answers to wrong ones mends it. Answers are sampled at temperature 1, so that the model shows all it
+believes and not only its first choice.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +26,29 @@ from posttrain.loops.offline import train
 from posttrain.models.load import resolve_path
 
 HELD_OUT = 500
+WRONG_LESSONS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A question the model is asked."""
+    """A question the model is asked; it answers in steps, as at school: ones, tens with the carry, result."""
 
     a: int
     b: int
 
     @property
     def question(self) -> str:
-        return f"{self.a:02d}+{self.b:02d}="
+        return f"{self.a}+{self.b}="
 
-    @property
-    def answer(self) -> str:
-        return f"{self.a + self.b:02d}"
+    def worked(self, slip: int = 0) -> str:
+        """The answer in steps. A slip in the ones is carried through to the result, as a pupil would."""
+        ones = self.a % 10 + self.b % 10 + slip
+        carry = ones // 10
+        tens = self.a // 10 + self.b // 10 + carry
+        return f"{self.a % 10}+{self.b % 10}={ones};{self.a // 10}+{self.b // 10}+{carry}={tens};{tens}{ones % 10}"
+
+    def is_right(self, said: str) -> bool:
+        return said.rpartition(";")[2] == str(self.a + self.b)
 
 
 def run_demo(out: str, seed: int) -> int:
@@ -57,27 +69,29 @@ def run_demo(out: str, seed: int) -> int:
             console.rule(title)
             return time.monotonic()
 
-        began = stage("1. supervised fine-tuning: imitate right answers")
-        before = answers("pico", held_out)
-        table_of_ones = [Sum(a, b) for a in range(10) for b in range(10)]  # what all sums are made of
-        rows = write_rows(root / "data/sft.jsonl", (chat(s, s.answer) for s in lessons + 40 * table_of_ones))
+        began = stage("1. supervised fine-tuning: imitate a teacher who errs in one sum of five")
+        before = answers("pico", held_out, seed)
+        taught = [(s, slipped(s, rng) if rng.random() < WRONG_LESSONS else s.worked()) for s in lessons]
+        rows = write_rows(root / "data/sft.jsonl", (chat(s, said) for s, said in taught))
         sft = train("sft", **common(root / "sft", "pico", rows, seed), **SFT_OPTIONS).folder
-        after = answers(str(sft), held_out)
+        after = answers(str(sft), held_out, seed)
         sft_accuracy = accuracy(held_out, after)
         table.add_row("sft", "right answers", *shares(accuracy(held_out, before), sft_accuracy), seconds(began))
 
         began = stage("2. reward model: tell right answers from wrong ones")
-        pairs = write_rows(root / "data/pairs.jsonl", (pair(s, wrong_answer(s, rng)) for s in lessons))
-        unseen = write_rows(root / "data/held-out-pairs.jsonl", (pair(s, wrong_answer(s, rng)) for s in held_out))
+        pairs = write_rows(root / "data/pairs.jsonl", (pair(s, slipped(s, rng)) for s in lessons))
+        unseen = write_rows(root / "data/held-out-pairs.jsonl", (pair(s, slipped(s, rng)) for s in held_out))
         judge = train("reward", **common(root / "reward", str(sft), pairs, seed, unseen), **REWARD_OPTIONS)
         table.add_row("reward", "pairs ranked right", "50.0%", f"{judge.metrics['eval/accuracy']:.1%}", seconds(began))
 
         began = stage("3. DPO: prefer right answers to the model's own mistakes")
-        tried = lessons[: len(lessons) // 2]
-        mistakes = [(s, said) for s, said in zip(tried, answers(str(sft), tried), strict=True) if said != s.answer]
+        tried = lessons[:4000]
+        mistakes = [
+            (s, said) for s, said in zip(tried, answers(str(sft), tried, seed), strict=True) if not s.is_right(said)
+        ]
         own = write_rows(root / "data/mistakes.jsonl", (pair(s, said or "?") for s, said in mistakes))
         dpo = train("dpo", **common(root / "dpo", str(sft), own, seed), **DPO_OPTIONS).folder
-        final = answers(str(dpo), held_out)
+        final = answers(str(dpo), held_out, seed)
         table.add_row("dpo", "right answers", *shares(sft_accuracy, accuracy(held_out, final)), seconds(began))
 
         console.rule("conversations with the same three questions")
@@ -93,15 +107,15 @@ def run_demo(out: str, seed: int) -> int:
 
 
 SFT_OPTIONS: dict[str, Any] = {
-    "steps": 420,
+    "steps": 300,
     "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
 }
 REWARD_OPTIONS: dict[str, Any] = {
-    "steps": 100,
-    "update": {"rows_per_step": 32, "learning_rate": 1e-3, "warmup_steps": 10},
+    "steps": 200,
+    "update": {"rows_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 30},
 }
 DPO_OPTIONS: dict[str, Any] = {
-    "steps": 40,
+    "steps": 60,
     "update": {"rows_per_step": 32, "learning_rate": 2e-4},
     "algo": {"pref_ftx": 1.0},
 }
@@ -117,12 +131,13 @@ def chat(asked: Sum, said: str) -> dict[str, Any]:
 
 
 def pair(asked: Sum, wrong: str) -> dict[str, Any]:
-    return {"prompt": asked.question, "chosen": asked.answer, "rejected": wrong}
+    return {"prompt": asked.question, "chosen": asked.worked(), "rejected": wrong}
 
 
-def wrong_answer(asked: Sum, rng: random.Random) -> str:
-    """Off by a little or by a ten, as a pupil would be."""
-    return f"{asked.a + asked.b + rng.choice((-10, -2, -1, 1, 2, 10)):02d}"
+def slipped(asked: Sum, rng: random.Random) -> str:
+    """An answer with the ones miscounted."""
+    ones = asked.a % 10 + asked.b % 10
+    return asked.worked(rng.choice([other - ones for other in range(19) if other != ones]))
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -132,8 +147,9 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 @torch.inference_mode()
-def answers(model: str, asked: Sequence[Sum]) -> list[str]:
-    """Greedy answers; all questions are equally long, so they need no padding."""
+def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
+    """Sampled answers; all questions are equally long, so they need no padding."""
+    torch.manual_seed(seed)
     source = resolve_path(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -143,13 +159,13 @@ def answers(model: str, asked: Sequence[Sum]) -> list[str]:
         prompts = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        produced = network.generate(**prompts, max_new_tokens=6, do_sample=False)
+        produced = network.generate(**prompts, max_new_tokens=24, do_sample=True, top_k=0)
         said += tokenizer.batch_decode(produced[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return said
 
 
 def accuracy(asked: Sequence[Sum], said: Sequence[str]) -> float:
-    return sum(s.answer == text for s, text in zip(asked, said, strict=True)) / len(asked)
+    return sum(s.is_right(text) for s, text in zip(asked, said, strict=True)) / len(asked)
 
 
 def shares(before: float, after: float) -> tuple[str, str]:

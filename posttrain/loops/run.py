@@ -93,7 +93,7 @@ class Run:
                 folder.path,
                 total_steps=data.steps,
                 quiet=config.quiet,
-                every=config.log.every,
+                every=1,
                 tensorboard=config.log.tensorboard,
                 wandb=config.log.wandb,
                 config=configs.as_mapping(config),
@@ -214,7 +214,7 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
     train = load_dataset(config.data.train, encoder, config.data.max_rows, None)
     evaluation: Dataset | None = None
     if config.data.eval:
-        evaluation = load_dataset(config.data.eval, encoder, config.eval.max_rows, None)
+        evaluation = load_dataset(config.data.eval, encoder, None, None)
     elif config.data.eval_fraction:
         train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
     for verdict in train.verdicts:

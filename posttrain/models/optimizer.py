@@ -86,6 +86,7 @@ class Optimizer:
             if master is not self.parameters[name]:
                 master.copy_(flat[f"master/{name}"])
             state = {key: flat[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in flat}
+            self.adam.state.pop(master, None)
             if state:  # absent before the first step
                 device = master.device
                 self.adam.state[master] = {key: value.to(device).clone() for key, value in state.items()}

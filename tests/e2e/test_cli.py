@@ -135,12 +135,14 @@ def test_resume_asks_for_the_right_verb(tmp_path, capsys):
 
 
 def test_quiet_prints_the_last_lines_alone(tmp_path, capfd):
-    assert command(*sft("--steps", 3, "--out", "run", "--quiet")) == 0
-    said = capfd.readouterr()
-    first, second = said.out.splitlines()
-    assert first.startswith("done: 3 steps; loss ") and first.endswith("Run folder: run")
-    assert "posttrain export run OUT" in second and "posttrain sft --out run --resume" in second
-    assert not said.err
+    options = ("--steps", 3, "--out", "run", "--quiet", "--data.eval", "chat.jsonl", "--eval.every", 1)
+    for resume in ((), ("--resume", "--steps", 5)):
+        assert command(*sft(*options, *resume)) == 0
+        said = capfd.readouterr()
+        first, second = said.out.splitlines()
+        assert re.fullmatch(r"done: [35] steps; loss \S+, eval/loss \S+\. Run folder: run", first)
+        assert "posttrain export run OUT" in second and "posttrain sft --out run --resume" in second
+        assert not said.err
 
 
 def test_without_a_terminal_there_are_no_control_characters(tmp_path, capfd):

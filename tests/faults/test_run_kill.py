@@ -4,6 +4,8 @@ Run as a script this file is the warden: it has imported everything, forks a chi
 milliseconds, a start with torch seconds), and kills it. It never computes with torch itself.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -19,44 +21,57 @@ import pytest
 from posttrain.cli.main import main
 from posttrain.log import Log
 from posttrain.models.checkpoint import newest_valid, step_of
-from posttrain.models.pico import pico_folder
 from tests.e2e.commands import PATIENCE
 from tests.e2e.rows import write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
 
-STEPS = 10
+STEPS = 16
 VARIANTS = {
     "sft": ["--update.ema_decay", "0.9", "--save.every", "1"],
-    "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every", "3"],
+    "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every", "2"],
 }
 # When a process dies: somewhere in its start; somewhere after so many steps of its own, which may be in a step, an
-# evaluation or a save; or in a save, when it is about to write that file or to give the folder its name.
+# evaluation or a save; or in its second save, when it is about to write that file or to give the folder its name.
 MOMENTS = ["start", 1, "config.json", 2, "state.json", "manifest.json", "rename"]
 
 
 def options(verb, out):
-    rows = "chat.jsonl" if verb == "sft" else "pair.jsonl"
-    given = ["--model.path", "pico", "--data.train", rows, "--data.eval", rows, "--eval.every", "2", "--quiet"]
+    rows = "../chat.jsonl" if verb == "sft" else "../pair.jsonl"
+    given = ["--model.path", "pico", "--data.train", rows, "--data.eval", rows, "--eval.every", "3", "--quiet"]
     small = ["--update.rows_per_step", "3", "--update.learning_rate", "1e-3", "--steps", str(STEPS)]
     return [verb, *given, *small, *VARIANTS[verb], "--out", out]
 
 
-@pytest.mark.parametrize("verb", VARIANTS)
-def test_killed_again_and_again_and_resumed(verb, tmp_path):
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory):
+    """The folders in which the warden was, and what it has to say."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("killed")
     for kind in ("chat", "pair"):
-        write_rows(kind, tmp_path)
-    pico_folder()  # made here, once
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    warden = [sys.executable, __file__, verb]
-    done = subprocess.run(warden, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        write_rows(kind, folder)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    *deaths, last = json.loads(done.stdout.splitlines()[-1])
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("verb", VARIANTS)
+def test_killed_again_and_again_and_resumed(verb, killed_runs):
+    folder, accounts = killed_runs
+    *deaths, last = accounts[verb]
     assert [death["moment"] for death in deaths] == MOMENTS
     checkpoints = [death["checkpoint"] for death in (*deaths, last)]
     assert checkpoints == sorted(checkpoints), "a checkpoint was lost"
+    assert checkpoints[-2] > checkpoints[2] > 0, "they were killed too early to show anything"
     assert [death["unfinished"] for death in deaths if isinstance(death["moment"], str)] == [0, 1, 1, 1, 1]
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole, killed = folder / verb / "whole", folder / verb / "killed"
     assert metrics_of(killed) == metrics_of(whole) and len(metrics_of(whole)) == STEPS
     (files, state), (expected_files, expected_state) = bytes_of(killed), bytes_of(whole)
     assert state == expected_state and state["step"] == STEPS
@@ -66,26 +81,33 @@ def test_killed_again_and_again_and_resumed(verb, tmp_path):
     assert names == {path.name for path in (whole / "checkpoints").iterdir()}, "something was left behind"
 
 
-def train_until(moment, argv, pipe):
-    """In the child: train, tell through the pipe that the moment is there, and wait soon after if death is late."""
-    steps_done = 0
+def train_until(moment, argv, tell, leash):
+    """In the child: train, tell the warden that the moment is there, and wait for death if it is late."""
+    steps_done = saves_seen = 0
     plain = Log.step
+
+    def wait():
+        os.read(leash, 1)  # nothing ever comes: it ends with the warden
+        os._exit(98)
 
     def logged(log, step, metrics):
         nonlocal steps_done
         plain(log, step, metrics)
         steps_done += 1
         if steps_done == moment:
-            os.write(pipe, b".")
+            os.write(tell, b".")
         elif moment == "start" or (isinstance(moment, int) and steps_done == moment + 2):
-            signal.pause()
+            wait()
 
     def watch(event, arguments):
+        nonlocal saves_seen
         path = str(arguments[0]) if event in ("open", "os.rename") else ""
         saving = "/.tmp-step-" in path and path.endswith(moment if event == "open" else str(os.getpid()))
         if saving and (event == "os.rename") == (moment == "rename"):
-            os.write(pipe, b".")
-            signal.pause()
+            saves_seen += 1
+        if saving and saves_seen == 2:
+            os.write(tell, b".")
+            wait()
 
     Log.step = logged
     if isinstance(moment, str):
@@ -94,30 +116,33 @@ def train_until(moment, argv, pipe):
 
 
 def attempt(moment, argv):
-    """A process that trains; the end of the pipe that it speaks through."""
+    """A process that trains; the end of the pipe that it tells through; the leash."""
     sys.stdout.flush()
-    reading, writing = os.pipe()
+    (hear, tell), (leash, hold) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         code = 99
         try:
-            code = train_until(moment, argv, writing)
+            os.close(hold)
+            code = train_until(moment, argv, tell, leash)
         finally:
             os._exit(code)
-    os.close(writing)
-    return child, reading
+    os.close(tell)
+    os.close(leash)
+    return child, hear, hold
 
 
 def kill_at(moment, argv, delay):
-    child, pipe = attempt(moment, argv)
+    child, hear, hold = attempt(moment, argv)
     if moment != "start":
-        ready, _, _ = select.select([pipe], [], [], PATIENCE / 2)
-        assert ready and os.read(pipe, 1) == b".", f"it never came to {moment}"
-    if not isinstance(moment, str) or moment == "start":
+        ready, _, _ = select.select([hear], [], [], PATIENCE / 2)
+        assert ready and os.read(hear, 1) == b".", f"it never came to {moment}"
+    if moment == "start" or isinstance(moment, int):
         time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    os.close(pipe)
+    os.close(hear)
+    os.close(hold)
     assert os.WTERMSIG(status) == signal.SIGKILL, f"ended by itself at {moment}: {status}"
     return account(moment)
 
@@ -135,13 +160,18 @@ def warden(verb):
         resume = ["--resume"] if Path("killed/config.yaml").exists() else []
         accounts.append(kill_at(moment, options(verb, "killed") + resume, chance.uniform(0, 0.05)))
     for argv in ([verb, "--out", "killed", "--resume"], options(verb, "whole")):
-        child, _ = attempt("", argv)
+        child, *_ = attempt(None, argv)
         _, status = os.waitpid(child, 0)
         assert status == 0, f"{argv}: {status}"
-    print(json.dumps([*accounts, account("end")]))
+    return [*accounts, account("end")]
 
 
 if __name__ == "__main__":
-    import posttrain.loops.offline  # noqa: F401  so that the children need not
-
-    warden(sys.argv[1])
+    for module in ("posttrain.loops.offline", "tyro", "peft", "torch._inductor"):  # so that the children need not
+        importlib.import_module(module)
+    reports = {}
+    for name in VARIANTS:
+        Path(name).mkdir()
+        with contextlib.chdir(name):
+            reports[name] = warden(name)
+    print(json.dumps(reports))

@@ -1,0 +1,32 @@
+"""`python -m bench [NAME ...]`: each benchmark runs ours and its peer on the same work in one process, in turns.
+
+On a CPU only the ratio means something; it is taken with one thread each.
+"""
+
+import argparse
+import platform
+import time
+
+import torch
+import transformers
+
+from bench.sft import measure_sft
+
+BENCHMARKS = {"sft": measure_sft}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS))
+    names = parser.parse_args().names
+    if unknown := set(names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(BENCHMARKS)}")
+    torch.set_num_threads(1)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    print(f"{time.strftime('%Y-%m-%d')} {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+    for name in names:
+        BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main()

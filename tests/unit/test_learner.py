@@ -1,0 +1,273 @@
+"""The learner: what it computes is what the stock model computes, and what it saves is all it needs to go on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.errors import UsageError
+from posttrain.learner import Learner
+from posttrain.models.checkpoint import load_tensors
+from posttrain.types import Loss, Objective, Request, Sample, count
+from tests.tiny import tiny_folder
+
+LENGTHS = (5, 17, 2, 30, 9, 9, 3)
+BUDGETS = (1, 20, 10_000)  # a pack each, some packs, one pack
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folders of tiny models, each made once."""
+    made = {}
+
+    def find(name, head="token", **changes):
+        key = (name, head, *changes.items())
+        if key not in made:
+            made[key] = str(tiny_folder(name, tmp_path_factory.mktemp(name), head=head, **changes))
+        return made[key]
+
+    return find
+
+
+def samples(seed=0, lengths=LENGTHS):
+    """Ragged samples with gaps in their masks; one of them counts nowhere."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index, length in enumerate(lengths):
+        mask = rng.random(length) < 0.6
+        mask[0] = False
+        made.append(Sample(tokens=rng.integers(6, 100, length).astype(np.int32), mask=mask & (index != 4), group=index))
+    return made
+
+
+def objective(verb="sft", router_loss=0.0):
+    algo = ALGORITHMS[verb](ALGORITHMS[verb].Config())
+    request = Request(names=frozenset(algo.outputs()), router_loss=router_loss)
+    return Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+
+
+def learn(learner, seed, chosen=None, rate=1e-2):
+    """One step on some samples."""
+    chosen = chosen or objective()
+    some = samples(seed)
+    sums = learner.forward_backward(some, chosen, count(some, chosen.unit), sum(map(len, some)))
+    return sums, learner.step(rate)
+
+
+def tensors(learner):
+    return {name: tensor.detach().clone() for name, tensor in learner.model.state_dict().items()}
+
+
+# Looking
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "mixtral", "deepseek_v3"])
+def test_logprobs_are_those_of_the_stock_model_in_the_order_of_the_samples(folder, name, budget):
+    learner = Learner(ModelConfig(path=folder(name)), UpdateConfig(tokens_per_device=budget), trainable=False)
+    some = samples()
+    found = learner.logprobs(some)
+    stock = AutoModelForCausalLM.from_pretrained(folder(name)).eval()
+    assert [len(stream) for stream in found] == list(LENGTHS)
+    for sample, stream in zip(some, found, strict=True):
+        ids = torch.tensor(sample.tokens, dtype=torch.long)[None]
+        with torch.no_grad():
+            expected = stock(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        assert stream.dtype == np.float32 and not stream[~sample.mask].any()
+        np.testing.assert_allclose(stream[1:], expected.numpy() * sample.mask[1:], atol=2e-5)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in learner.model.parameters())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_scores_are_those_of_the_stock_model_in_the_order_of_the_samples(folder, name, budget):
+    path = folder(name, "score")
+    learner = Learner(ModelConfig(path=path), UpdateConfig(tokens_per_device=budget), head="score", trainable=False)
+    some = samples()
+    stock = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        expected = [float(stock(input_ids=torch.tensor(s.tokens, dtype=torch.long)[None]).logits) for s in some]
+    found = learner.scores(some)
+    assert found == pytest.approx(expected, abs=2e-5) and len(set(found)) == len(some)
+
+
+def test_a_new_score_head_is_decided_by_the_seed(folder):
+    def scores(seed):
+        model = ModelConfig(path=folder("llama"))
+        return Learner(model, UpdateConfig(), head="score", trainable=False, seed=seed).scores(samples())
+
+    assert scores(0) == scores(0) != scores(1)
+
+
+def test_evaluation_computes_the_loss_and_leaves_no_trace(folder):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(tokens_per_device=40))
+    before, state = tensors(learner), torch.get_rng_state()
+    chosen, recorded = objective(), []
+
+    def loss(out, batch):
+        recorded.append(out.logprobs.requires_grad)
+        return chosen.loss(out, batch)
+
+    (total, denominator) = learner.evaluate(samples(), replace(chosen, loss=loss))["loss"]
+    assert len(recorded) > 1 and not any(recorded)  # nothing is kept for a backward pass
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(learner).items())
+    assert learner.model.training and torch.equal(torch.get_rng_state(), state)
+    assert denominator is None and total == learner.forward_backward(samples(), objective(), 1, 1)["loss"][0]
+    grads = {name: parameter.grad.clone() for name, parameter in learner.model.named_parameters()}
+    learner.evaluate(samples(1), objective())  # nor does it touch gradients that are there
+    learner.logprobs(samples(1))
+    assert all(torch.equal(parameter.grad, grads[name]) for name, parameter in learner.model.named_parameters())
+
+
+def test_a_learner_that_only_looks_has_no_optimizer(folder):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    with pytest.raises(AssertionError, match="inference"):
+        learner.step(1e-3)
+
+
+# Learning
+
+
+def test_gradients_add_up_and_can_be_discarded(folder):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig())
+    before = tensors(learner)
+    learner.forward_backward(samples(), objective(), 10, 100)
+    once = learner.model.lm_head.weight.grad.clone()
+    learner.forward_backward(samples(), objective(), 10, 100)
+    assert torch.allclose(learner.model.lm_head.weight.grad, 2 * once)
+    learner.discard()
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+    learner.step(1e-2)  # nothing is there to apply
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(learner).items())
+    learn(learner, 0)
+    assert not torch.equal(tensors(learner)["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_without_adapters_it_is_the_base_model(folder):
+    pytest.importorskip("peft")
+    model = ModelConfig(path=folder("llama"), lora_rank=4, lora_dropout=0.5)
+    learner, some = Learner(model, UpdateConfig()), samples()
+    base = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False).logprobs(some)
+    for found in (learner.logprobs(some), learner.logprobs(some, adapters=False)):  # new adapters change nothing
+        assert all(np.array_equal(a, b) for a, b in zip(found, base, strict=True))
+    for seed in range(3):
+        learn(learner, seed)
+    with_adapters = learner.logprobs(some)
+    without = learner.logprobs(some, adapters=False)
+    assert all(np.array_equal(a, b) for a, b in zip(without, base, strict=True))
+    assert not np.array_equal(with_adapters[1], base[1])
+    assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(some), with_adapters, strict=True))
+    _, applied = learn(learner, 4)  # the adapters are still what is trained
+    assert applied["grad_norm"] > 0 and not np.array_equal(learner.logprobs(some)[1], with_adapters[1])
+
+
+def test_the_router_is_balanced_where_that_is_asked(folder):
+    plain = Learner(ModelConfig(path=folder("mixtral")), UpdateConfig())
+    balanced = Learner(ModelConfig(path=folder("mixtral"), router_loss=0.5), UpdateConfig())
+    some, grads = samples(), []
+    for learner, weight in ((plain, 0.0), (balanced, 0.5)):
+        sums = learner.forward_backward(some, objective(router_loss=weight), 10, sum(map(len, some)))
+        grads.append({name: parameter.grad for name, parameter in learner.model.named_parameters()})
+    routers = [name for name in grads[0] if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2 and all(not torch.equal(grads[0][name], grads[1][name]) for name in routers)
+    assert torch.equal(grads[0]["lm_head.weight"], grads[1]["lm_head.weight"])  # no router comes after it
+    total, tokens = sums["router_balance"]
+    assert tokens == sum(map(len, some)) and 1.9 < total / tokens < 4  # 2 of 4 experts: 2 is even, 4 all on the same
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_router_loss_needs_a_router_that_is_balanced_by_one(folder, name):
+    with pytest.raises(UsageError, match=r"model\.router_loss: \w+ForCausalLM has no load-balancing loss"):
+        Learner(ModelConfig(path=folder(name), router_loss=0.1), UpdateConfig())
+
+
+def test_a_teacher_must_have_the_same_vocabulary(folder):
+    teacher = ModelConfig(path=folder("llama", vocab_size=120))
+    with pytest.raises(UsageError, match=r"algo\.teacher: its vocabulary has 120 tokens, the student's 104"):
+        Learner(ModelConfig(path=folder("llama")), UpdateConfig(), teacher=teacher)
+    same = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), teacher=ModelConfig(path=folder("gpt2")))
+    assert not any(parameter.requires_grad for parameter in same.teacher.model.parameters())
+
+
+# Saving
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}], ids=["weights", "adapters"])
+def test_annotations_are_saved_with_the_model(folder, tmp_path, options):
+    if options:
+        pytest.importorskip("peft")
+    learner = Learner(ModelConfig(path=folder("llama"), **options), UpdateConfig())
+    learner.annotate({"score_mean": 1.5, "reward_tokens": ["+", "-"]})
+    learner.save(tmp_path)
+    saved = AutoConfig.from_pretrained(tmp_path / "model")
+    assert saved.score_mean == 1.5 and saved.reward_tokens == ["+", "-"]
+    again = Learner(ModelConfig(path=str(tmp_path)), UpdateConfig())
+    again.save(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again/model").score_mean == 1.5
+
+
+VARIANTS = {
+    "float32": ({}, "token"),
+    "bfloat16": ({"dtype": "bfloat16"}, "token"),
+    "adapters": ({"lora_rank": 4}, "token"),
+    "score": ({}, "score"),
+    "adapters on a score": ({"lora_rank": 4}, "score"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("after", [0, 2])
+def test_saved_and_loaded_goes_on_bit_for_bit(folder, tmp_path, variant, after):
+    options, head = VARIANTS[variant]
+    if "lora_rank" in options:
+        pytest.importorskip("peft")
+    model = ModelConfig(path=folder("llama"), **options)
+    update = UpdateConfig(ema_decay=0.8, weight_decay=0.1, tokens_per_device=40)
+    chosen = scoring() if head == "score" else objective()
+
+    whole = Learner(model, update, head=head)
+    for seed in range(after):
+        learn(whole, seed, chosen)
+    whole.save(tmp_path)
+    saved = tensors(whole)
+    learned = [learn(whole, seed, chosen) for seed in (7, 8)]
+
+    again = Learner(model, update, head=head, seed=99)
+    learn(again, 5, chosen)  # elsewhere, so that all must be brought back
+    places = {name: tensor.data_ptr() for name, tensor in again.model.state_dict().items()}
+    again.load(tmp_path)
+    assert places == {name: tensor.data_ptr() for name, tensor in again.model.state_dict().items()}
+    trained = [name for name, parameter in again.model.named_parameters() if parameter.requires_grad]
+    assert all(torch.equal(tensors(again)[name], saved[name]) for name in trained)
+    assert [learn(again, seed, chosen) for seed in (7, 8)] == learned
+    for name in trained:
+        assert torch.equal(tensors(again)[name], tensors(whole)[name]), name
+        assert not torch.equal(tensors(again)[name], saved[name]), name
+    assert all(torch.equal(a, whole.optimizer.average[name]) for name, a in again.optimizer.average.items())
+    assert again.optimizer.average.keys() == set(trained)
+
+
+def scoring():
+    """Half the square of each score."""
+
+    def loss(out, batch):
+        return Loss(total=(out.scores**2).sum() / 2)
+
+    return Objective(request=Request(names=frozenset({"scores"})), loss=loss, unit="sample")
+
+
+def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
+    learner = Learner(ModelConfig(path=folder("llama"), dtype="bfloat16"), UpdateConfig())
+    for seed in range(3):
+        learn(learner, seed, rate=1e-5)  # most such changes are too small for bfloat16
+    learner.save(tmp_path)
+    state = load_tensors(tmp_path / "optimizer.safetensors")
+    weight = learner.model.lm_head.weight
+    assert weight.dtype == torch.bfloat16 and state["master/lm_head.weight"].dtype == torch.float32
+    assert torch.equal(state["master/lm_head.weight"].bfloat16(), weight)
+    assert not torch.equal(state["master/lm_head.weight"], weight.float())
