@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -188,14 +189,26 @@ class Entry(NamedTuple):
 
 
 def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str]) -> Config:
+    about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
+    return check(read_entries(f"posttrain {verb}", about, start, entries, typed))
+
+
+def parse_plain(command: str, about: str, start: Any, args: Sequence[str]) -> Any:
+    """`[CONFIG.yaml] --option value ...` for a command whose options have no sections: a dataclass like `start`."""
+    file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
+    about += f"\n\nA file may come first: posttrain {command} CONFIG.yaml --option value ..."
+    entries = entries_of_file(Path(file), start, command) if file else []
+    return read_entries(f"posttrain {command}", about, start, entries, list(typed))
+
+
+def read_entries(prog: str, about: str, start: Any, entries: Sequence[Entry], typed: list[str]) -> Any:
+    """The options of `start`, changed by the entries and then by what was typed."""
     import tyro  # here, so that `posttrain --help` stays quick
 
-    def read(options: list[str]) -> Config:
-        about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
-        prog = f"posttrain {verb}"
+    def read(options: list[str]) -> Any:
         return tyro.cli(type(start), args=options, default=start, prog=prog, description=about, use_underscores=True)
 
-    def works(entries: Sequence[Entry]) -> Config | None:
+    def works(entries: Sequence[Entry]) -> Any:
         """The parser speaks of options, but these were not typed: what it says of them is not shown."""
         try:
             with contextlib.redirect_stderr(io.StringIO()):
@@ -209,7 +222,7 @@ def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list
         first = bisect.bisect_left(counts, True, key=lambda count: works(entries[:count]) is None)
         wrong = entries[first]
         raise UsageError(f"{wrong.where}{wrong.key} is {wrong.value!r}; it must be {type_of(start, wrong.key)}.")
-    return check(read(as_options(entries) + typed) if typed else without_typed)
+    return read(as_options(entries) + typed) if typed else without_typed
 
 
 WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
@@ -270,7 +283,6 @@ def check(config: Config) -> Config:
         ("model.lora_dropout", 0, 0.999999),
         ("model.router_loss", 0, None),
         ("eval.every", 0, None),
-        ("eval.max_rows", 1, None),
         ("save.every", 0, None),
         ("save.keep", 1, None),
         ("save.keep_gigabytes", 0, None),
@@ -354,7 +366,7 @@ def entries_of_file(file: Path, start: Config, verb: str) -> list[Entry]:
                 raise UsageError(f"{file}: is for `posttrain {value_node.value}`, not for `posttrain {verb}`")
             continue
         pairs = [(str(key_node.value), key_node, value_node)]
-        if isinstance(value_node, yaml.MappingNode):
+        if isinstance(value_node, yaml.MappingNode) and key_node.value not in option_keys(start):  # a section
             pairs = [(f"{key_node.value}.{k.value}", k, v) for k, v in value_node.value]
         for key, node, value in pairs:
             where = f"{file}:{node.start_mark.line + 1}: "
@@ -394,6 +406,8 @@ def as_options(entries: Sequence[Entry]) -> list[str]:
             options.append(f"--{key}" if value else f"--{section}{dot}no_{option}")
         elif isinstance(value, list | tuple):
             options += [f"--{key}", *map(str, value)]
+        elif isinstance(value, dict):  # an option that takes JSON
+            options += [f"--{key}", json.dumps(value, ensure_ascii=False)]
         else:
             options += [f"--{key}", str(value)]
     return options

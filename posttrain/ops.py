@@ -113,6 +113,30 @@ def router_balance(
     return (balance * lengths).sum()
 
 
+def tempered(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """Logits of the distribution that is really sampled: divided by the temperature, -inf where nothing is drawn.
+
+    In this order, as elsewhere: the temperature; the top_k likeliest; of those the fewest whose probabilities reach
+    top_p; of those the ones at least min_p times as likely as the likeliest. The likeliest always stays.
+    """
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(-1, descending=True)
+        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        out = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, mass_before >= top_p)
+        logits = logits.masked_fill(out, -torch.inf)
+    if min_p > 0.0:
+        top = logits.max(-1, keepdim=True).values
+        logits = logits.masked_fill(logits < top + math.log(min_p), -torch.inf)
+    return logits
+
+
 def learning_rate_at(
     step: int,
     total_steps: int,

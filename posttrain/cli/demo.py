@@ -15,17 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.config import DataConfig, ModelConfig, UpdateConfig
+from posttrain.data.dataset import Encoder, load_dataset
+from posttrain.engines.base import Request, Sampling
+from posttrain.engines.local import LocalEngine
+from posttrain.learner import Learner
 from posttrain.log import quiet_libraries
 from posttrain.loops.folder import RunFolder
 from posttrain.loops.offline import train
-from posttrain.models.load import resolve_path
 
 HELD_OUT = 500
+PROMPT = {"add_generation_prompt": True, "return_dict": False}
 WRONG_LESSONS = 0.2
 
 
@@ -81,8 +86,9 @@ def run_demo(out: str, seed: int) -> int:
         began = stage("2. reward model: tell right answers from wrong ones")
         pairs = write_rows(root / "data/pairs.jsonl", (pair(s, slipped(s, rng)) for s in lessons))
         unseen = write_rows(root / "data/held-out-pairs.jsonl", (pair(s, slipped(s, rng)) for s in held_out))
-        judge = train("reward", **common(root / "reward", str(sft), pairs, seed, unseen), **REWARD_OPTIONS)
-        table.add_row("reward", "pairs ranked right", "50.0%", f"{judge.metrics['eval/accuracy']:.1%}", seconds(began))
+        judge = train("reward", **common(root / "reward", str(sft), pairs, seed), **REWARD_OPTIONS).folder
+        ranked = ranked_right(str(sft), unseen, seed), ranked_right(str(judge), unseen, seed)
+        table.add_row("reward", "pairs ranked right", *shares(*ranked), seconds(began))
 
         began = stage("3. DPO: prefer right answers to the model's own mistakes")
         tried = lessons[:4000]
@@ -97,9 +103,10 @@ def run_demo(out: str, seed: int) -> int:
         console.rule("conversations with the same three questions")
         for number in range(3):
             asked = held_out[number]
-            console.print(
-                f"  {asked.question:<8} before: {before[number]!r:<24} after: {final[number]!r}", markup=False
-            )
+            verdict = "right" if asked.is_right(final[number]) else "wrong"
+            console.print(f"  {asked.question}", highlight=False)
+            console.print(f"    before  {printable(before[number])}", highlight=False, markup=False)
+            console.print(f"    after   {printable(final[number])}  ({verdict})", highlight=False, markup=False)
         console.print(table)
         console.print(f"{time.monotonic() - started:.0f} seconds in all. Run folder: {root}", highlight=False)
         console.print(f"next: posttrain export {root}/dpo my-model", highlight=False, markup=False)
@@ -121,9 +128,9 @@ DPO_OPTIONS: dict[str, Any] = {
 }
 
 
-def common(out: Path, model: str, rows: Path, seed: int, unseen: Path | None = None) -> dict[str, Any]:
-    data = {"train": [str(rows)], "eval": [str(unseen)] if unseen else []}
-    return {"out": str(out), "model": {"path": model}, "data": data, "seed": seed, "save": {"every": 0}}
+def common(out: Path, model: str, rows: Path, seed: int) -> dict[str, Any]:
+    chosen = {"out": str(out), "model": {"path": model}, "seed": seed}
+    return chosen | {"data": {"train": [str(rows)]}, "save": {"every": 0}}
 
 
 def chat(asked: Sum, said: str) -> dict[str, Any]:
@@ -146,22 +153,27 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-@torch.inference_mode()
 def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
-    """Sampled answers; all questions are equally long, so they need no padding."""
-    torch.manual_seed(seed)
-    source = resolve_path(model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    said: list[str] = []
-    for first in range(0, len(asked), 500):
-        chats = [[{"role": "user", "content": s.question}] for s in asked[first : first + 500]]
-        prompts = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        produced = network.generate(**prompts, max_new_tokens=24, do_sample=True, top_k=0)
-        said += tokenizer.batch_decode(produced[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return said
+    """Answers sampled at temperature 1, each from its own seed."""
+    learner = Learner(ModelConfig(path=model), UpdateConfig(), trainable=False)
+    tokenizer: Any = learner.tokenizer
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": s.question}], **PROMPT) for s in asked]
+    requests = [Request(prompt=np.array(p, dtype=np.int32), seed=seed + i) for i, p in enumerate(prompts)]
+    sampling = Sampling(max_tokens=24, stop_ids=(tokenizer.eos_token_id,))
+    samples = LocalEngine(learner.trunk, tokenizer, slots=256).generate(requests, sampling)
+    return [tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=True) for sample in samples]
+
+
+def ranked_right(model: str, pairs: Path, seed: int) -> float:
+    """Share of pairs whose right answer a reward model scores higher; without a score head, with a random one."""
+    judge = Learner(ModelConfig(path=model), UpdateConfig(), head="score", trainable=False, seed=seed)
+    encoder = Encoder(judge.tokenizer, DataConfig(), "pair", len(judge.tokenizer))
+    scores = judge.scores([sample for row in load_dataset([str(pairs)], encoder).rows for sample in row])
+    return sum(right > wrong for right, wrong in zip(scores[0::2], scores[1::2], strict=True)) / (len(scores) // 2)
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() and c != "\ufffd" else "·" for c in text)
 
 
 def accuracy(asked: Sequence[Sum], said: Sequence[str]) -> float:

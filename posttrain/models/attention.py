@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,20 @@ class Bucket:
     width: int
     source: torch.Tensor | None  # None: the samples lie in the pack as they are needed
     kept: torch.Tensor | None  # None: nothing is padding
+
+
+class Cache(Protocol):
+    """Keys and values of sequences under way; the engine has one."""
+
+    decoding: bool
+
+    def keep(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Remember a pack's keys and values."""
+
+    def attend(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *how: Any
+    ) -> torch.Tensor:
+        """Add one token a sequence and attend to all of each sequence: [1, sequences, heads, d_value]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +92,22 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     packing: Packing | None = None,
+    cache: Cache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each sample of the pack; returns [1, T, heads, d_value]."""
+    """Causal attention inside each sample of the pack; returns [1, T, heads, d_value].
+
+    With a cache, keys and values are also remembered (prefill) or one token a sequence is added to them (decode).
+    """
+    if cache is not None and cache.decoding:
+        layer: Any = module.layer_idx
+        return cache.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    if cache is not None:
+        cache.keep(module.layer_idx, key, value)
     assert packing is not None, "packed attention was called without a layout: use models.forward"
     assert attention_mask is None, "packed attention takes no mask: samples are kept apart by the layout"
     if packing.buckets is None:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -83,7 +84,8 @@ def test_killed_again_and_again_and_resumed(verb, killed_runs):
 
 def train_until(moment, argv, tell, leash):
     """In the child: train, tell the warden that the moment is there, and wait for death if it is late."""
-    steps_done = saves_seen = 0
+    steps_done = 0
+    saves = set()
     plain = Log.step
 
     def wait():
@@ -100,12 +102,12 @@ def train_until(moment, argv, tell, leash):
             wait()
 
     def watch(event, arguments):
-        nonlocal saves_seen
-        path = str(arguments[0]) if event in ("open", "os.rename") else ""
-        saving = "/.tmp-step-" in path and path.endswith(moment if event == "open" else str(os.getpid()))
-        if saving and (event == "os.rename") == (moment == "rename"):
-            saves_seen += 1
-        if saving and saves_seen == 2:
+        if event != ("os.rename" if moment == "rename" else "open"):
+            return
+        save = re.search(r"/\.tmp-(step-\d+)-\d+(?:/.*)?$", str(arguments[0]))
+        if save and (moment == "rename" or save.group().endswith(f"/{moment}")):
+            saves.add(save[1])
+        if len(saves) == 2:
             os.write(tell, b".")
             wait()
 
