@@ -79,6 +79,9 @@ def memory_gib() -> float:
     return peak_rss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+SECONDS_BETWEEN_LINES = 5.0  # where the output is no terminal
+
+
 class Log:
     """One run's voice. Use as a context manager; call `step` once a step, after its evaluation."""
 
@@ -88,7 +91,6 @@ class Log:
         *,
         total_steps: int,
         quiet: bool,
-        every: int,
         tensorboard: bool,
         wandb: str,
         config: dict[str, Any],
@@ -100,7 +102,7 @@ class Log:
         assert folder is not None or not (tensorboard or wandb), "sinks need a run folder"
         self.folder = folder
         self.phases = Phases()
-        self.console = Console(total_steps=total_steps, quiet=quiet, every=every)
+        self.console = Console(total_steps=total_steps, quiet=quiet)
         self.metrics_file: BinaryIO | None = None
         self.run_file: BinaryIO | None = None
         self.sinks: list[Sink] = []
@@ -188,7 +190,7 @@ class Log:
 
     def done(self, text: str) -> None:
         """The last line; shown even with --quiet."""
-        self._record("done", text)
+        self._record("info", text)
         self.console.end()
         self._close_sinks(failed=False)  # wandb has last words of its own
         self.console.last(text)
@@ -232,12 +234,11 @@ class Phases:
 
 
 class Console:
-    """The progress line: rewritten in place on a terminal, else a plain line at most once a second."""
+    """The progress line: rewritten in place on a terminal, else a plain line now and then."""
 
-    def __init__(self, *, total_steps: int, quiet: bool, every: int) -> None:
+    def __init__(self, *, total_steps: int, quiet: bool) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self.every = max(every, 1)
         self.out = sys.stdout
         self.terminal = self.out.isatty()
         self.first_step_ended = 0.0
@@ -256,7 +257,7 @@ class Console:
         evaluation = [f"{key} {value:.4g}" for key, value in row.items() if key.startswith("eval/")]
         if evaluation:
             self.message(f"step {step}  " + "  ".join(evaluation))
-        due = step % self.every == 0 and now - self.shown_at >= (0.1 if self.terminal else 1.0)
+        due = now - self.shown_at >= (0.1 if self.terminal else SECONDS_BETWEEN_LINES)
         self.waiting = self._line(step, row)
         if due or self.steps_seen == 1 or step == self.total_steps:
             self._show()

@@ -41,7 +41,8 @@ def plan(verb: str, config: Config) -> int:
     model = memory.empty_model(config.model, algo.head, dtype_of(config.model, device))
     data, packs = None, Packs(counts=[], largest=invented_pack(config, algo))
     if config.data.train:
-        data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model), print)
+        data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model))
+        print(*data.train.verdicts, sep="\n")
         packs = look_at_packs(config, algo, data)
     print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
     print_rows("batches", batch_ledger(config, algo, data, packs))

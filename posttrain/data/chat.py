@@ -8,6 +8,7 @@ must come out as the template's text with the contents put in. Where it does not
     prompt: not trained       | trained          | not trained              | trained
 
 A response begins where the generation prompt ends: what a model sees when it is to answer is what it was trained on.
+It ends with the end-of-turn. Where that is no token but mere text, or nothing, the end token comes after the last one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from posttrain.data.examples import Message
-from posttrain.data.tokens import Part, Segment, TokenEncoder
+from posttrain.data.templates import turn_ends
+from posttrain.data.tokens import Part, Segment, TokenEncoder, any_of
 from posttrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -63,11 +65,17 @@ class ChatRenderer:
         self.has_input_template = bool(input_template)
         self.has_chat_template = bool(tokenizer.chat_template) and not input_template
         self.is_plain = not self.has_chat_template and not self.has_input_template
+        self.ends = self._end_pattern()
         self._plans: dict[tuple[tuple[str, ...], int], Plan] = {}  # by roles and the first answer to train
         self._prompt_plans: dict[tuple[str, ...], Plan] = {}
 
-    def segments(self, messages: list[Message], answers_from: int, plain: bool, origin: str) -> list[Segment]:
+    def segments(
+        self, messages: list[Message], answers_from: int, plain: bool, origin: str, tools: list[Any] | None = None
+    ) -> list[Segment]:
         """The conversation in segments; the assistant's messages from number `answers_from` on are trained."""
+        self._check_tools(messages, tools, origin)
+        if tools or any(len(message) > 2 for message in messages):  # more than role and content
+            return self._by_prefixes(messages, answers_from, self._render(messages, origin, tools=tools), origin, tools)
         if self.has_chat_template:
             return self._by_chat_template(messages, answers_from, origin)
         if self.has_input_template:
@@ -77,8 +85,14 @@ class ChatRenderer:
             return [_said(prompt), _said(answer, trained=True, end=True)]
         return _no_template(origin)
 
-    def prompt(self, messages: list[Message], plain: bool, origin: str) -> list[Segment]:
+    def prompt(
+        self, messages: list[Message], plain: bool, origin: str, tools: list[Any] | None = None
+    ) -> list[Segment]:
         """What the model sees when it is to answer: the messages and the beginning of its turn."""
+        self._check_tools(messages, tools, origin)
+        if tools or any(len(message) > 2 for message in messages):
+            self._refuse_quotes(messages, origin)
+            return [Segment((Part(self._render(messages, origin, generate=True, tools=tools), True),))]
         if self.has_chat_template:
             roles = tuple(message["role"] for message in messages)
             if roles not in self._prompt_plans:
@@ -130,8 +144,8 @@ class ChatRenderer:
             if gap.strip():  # words that the template puts into the assistant's mouth are not the assistant's
                 outlines.append(Outline((gap,)))
                 gap = ""
-            end_of_turn = self._end_of_turn(after, last=at + 2 == len(pieces), origin=origin, index=index)
-            outlines.append(Outline((gap, index, end_of_turn), trained=True, end=not end_of_turn))
+            end_of_turn, end = self._end_of_turn(after, last=at + 2 == len(pieces), origin=origin, index=index)
+            outlines.append(Outline((gap, index, end_of_turn), trained=True, end=end))
             pieces[at + 1] = after.removeprefix(end_of_turn)
             done = at + 1
         return Plan(tuple(outlines), prompt_length, "".join(map(str, pieces[done:])))
@@ -169,13 +183,20 @@ class ChatRenderer:
             known[header] = gap
         return {index: known[header] for index, header in headers.items()}
 
-    def _end_of_turn(self, after: str, last: bool, origin: str, index: int) -> str:
-        """The end-of-turn token, with white space in front of it; empty where the conversation just ends."""
-        match = self.encoder.end_of_turn.match(after)
+    def _end_pattern(self) -> re.Pattern[str]:
+        """An end-of-turn with white space in front: a token, or a text that the template is known to end turns with."""
+        texts = [text for text in turn_ends(self.tokenizer.chat_template) if text not in self.encoder.whole]
+        eos = re.escape(self.tokenizer.eos_token) if self.tokenizer.eos_token else "(?!)"
+        return re.compile(rf"\s*(?:(?:{any_of(texts).pattern})(?:\s*{eos})?|{any_of(self.encoder.whole).pattern})")
+
+    def _end_of_turn(self, after: str, last: bool, origin: str, index: int) -> tuple[str, bool]:
+        """What ends the turn, empty where the conversation just ends; and whether the end token must follow."""
+        match = self.ends.match(after)
         if match:
-            return match.group()
+            is_token = match.group().endswith(tuple(self.encoder.whole))
+            return match.group(), last and not is_token
         if last and not after.strip():
-            return ""
+            return "", True
         raise UsageError(
             f"{origin}: no exact mask: the chat template writes no end-of-turn token after the assistant's message "
             f"{index}, but {after[:40]!r}. Use a tokenizer with another chat template, or data.input_template"
@@ -191,29 +212,58 @@ class ChatRenderer:
         stripped = _match(pieces, contents, rendered)
         return None if stripped is None else [outline.fill(stripped) for outline in plan.outlines]
 
-    def _by_prefixes(self, messages: list[Message], answers_from: int, rendered: str, origin: str) -> list[Segment]:
-        """For templates that look into contents (as those with <think> do): find each answer behind its prompt."""
+    def _by_prefixes(
+        self,
+        messages: list[Message],
+        answers_from: int,
+        rendered: str,
+        origin: str,
+        tools: list[Any] | None = None,
+    ) -> list[Segment]:
+        """For templates that look into contents (as those with <think> do) and for tools: each answer by its prompt."""
         self._refuse_quotes(messages, origin)
         segments: list[Segment] = []
         done = 0
         for index in _answers(messages, answers_from):
-            prompt = self._render(messages[:index], origin, generate=True)
+            prompt = self._render(messages[:index], origin, generate=True, tools=tools)
             if not rendered.startswith(prompt):
                 _rewritten(messages, index, origin)
             rest = rendered[len(prompt) :]
-            space = rest[: len(rest) - len(rest.lstrip())]
-            for answer in [gap + text for text in _spellings(messages[index]["content"]) for gap in ("", space)]:
-                if rest.startswith(answer):
-                    break
+            if messages[index].get("tool_calls"):
+                answer = self._calls(messages[: index + 1], prompt, origin, tools)
             else:
+                space = rest[: len(rest) - len(rest.lstrip())]
+                spellings = [gap + text for text in _spellings(messages[index]["content"]) for gap in ("", space)]
+                answer = next((text for text in spellings if rest.startswith(text)), None)
+            if answer is None or not rest.startswith(answer):
                 _rewritten(messages, index, origin)
             last = index == len(messages) - 1
-            end_of_turn = self._end_of_turn(rest.removeprefix(answer), last, origin, index)
+            end_of_turn, end = self._end_of_turn(rest.removeprefix(answer), last, origin, index)
             segments.append(Segment((Part(rendered[done : len(prompt)], True),)))
-            parts = (Part(answer, False), Part(end_of_turn, True))
-            segments.append(Segment(parts, trained=True, end=not end_of_turn))
+            segments.append(Segment((Part(answer, False), Part(end_of_turn, True)), trained=True, end=end))
             done = len(prompt) + len(answer + end_of_turn)
         return segments
+
+    def _calls(self, messages: list[Message], prompt: str, origin: str, tools: list[Any] | None) -> str | None:
+        """Calls of tools as the template writes them: all between the prompt and the end-of-turn of plain answers."""
+        question = next((message for message in messages if message["role"] == "user"), {"role": "user", "content": ""})
+        plain = [*messages[: messages.index(question) + 1], {"role": "assistant", "content": "xMARK0x"}]
+        after = self._render(plain, origin, tools=tools).partition("xMARK0x")[2]
+        end_of_turn, _ = self._end_of_turn(after, True, origin, len(messages) - 1)
+        written = self._render(messages, origin, tools=tools)
+        if not written.startswith(prompt) or (end_of_turn and end_of_turn not in written[len(prompt) :]):
+            return None
+        answer = written[len(prompt) :]
+        return answer.rpartition(end_of_turn)[0] if end_of_turn else answer.rstrip()
+
+    def _check_tools(self, messages: list[Message], tools: list[Any] | None, origin: str) -> None:
+        """Tools that the template knows nothing of would be left out in silence."""
+        template = str(self.tokenizer.chat_template) if self.has_chat_template else ""
+        if tools and "tools" not in template:
+            raise DataError(f"{origin}: tools: {_no_place(self)} for definitions of tools; write them as text")
+        for index, message in enumerate(messages):
+            if "tool_calls" in message and "tool_calls" not in template:
+                raise DataError(f"{origin}: message {index}: {_no_place(self)} for tool_calls; write them as text")
 
     def _refuse_quotes(self, messages: list[Message], origin: str) -> None:
         for index, message in enumerate(messages):
@@ -223,12 +273,14 @@ class ChatRenderer:
                     "message: what is text and what is the control token cannot be told apart"
                 )
 
-    def _render(self, messages: list[Message], origin: str, generate: bool = False) -> str:
+    def _render(
+        self, messages: list[Message], origin: str, generate: bool = False, tools: list[Any] | None = None
+    ) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
             rendered = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate, strftime_now=TODAY.strftime
+                messages, tools=tools, tokenize=False, add_generation_prompt=generate, strftime_now=TODAY.strftime
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise DataError(f"{origin}: the chat template refuses the conversation: {error}") from error

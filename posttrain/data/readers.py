@@ -445,7 +445,7 @@ def _read_arrow(file: Path, stream: BufferedIOBase) -> Rows:
             else:
                 batches = _record_batches(pyarrow, ipc, data)
             for batch in batches:
-                size = batch.nbytes // max(1, batch.num_rows)
+                size = batch.get_total_buffer_size() // max(1, batch.num_rows)
                 step = max(1, min(ROWS_AT_ONCE, BLOCK * 16 // max(1, size)))
                 for start in range(0, batch.num_rows, step):
                     for row in _arrow_rows(pyarrow, batch.slice(start, step)):

@@ -41,11 +41,9 @@ class TokenEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        specials = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        self.control = _any_of(specials)
-        self.end_of_turn = re.compile(rf"\s*(?:{_any_of(specials | {token.content for token in added}).pattern})")
+        self.control = any_of(whole_tokens(tokenizer, control_only=True))
+        self.whole = whole_tokens(tokenizer)
         with_specials = tokenizer("a")["input_ids"]
         self.adds_bos = tokenizer.bos_token_id is not None and with_specials[:1] == [tokenizer.bos_token_id]
         # Some tokenizers put a space before every text they are given. Inside a sequence that would be wrong: there
@@ -141,7 +139,13 @@ class TokenEncoder:
         return self._plain([text], first, control_as_text=True)[0] if text else []
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def whole_tokens(tokenizer: PreTrainedTokenizerBase, control_only: bool = False) -> set[str]:
+    """Texts that are always one token: control tokens, and others that were added to the vocabulary."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {t.content for t in added if t.special or not control_only} | set(tokenizer.all_special_tokens)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Matches any of the texts, the longest first; nothing at all if there are none."""
     ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -56,7 +56,11 @@ class RunFolder:
         return folder
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Give the lock back. A start that failed before it wrote anything leaves no folder behind."""
+        lock = self.path / "lock"
+        if list(self.path.iterdir()) == [lock]:
+            lock.unlink()
+            self.path.rmdir()
         self._lock.close()
 
     def __enter__(self) -> RunFolder:

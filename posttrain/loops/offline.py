@@ -57,7 +57,8 @@ def train_from(verb: str, config: Config) -> Result:
                 with run.log.phase("eval"):
                     metrics |= evaluate(run, policy, objective, helpers, step)
             if step == run.data.steps and algo.head == "score":
-                policy.annotate(score_statistics(run, policy))
+                with run.log.phase("eval"):
+                    policy.annotate(score_statistics(run, policy))
             run.log.step(step, metrics)
             give_up_if_diverged(run, policy, step)
             if due(step, config.save.every, run.data.steps) or run.progress.best_step == step:

@@ -77,9 +77,8 @@ class Run:
             models = {"model": resolve_path(config.model.path)} | helper_models(config, algo)
             tokenizer = load_tokenizer(config.model)
             folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
-            say = print if not config.quiet else lambda _: None
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
-            data = load_data(config, algo, tokenizer, vocabulary, say)
+            data = load_data(config, algo, tokenizer, vocabulary)
             check_lengths(models["model"], data)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
             fingerprints |= {name: fingerprint(path) for name, path in models.items()}
@@ -87,19 +86,18 @@ class Run:
                 fingerprints["evaluation data"] = data.eval.fingerprint
             newest = checkpoint.newest_valid(folder.checkpoints) if config.resume else None
             start = checkpoint.step_of(newest) if newest else 0
-            for line in ledger(config, algo, data, folder.path):
-                say(line)
             log = logs.Log(
                 folder.path,
                 total_steps=data.steps,
                 quiet=config.quiet,
-                every=1,
                 tensorboard=config.log.tensorboard,
                 wandb=config.log.wandb,
                 config=configs.as_mapping(config),
                 start_step=start if config.resume else None,
             )
             stack.enter_context(log)
+            for line in (*data.train.verdicts, *ledger(config, data, folder.path)):
+                log.message(line)
             signals = stack.enter_context(StopSignals())
             yield cls(verb, config, algo, folder, signals, log, tokenizer, data, fingerprints)
 
@@ -208,7 +206,7 @@ class Run:
         return self.folder.write_bad_batch(step, rows)
 
 
-def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, say: Any) -> Data:
+def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int) -> Data:
     """Read, recognise and encode all rows; every problem comes up here, before a model is loaded."""
     encoder = Encoder(tokenizer, config.data, algo.rows, vocab_size=vocabulary, placeholder=algo.placeholder())
     train = load_dataset(config.data.train, encoder, config.data.max_rows, None)
@@ -217,8 +215,6 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
         evaluation = load_dataset(config.data.eval, encoder, None, None)
     elif config.data.eval_fraction:
         train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
-    for verdict in train.verdicts:
-        say(verdict)
     strata = [algo.stratum(row[0]) for row in train.rows]
     stream = RowStream(train.rows, config.update.rows_per_step, config.seed, config.data.shuffle, strata)
     edges = step_edges(config, len(train.rows), algo.least_rows)
@@ -274,7 +270,7 @@ def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:
     return edges
 
 
-def ledger(config: Config, algo: Algorithm, data: Data, folder: Path) -> Iterator[str]:
+def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
     """What is about to happen, in numbers."""
     rows, counts = len(data.train.rows), data.train.counts
     samples = sum(len(row) for row in data.train.rows)

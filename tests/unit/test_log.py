@@ -20,7 +20,7 @@ from posttrain.log import Console, Log, Phases, check_sinks, is_wall_clock, memo
 
 
 def new_log(folder: Path | None, **options) -> Log:
-    defaults = {"total_steps": 10, "quiet": False, "every": 1, "tensorboard": False, "wandb": "", "config": {}}
+    defaults = {"total_steps": 10, "quiet": False, "tensorboard": False, "wandb": "", "config": {}}
     return Log(folder, **(defaults | options))
 
 
@@ -138,7 +138,7 @@ def test_without_a_terminal_plain_lines_first_and_last_and_not_too_many(tmp_path
 
 
 def test_a_run_that_stops_early_still_shows_its_last_step(capsys):
-    with pytest.raises(KeyboardInterrupt), new_log(None, every=1000) as log:
+    with pytest.raises(KeyboardInterrupt), new_log(None) as log:
         for step in (1, 2, 3):
             log.step(step, {"loss": 1.0})
         raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def test_terminal_rewrites_one_line_and_prints_messages_above_it(monkeypatch):
 def test_a_closed_pipe_does_not_end_the_run(tmp_path):
     program = (
         "import sys; from pathlib import Path; from posttrain.log import Log\n"
-        "options = dict(total_steps=3, quiet=False, every=1, tensorboard=False, wandb='', config={})\n"
+        "options = dict(total_steps=3, quiet=False, tensorboard=False, wandb='', config={})\n"
         "with Log(Path(sys.argv[1]), **options) as l:\n"
         "    sys.stdin.readline()\n"
         "    for step in (1, 2, 3):\n"
@@ -251,7 +251,7 @@ def test_a_failure_leaves_its_traceback_in_the_run_folder(tmp_path):
 def test_eta_counts_from_the_first_step_on(monkeypatch, capsys):
     now = 1000.0  # the program is old when the first step ends
     monkeypatch.setattr("posttrain.log.time.monotonic", lambda: now)
-    console = Console(total_steps=1000, quiet=False, every=1)
+    console = Console(total_steps=1000, quiet=False)
     console.step(1, {"loss": 1.0, "memory_gib": 0.0, "time/train": 3.0, "time/other": 0.5})
     now = 1010.0
     console.step(6, {"loss": 1.0, "memory_gib": 0.0, "time/train": 3.0, "time/other": 0.5})

@@ -62,7 +62,7 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     from posttrain.models.load import load_tokenizer
 
     algo = ALGORITHMS["dpo"](config.algo)
-    data = load_data(config, algo, load_tokenizer(config.model), 263, lambda text: None)
+    data = load_data(config, algo, load_tokenizer(config.model), 263)
     tokens = sum(len(sample) for row in data.train.rows for sample in row)
     assert ledger["tokens"][0] == f"{tokens:,}"
     counts, largest = [], 0

@@ -1,0 +1,220 @@
+"""Encoded rows in a few long arrays, on disk where they are large; samples are made when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.types import Sample
+
+SPILL = 256 * 2**20  # bytes of a column kept in memory; beyond, it goes to a file that is mapped
+BLOCK = 2**20
+NUMBER_AT_END = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})", re.DOTALL)
+
+
+class Column:
+    """Values of one type that are only ever added; in memory, or beyond a limit in a file without a name."""
+
+    def __init__(self, dtype: type[np.generic], limit: int, folder: Path | None) -> None:
+        self.dtype = np.dtype(dtype)
+        self.limit = limit
+        self.folder = folder
+        self.buffer = bytearray()
+        self.file: Any = None
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        self.buffer += values.astype(self.dtype, copy=False).tobytes()
+        if len(self.buffer) > (self.limit if self.file is None else BLOCK):
+            self._write()
+
+    def _write(self) -> None:
+        if self.file is None:
+            # Nothing has to be cleared away after a kill: the file has no name.
+            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  lives as long as the rows
+        self.file.write(self.buffer)
+        self.buffer = bytearray()
+
+    def array(self) -> npt.NDArray[Any]:
+        """All values, not to be changed."""
+        if self.file is None:
+            values = np.frombuffer(self.buffer, dtype=self.dtype)
+            values.flags.writeable = False
+            return values
+        self._write()
+        self.file.flush()
+        return np.memmap(self.file, dtype=self.dtype, mode="r")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Samples laid end to end: tokens and what belongs to each, then numbers a sample, then a row."""
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    targets: npt.NDArray[np.float32]  # empty where rows have none
+    starts: npt.NDArray[np.int64]  # of each sample in tokens, and the end
+    counted: npt.NDArray[np.int32]  # tokens of a sample that count
+    label: npt.NDArray[np.float64]
+    margin: npt.NDArray[np.float64]
+    firsts: npt.NDArray[np.int64]  # first sample of each row, and the end
+    place: npt.NDArray[np.int32]  # of each row: which of `places`
+    number: npt.NDArray[np.int64]  # of each row: its line; -1 if its origin ends with no number
+    places: tuple[str, ...]
+
+
+class RowBuilder:
+    """Takes rows one by one and makes a `RowStore` of them."""
+
+    def __init__(self, folder: Path | None = None, limit: int = SPILL) -> None:
+        """`folder`: where the file is, if there must be one; the system's place for such files by default."""
+        dtypes = {name: np.int64 for name in ("starts", "firsts", "number")}
+        dtypes |= {"tokens": np.int32, "mask": np.bool_, "targets": np.float32, "counted": np.int32}
+        dtypes |= {"label": np.float64, "margin": np.float64, "place": np.int32}
+        self.columns = {name: Column(dtype, limit, folder) for name, dtype in dtypes.items()}
+        self.places: dict[str, int] = {}
+        self.rows = self.samples = self.tokens = 0
+
+    def add(self, row: Sequence[Sample]) -> None:
+        columns = self.columns
+        found = NUMBER_AT_END.fullmatch(row[0].origin)
+        text, number = (found.group(1), int(found.group(2))) if found else (row[0].origin, -1)
+        columns["place"].add(np.array([self.places.setdefault(text, len(self.places))]))
+        columns["number"].add(np.array([number]))
+        columns["firsts"].add(np.array([self.samples]))
+        for sample in row:
+            columns["starts"].add(np.array([self.tokens]))
+            columns["tokens"].add(sample.tokens)
+            columns["mask"].add(sample.mask)
+            if sample.targets is not None:
+                columns["targets"].add(sample.targets)
+            columns["counted"].add(np.array([np.count_nonzero(sample.mask)]))
+            columns["label"].add(np.array([sample.label]))
+            columns["margin"].add(np.array([sample.margin]))
+            self.tokens += len(sample)
+        self.samples += len(row)
+        self.rows += 1
+
+    def finish(self) -> RowStore:
+        self.columns["starts"].add(np.array([self.tokens]))
+        self.columns["firsts"].add(np.array([self.samples]))
+        arrays: dict[str, Any] = {name: column.array() for name, column in self.columns.items()}
+        assert len(arrays["targets"]) in (0, self.tokens), "some samples have targets and some have none"
+        return RowStore(Columns(**arrays, places=tuple(self.places)), np.arange(self.rows))
+
+
+class RowStore(Sequence[list[Sample]]):
+    """Rows by number. Each time one is asked for its samples are made anew, unless `hold` was called."""
+
+    def __init__(self, columns: Columns, index: npt.NDArray[np.int64]) -> None:
+        self.columns = columns
+        self.index = index  # which of the rows of the columns
+        self._held: dict[int, list[Sample]] | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Sample]]) -> RowStore:
+        """A store of rows that exist already."""
+        builder = RowBuilder()
+        for row in rows:
+            builder.add(row)
+        return builder.finish()
+
+    def hold(self) -> None:
+        """From now on a row's samples are made once and stay, with all that is written into them."""
+        if self._held is None:
+            self._held = {}
+
+    def subset(self, rows: npt.ArrayLike) -> RowStore:
+        """Some of the rows, in the order given; nothing is copied."""
+        return RowStore(self.columns, self.index[np.asarray(rows, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @overload
+    def __getitem__(self, row: int) -> list[Sample]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[list[Sample]]: ...
+
+    def __getitem__(self, row: int | slice) -> list[Sample] | list[list[Sample]]:
+        if isinstance(row, slice):
+            return [self[number] for number in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row = int(row) % len(self)
+        if self._held is None:
+            return self._made(row)
+        if row not in self._held:
+            self._held[row] = self._made(row)
+        return self._held[row]
+
+    def _made(self, row: int) -> list[Sample]:
+        columns, origin = self.columns, self.origin(row)
+        samples = []
+        for number in self._samples_of(row):
+            start, end = int(columns.starts[number]), int(columns.starts[number + 1])
+            samples.append(
+                Sample(
+                    tokens=columns.tokens[start:end],
+                    mask=columns.mask[start:end],
+                    targets=columns.targets[start:end] if len(columns.targets) else None,
+                    label=float(columns.label[number]),
+                    margin=float(columns.margin[number]),
+                    group=row,
+                    origin=origin,
+                )
+            )
+        return samples
+
+    def _samples_of(self, row: int) -> range:
+        at = self.index[row]
+        return range(self.columns.firsts[at], self.columns.firsts[at + 1])
+
+    def origin(self, row: int) -> str:
+        """`file:line` of a row."""
+        at = self.index[row]
+        number = int(self.columns.number[at])
+        return self.columns.places[self.columns.place[at]] + (str(number) if number >= 0 else "")
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.diff(self.columns.starts)[self._samples()]
+
+    def counted(self) -> int:
+        """Tokens that count."""
+        return int(self.columns.counted[self._samples()].sum(dtype=np.int64))
+
+    def _samples(self) -> npt.NDArray[np.int64]:
+        """Numbers of all samples of these rows."""
+        first, size = self.columns.firsts[self.index], np.diff(self.columns.firsts)[self.index]
+        before = np.repeat(np.cumsum(size) - size, size)
+        return np.repeat(first, size) + np.arange(int(size.sum())) - before
+
+    def fingerprint(self) -> str:
+        """Changes with any token, mask, target, label or margin, and with their order."""
+        digest = hashlib.sha256()
+        for part in self._parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def _parts(self) -> Iterator[Any]:
+        columns = self.columns
+        for row in range(len(self)):
+            samples = self._samples_of(row)
+            yield struct.pack("<q", len(samples))
+            for number in samples:
+                start, end = int(columns.starts[number]), int(columns.starts[number + 1])
+                targets = columns.targets[start:end].tobytes()
+                yield struct.pack("<qqdd", end - start, len(targets), columns.label[number], columns.margin[number])
+                yield columns.tokens[start:end].tobytes()
+                yield columns.mask[start:end].tobytes()
+                yield targets
