@@ -12,6 +12,7 @@ import torch
 
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate, pack
+from posttrain.data.templates import apply_template, stop_ids
 from posttrain.errors import UsageError
 from posttrain.models import lora
 from posttrain.models.checkpoint import load_tensors, save_tensors
@@ -35,12 +36,17 @@ class Learner:
         head: Head = "token",
         trainable: bool = True,
         teacher: ModelConfig | None = None,
+        template: str = "",
         seed: int = 0,
     ) -> None:
         self.device = default_device()
         self.update = update
         self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed)
         self.tokenizer = load_tokenizer(model)
+        if template:  # saved with the model, so that it is asked, and stops, as it was trained
+            apply_template(self.tokenizer, template)
+            if head == "token":
+                self.model.generation_config.eos_token_id = stop_ids(self.tokenizer)
         self.trunk = Trunk.of(self.model)
         prove(self.trunk)
         if model.router_loss:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,21 @@ Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Unit = Literal["token", "sample", "group"]
-RowKind = Literal["text", "chat", "pair", "labelled", "stepwise"]  # what a data row must be for an algorithm
+RowKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what a data row must be for an algorithm
 Head = Literal["token", "score"]
 
 STREAMS = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
 SCALARS = ("reward", "label", "margin", "baseline")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """What a model is asked, with all that reward functions may want to know of the row it comes from."""
+
+    tokens: Ints  # as the model sees it, up to where its answer begins
+    messages: list[dict[str, Any]]
+    columns: dict[str, Any] = field(default_factory=dict)  # all of the row's; ground_truth where the data has one
+    origin: str = ""  # file:line of its row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ TRAINERS = {
 
 TOOLS = {
     "demo": "see it work: fine-tune, rank and align a toy model on this machine in 3 minutes",
+    "data": "check files before training, or tokenise them once: data check, data preprocess",
     "plan": "batches, steps and memory of a configuration, without loading the model",
     "export": "a run's model as a plain Hugging Face folder, checked after writing",
     "doctor": "what is installed, what is missing and how to mend it",

@@ -91,7 +91,7 @@ def run_demo(out: str, seed: int) -> int:
         table.add_row("reward", "pairs ranked right", *shares(*ranked), seconds(began))
 
         began = stage("3. DPO: prefer right answers to the model's own mistakes")
-        tried = lessons[:4000]
+        tried = lessons[:2500]
         mistakes = [
             (s, said) for s, said in zip(tried, answers(str(sft), tried, seed), strict=True) if not s.is_right(said)
         ]
@@ -118,7 +118,7 @@ SFT_OPTIONS: dict[str, Any] = {
     "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
 }
 REWARD_OPTIONS: dict[str, Any] = {
-    "steps": 200,
+    "steps": 160,
     "update": {"rows_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 30},
 }
 DPO_OPTIONS: dict[str, Any] = {

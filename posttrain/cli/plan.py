@@ -93,21 +93,21 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
         yield "tokens a pack", f"{sum(map(len, packs.largest)):,}", "at most"
         return
     rows, counts = len(data.train.rows), data.train.counts
-    samples = [sample for row in data.train.rows for sample in row]
-    tokens, counted = sum(map(len, samples)), sum(int(sample.mask.sum()) for sample in samples)
-    lost = ", ".join(f"{counts[key]:,} {key}" for key in ("truncated", "dropped") if counts[key])
+    lengths, counted = data.train.rows.lengths(), data.train.rows.counted()
+    tokens = int(lengths.sum())
+    lost = ", ".join(f"{counts[key]:,} {key}" for key in ("truncated", "dropped", "quarantined") if counts[key])
     yield "rows", f"{rows:,}", f"of {counts['read']:,} read" + f" ({lost})" * bool(lost)
-    yield "samples", f"{len(samples):,}", f"{algo.group_size} a row"
+    yield "samples", f"{len(lengths):,}", f"{algo.group_size} a row"
     yield (
         "tokens",
         f"{tokens:,}",
-        f"{counted:,} count; a sample has {tokens / len(samples):,.0f}, at most {max(map(len, samples)):,}",
+        f"{counted:,} count; a sample has {tokens / len(lengths):,.0f}, at most {lengths.max():,}",
     )
-    epochs = data.rows_at[-1] / rows
+    epochs = data.rows_at[-1] / data.stream.rows_per_epoch
     yield (
         "steps",
         f"{data.steps:,}",
-        f"of {update.rows_per_step} rows: {epochs:.2f} epochs, {epochs * tokens:,.0f} tokens",
+        f"of {update.rows_per_step} rows: {epochs:.2f} epochs, {data.rows_at[-1] / rows * tokens:,.0f} tokens",
     )
     mean = sum(packs.counts) / len(packs.counts)
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""

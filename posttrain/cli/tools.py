@@ -1,4 +1,4 @@
-"""The verbs that do not train: demo, plan, export, doctor."""
+"""The verbs that do not train: demo, data, plan, export, doctor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from posttrain.verbs import TOOLS, TRAINERS
 
 
 def run(verb: str, args: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {"demo": demo, "plan": plan, "export": export, "doctor": doctor}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "demo": demo,
+        "data": data,
+        "plan": plan,
+        "export": export,
+        "doctor": doctor,
+    }
     return commands[verb](args)
 
 
@@ -27,6 +33,12 @@ def demo(args: list[str]) -> int:
     from posttrain.cli.demo import run_demo
 
     return run_demo(options.out, options.seed)
+
+
+def data(args: list[str]) -> int:
+    from posttrain.cli.data import run as run_data
+
+    return run_data(args)
 
 
 def plan(args: list[str]) -> int:

@@ -55,16 +55,12 @@ class Plan:
 
 
 class ChatRenderer:
-    """Cuts conversations into segments, by the chat template, by data.input_template or not at all."""
+    """Cuts conversations into segments, by the tokenizer's chat template or, of mere strings, without any."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: TokenEncoder, input_template: str = "") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: TokenEncoder) -> None:
         self.tokenizer = tokenizer
         self.encoder = encoder
-        # A shell passes "\n" as two characters; nobody means these.
-        self.before, self.after = _halves(input_template.replace("\\n", "\n")) if input_template else ("", "")
-        self.has_input_template = bool(input_template)
-        self.has_chat_template = bool(tokenizer.chat_template) and not input_template
-        self.is_plain = not self.has_chat_template and not self.has_input_template
+        self.is_plain = not tokenizer.chat_template
         self.ends = self._end_pattern()
         self._plans: dict[tuple[tuple[str, ...], int], Plan] = {}  # by roles and the first answer to train
         self._prompt_plans: dict[tuple[str, ...], Plan] = {}
@@ -73,13 +69,10 @@ class ChatRenderer:
         self, messages: list[Message], answers_from: int, plain: bool, origin: str, tools: list[Any] | None = None
     ) -> list[Segment]:
         """The conversation in segments; the assistant's messages from number `answers_from` on are trained."""
-        self._check_tools(messages, tools, origin)
-        if tools or any(len(message) > 2 for message in messages):  # more than role and content
+        if self._has_tools(messages, tools, origin):
             return self._by_prefixes(messages, answers_from, self._render(messages, origin, tools=tools), origin, tools)
-        if self.has_chat_template:
+        if not self.is_plain:
             return self._by_chat_template(messages, answers_from, origin)
-        if self.has_input_template:
-            return self._by_input_template(messages, answers_from, origin)
         if plain:
             prompt, answer = messages  # two strings in the row
             return [_said(prompt), _said(answer, trained=True, end=True)]
@@ -89,11 +82,10 @@ class ChatRenderer:
         self, messages: list[Message], plain: bool, origin: str, tools: list[Any] | None = None
     ) -> list[Segment]:
         """What the model sees when it is to answer: the messages and the beginning of its turn."""
-        self._check_tools(messages, tools, origin)
-        if tools or any(len(message) > 2 for message in messages):
-            self._refuse_quotes(messages, origin)
+        if self._has_tools(messages, tools, origin):
+            self._refuse_quotes(messages, origin, tools)
             return [Segment((Part(self._render(messages, origin, generate=True, tools=tools), True),))]
-        if self.has_chat_template:
+        if not self.is_plain:
             roles = tuple(message["role"] for message in messages)
             if roles not in self._prompt_plans:
                 pieces = self._marked(messages, origin, generate=True)
@@ -104,8 +96,6 @@ class ChatRenderer:
                 self._refuse_quotes(messages, origin)
                 return [Segment((Part(rendered, True),))]
             return filled
-        if self.has_input_template:
-            return self._by_input_template(messages, len(messages), origin)
         if plain:
             return [_said(message) for message in messages]
         return _no_template(origin)
@@ -178,7 +168,7 @@ class ChatRenderer:
                 raise UsageError(
                     f"{origin}: no exact mask: with this chat template a model is asked to answer after "
                     f"{prompt[-40:]!r}, but in a conversation the answer comes after {before[-40:]!r}. "
-                    "Use a tokenizer with another chat template, or data.input_template"
+                    "Use another data.template"
                 )
             known[header] = gap
         return {index: known[header] for index, header in headers.items()}
@@ -199,7 +189,7 @@ class ChatRenderer:
             return "", True
         raise UsageError(
             f"{origin}: no exact mask: the chat template writes no end-of-turn token after the assistant's message "
-            f"{index}, but {after[:40]!r}. Use a tokenizer with another chat template, or data.input_template"
+            f"{index}; what follows is {after[:40]!r}. Use another data.template"
         )
 
     def _fill(self, plan: Plan, messages: list[Message], rendered: str) -> list[Segment] | None:
@@ -221,7 +211,7 @@ class ChatRenderer:
         tools: list[Any] | None = None,
     ) -> list[Segment]:
         """For templates that look into contents (as those with <think> do) and for tools: each answer by its prompt."""
-        self._refuse_quotes(messages, origin)
+        self._refuse_quotes(messages, origin, tools)
         segments: list[Segment] = []
         done = 0
         for index in _answers(messages, answers_from):
@@ -229,7 +219,8 @@ class ChatRenderer:
             if not rendered.startswith(prompt):
                 _rewritten(messages, index, origin)
             rest = rendered[len(prompt) :]
-            if messages[index].get("tool_calls"):
+            called = "tool_calls" in messages[index]
+            if called:
                 answer = self._calls(messages[: index + 1], prompt, origin, tools)
             else:
                 space = rest[: len(rest) - len(rest.lstrip())]
@@ -240,37 +231,41 @@ class ChatRenderer:
             last = index == len(messages) - 1
             end_of_turn, end = self._end_of_turn(rest.removeprefix(answer), last, origin, index)
             segments.append(Segment((Part(rendered[done : len(prompt)], True),)))
-            segments.append(Segment((Part(answer, False), Part(end_of_turn, True)), trained=True, end=end))
+            segments.append(Segment((Part(answer, called), Part(end_of_turn, True)), trained=True, end=end))
             done = len(prompt) + len(answer + end_of_turn)
         return segments
 
     def _calls(self, messages: list[Message], prompt: str, origin: str, tools: list[Any] | None) -> str | None:
         """Calls of tools as the template writes them: all between the prompt and the end-of-turn of plain answers."""
-        question = next((message for message in messages if message["role"] == "user"), {"role": "user", "content": ""})
-        plain = [*messages[: messages.index(question) + 1], {"role": "assistant", "content": "xMARK0x"}]
-        after = self._render(plain, origin, tools=tools).partition("xMARK0x")[2]
-        end_of_turn, _ = self._end_of_turn(after, True, origin, len(messages) - 1)
+        asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        plain = self._render([*messages[: asked + 1], {"role": "assistant", "content": "xMARK0x"}], origin, tools=tools)
+        end_of_turn, _ = self._end_of_turn(plain.partition("xMARK0x")[2], True, origin, len(messages) - 1)
         written = self._render(messages, origin, tools=tools)
-        if not written.startswith(prompt) or (end_of_turn and end_of_turn not in written[len(prompt) :]):
+        if not written.startswith(prompt):
             return None
-        answer = written[len(prompt) :]
-        return answer.rpartition(end_of_turn)[0] if end_of_turn else answer.rstrip()
+        called, found, _ = written[len(prompt) :].rpartition(end_of_turn or "\0")
+        return called if found else None if end_of_turn else written[len(prompt) :].rstrip()
 
-    def _check_tools(self, messages: list[Message], tools: list[Any] | None, origin: str) -> None:
-        """Tools that the template knows nothing of would be left out in silence."""
-        template = str(self.tokenizer.chat_template) if self.has_chat_template else ""
+    def _has_tools(self, messages: list[Message], tools: list[Any] | None, origin: str) -> bool:
+        """Whether there is more than roles and contents. What the template has no place for is refused."""
+        template = str(self.tokenizer.chat_template)
+        no_place = "the chat template has no place for it; write it as text"
         if tools and "tools" not in template:
-            raise DataError(f"{origin}: tools: {_no_place(self)} for definitions of tools; write them as text")
+            raise DataError(f"{origin}: tools: {no_place}")
+        if not tools and not any(len(message) > 2 for message in messages):
+            return False
         for index, message in enumerate(messages):
             if "tool_calls" in message and "tool_calls" not in template:
-                raise DataError(f"{origin}: message {index}: {_no_place(self)} for tool_calls; write them as text")
+                raise DataError(f"{origin}: message {index}: tool_calls: {no_place}")
+        return not self.is_plain
 
-    def _refuse_quotes(self, messages: list[Message], origin: str) -> None:
-        for index, message in enumerate(messages):
-            if found := self.encoder.control.search(message["content"]):
+    def _refuse_quotes(self, messages: list[Message], origin: str, tools: list[Any] | None = None) -> None:
+        texts = {f"message {i}": f"{m['content']}{m.get('tool_calls', '')}" for i, m in enumerate(messages)}
+        for place, text in ({"tools": str(tools)} | texts).items():
+            if found := self.encoder.control.search(text):
                 raise DataError(
-                    f"{origin}: message {index} contains {found.group()!r}, and the chat template changes the "
-                    "message: what is text and what is the control token cannot be told apart"
+                    f"{origin}: {place} contains {found.group()!r}, and the chat template changes what it is given: "
+                    "what is text and what is the control token cannot be told apart"
                 )
 
     def _render(
@@ -287,28 +282,6 @@ class ChatRenderer:
         assert isinstance(rendered, str)
         return rendered
 
-    # data.input_template
-
-    def _by_input_template(self, messages: list[Message], answers_from: int, origin: str) -> list[Segment]:
-        """Each question in the template, each answer ended by EOS."""
-        segments: list[Segment] = []
-        parts: list[Part] = []
-        for index, message in enumerate(messages):
-            role = ("user", "assistant")[index % 2]
-            if message["role"] != role:
-                raise DataError(
-                    f"{origin}: message {index} is the {message['role']}'s; data.input_template has a place only for "
-                    "questions of the user and answers of the assistant in turn. Use a model with a chat template"
-                )
-            if role == "user":
-                parts += [Part(self.before, True), Part(message["content"], False), Part(self.after, True)]
-            elif index >= answers_from:
-                segments += [Segment(tuple(parts)), _said(message, trained=True, end=True)]
-                parts = []
-            else:
-                parts += [Part(message["content"], False), Part(self.tokenizer.eos_token or "", True)]
-        return [*segments, Segment(tuple(parts))] if parts else segments
-
 
 def _marks(messages: Sequence[Message]) -> list[Message]:
     return [{"role": message["role"], "content": f"xMARK{index}x"} for index, message in enumerate(messages)]
@@ -320,14 +293,6 @@ def _answers(messages: Sequence[Message], answers_from: int) -> list[int]:
 
 def _said(message: Message, trained: bool = False, end: bool = False) -> Segment:
     return Segment((Part(message["content"], False),), trained, end)
-
-
-def _halves(template: str) -> tuple[str, str]:
-    if template.count("{}") != 1:
-        example = '"Human: {}\\nAssistant: "'
-        raise UsageError(f"data.input_template {template!r} needs {{}} once, for the question, as in {example}")
-    before, _, after = template.partition("{}")
-    return before, after
 
 
 def _spellings(content: str) -> list[str]:
@@ -357,8 +322,8 @@ def _match(pieces: Sequence[str | int], contents: Sequence[str], rendered: str) 
 
 def _no_template(origin: str) -> NoReturn:
     raise DataError(
-        f"{origin}: a conversation, but the tokenizer has no chat template: give data.input_template "
-        '(as "Human: {}\\nAssistant: "), or a model with a chat template'
+        f"{origin}: a conversation, but the tokenizer has no chat template: give data.template (chatml, say), "
+        'data.input_template (as "Human: {}\\nAssistant: "), or a model with a chat template'
     )
 
 

@@ -3,205 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-import struct
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.config import DataConfig
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.examples import Chat, Example, Labelled, Message, Pair, Stepwise, Text
+from posttrain.data.encode import Encoded, Encoder
+from posttrain.data.examples import Example
 from posttrain.data.formats import SourceFormat
-from posttrain.data.sources import Row, find_files, read_rows
-from posttrain.data.tokens import Part, Segment, TokenEncoder
+from posttrain.data.mixture import Mixture, split_weights
+from posttrain.data.sources import BadRow, Part, Row, parts_of
+from posttrain.data.store import RowBuilder, RowStore
 from posttrain.errors import DataError, UsageError
-from posttrain.types import RowKind, Sample
+from posttrain.types import Sample
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+__all__ = ["Dataset", "Encoder", "RowStream", "load_dataset", "split_rows"]
 
-ROWS_AT_ONCE = 512  # encoded in one call of the tokenizer
+ROWS_AT_ONCE = 512  # encoded in one call of the tokenizer,
+BYTES_AT_ONCE = 2**23  # or fewer if they are large
 SPLIT = 0x5B117  # keeps the split's random numbers apart from those of the epochs
+
+SetAside = Callable[[BadRow], None]
 
 
 @dataclass(slots=True)
 class Dataset:
     """Encoded rows: a row is the samples that an algorithm wants side by side, one or the two of a pair."""
 
-    rows: list[list[Sample]]
+    rows: RowStore
     fingerprint: str
     verdicts: list[str]
     counts: dict[str, int]
-    """read: rows of the files; kept: rows here; truncated, dropped; quoted: had a control token's text, as text."""
-
-
-@dataclass(slots=True)
-class Encoded:
-    """What became of one example."""
-
-    samples: list[Sample]
-    truncated: bool = False
-    dropped: bool = False
-    quoted: bool = False  # text that looks like a control token was kept as text
-
-
-class Encoder:
-    """Turns examples into samples: tokens, and a mask of those that count."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        kind: RowKind,
-        vocab_size: int,
-        placeholder: str = "ки",
-    ) -> None:
-        if config.max_tokens < 2:
-            raise UsageError(f"data.max_tokens is {config.max_tokens}: a sequence needs at least 2 tokens")
-        if kind == "stepwise" and not placeholder.strip():
-            raise UsageError("the placeholder that marks the end of a step is empty")
-        self.tokenizer = tokenizer
-        self.config = config
-        self.kind = kind
-        self.vocab_size = vocab_size
-        self.placeholder = placeholder
-        self.tokens = TokenEncoder(tokenizer)
-        self.chat = ChatRenderer(tokenizer, self.tokens, config.input_template)
-        self.bos_id = tokenizer.bos_token_id
-
-    def encode(self, example: Example) -> list[Sample]:
-        """Its samples: one; chosen and rejected of a pair; the parts of a long text; none if dropped for length."""
-        return self.encode_all([example])[0].samples
-
-    def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
-        """The same for many, which is faster."""
-        sequences = [self._sequences(example) for example in examples]
-        flat = [segments for of_example in sequences for segments in of_example]
-        ids = iter(self.tokens.encode(flat))
-        return [
-            self._encoded(example, of_example, [next(ids) for _ in of_example])
-            for example, of_example in zip(examples, sequences, strict=True)
-        ]
-
-    def _sequences(self, example: Example) -> list[list[Segment]]:
-        match example:
-            case Text(text=text):
-                return [[Segment((Part(text, False),), trained=True, end=True)]]
-            case Chat(messages=messages):
-                return [self.chat.segments(messages, 0, example.plain, example.origin)]
-            case Pair(prompt=prompt):
-                answers = (example.chosen, example.rejected)
-                return [self._answered(prompt, answer, example.plain, example.origin) for answer in answers]
-            case Labelled():
-                return [self._answered(example.prompt, example.answer, example.plain, example.origin)]
-            case Stepwise():
-                return [self._steps(example)]
-        raise AssertionError(f"unknown kind of example: {example}")
-
-    def _answered(self, prompt: list[Message], answer: list[Message], plain: bool, origin: str) -> list[Segment]:
-        return self.chat.segments(prompt + answer, len(prompt), plain, origin)
-
-    def _steps(self, example: Stepwise) -> list[Segment]:
-        """The prompt, then steps, each with its placeholder: the placeholders are the trained segments."""
-        segments = self.chat.prompt(example.prompt, example.plain, example.origin) if example.prompt else []
-        steps = list(example.steps)
-        if segments and not segments[-1].text[-1:].isspace() and not steps[0][:1].isspace() and self.chat.is_plain:
-            steps[0] = "\n" + steps[0]  # mere strings, set apart by nothing
-        for step in steps:
-            segments.append(Segment((Part(step, False),)))
-            segments.append(Segment((Part(self.placeholder, True),), trained=True))
-        return segments
-
-    def _encoded(self, example: Example, sequences: list[list[Segment]], ids: list[list[list[int]]]) -> Encoded:
-        pairs = zip(sequences, ids, strict=True)
-        samples = [self._sample(example, segments, segment_ids) for segments, segment_ids in pairs]
-        quoted = any(self.tokens.quotes_control(segment) for segments in sequences for segment in segments)
-        longest, limit = max(map(len, samples)), self.config.max_tokens
-        if longest <= limit:
-            return Encoded(samples, quoted=quoted)
-        if self.config.on_long == "drop":
-            return Encoded([], dropped=True, quoted=quoted)
-        if self.config.on_long == "error":
-            raise DataError(
-                f"{example.origin}: {longest} tokens, more than data.max_tokens = {limit}: raise data.max_tokens, "
-                "or set data.on_long to truncate or drop"
-            )
-        if isinstance(example, Text):
-            return Encoded(list(self._split(samples[0])), quoted=quoted)
-        return Encoded([self._truncate(sample) for sample in samples], truncated=True, quoted=quoted)
-
-    def _sample(self, example: Example, segments: list[Segment], ids: list[list[int]]) -> Sample:
-        origin = example.origin
-        tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int64)
-        mask = np.zeros(len(tokens), dtype=np.bool_)
-        targets = None
-        ends = np.cumsum([len(of_segment) for of_segment in ids])
-        for segment, of_segment, end in zip(segments, ids, ends, strict=True):
-            if segment.trained:
-                self._check_filled(segment, of_segment, origin)
-                mask[end - len(of_segment) : end] = True
-        if isinstance(example, Stepwise):
-            last_of_placeholders = ends[[segment.trained for segment in segments]] - 1
-            mask[:] = False
-            mask[last_of_placeholders] = True
-            targets = np.zeros(len(tokens), dtype=np.float32)
-            targets[last_of_placeholders] = example.labels
-        elif isinstance(example, Text):
-            if self.bos_id is not None and tokens[0] != self.bos_id:
-                tokens, mask = np.insert(tokens, 0, self.bos_id), np.insert(mask, 0, False)
-            mask[0] = False
-        if mask[0]:
-            raise DataError(f"{origin}: the prompt has no tokens, so nothing comes before the response")
-        self._check_vocabulary(tokens, origin)
-        return Sample(
-            tokens=tokens.astype(np.int32),
-            mask=mask,
-            targets=targets,
-            label=example.label if isinstance(example, Labelled) else 0.0,
-            margin=example.margin if isinstance(example, Pair) else 0.0,
-            origin=origin,
-        )
-
-    def _check_filled(self, segment: Segment, ids: list[int], origin: str) -> None:
-        """Words that a tokenizer knows nothing of may leave no token but the end-of-turn."""
-        said = any(not part.from_template and part.text.strip() for part in segment.parts)
-        if not ids or (said and all(token in self.tokens.special_ids for token in ids)):
-            raise DataError(f"{origin}: the tokenizer has no tokens for the response {segment.text[:40]!r}")
-
-    def _check_vocabulary(self, tokens: npt.NDArray[np.int64], origin: str) -> None:
-        if tokens.min() >= 0 and tokens.max() < self.vocab_size:
-            return
-        wrong = int(tokens[(tokens < 0) | (tokens >= self.vocab_size)][0])
-        token = self.tokenizer.convert_ids_to_tokens(wrong) if wrong >= 0 else None
-        raise DataError(
-            f"{origin}: token id {wrong} ({token!r}) is outside the model's vocabulary of {self.vocab_size}: "
-            "is this the model's own tokenizer?"
-        )
-
-    def _truncate(self, sample: Sample) -> Sample:
-        limit = self.config.max_tokens
-        if not sample.mask[:limit].any():
-            what = "first step" if self.kind == "stepwise" else "response"
-            start = int(sample.mask.argmax())
-            raise DataError(
-                f"{sample.origin}: nothing of the {what} is left within data.max_tokens = {limit}: it "
-                f"{'ends' if self.kind == 'stepwise' else 'begins'} at token {start + 1}. "
-                "Raise data.max_tokens, or set data.on_long to drop"
-            )
-        targets = None if sample.targets is None else sample.targets[:limit]
-        return replace(sample, tokens=sample.tokens[:limit], mask=sample.mask[:limit], targets=targets)
-
-    def _split(self, sample: Sample) -> Iterator[Sample]:
-        """Parts of a text. Each begins with one token that does not count: BOS, or else the last of the part before."""
-        room = self.config.max_tokens - 1
-        for start in range(1, len(sample), room):
-            first = sample.tokens[:1] if self.bos_id is not None else sample.tokens[start - 1 : start]
-            tokens = np.concatenate([first, sample.tokens[start : start + room]])
-            yield Sample(tokens=tokens, mask=np.arange(len(tokens)) > 0, origin=sample.origin)
+    """read: rows of the files; kept: rows here; truncated, dropped; quoted: had a control token's text, as text;
+    quarantined: could not be used and were set aside."""
+    mixture: Mixture | None = None
+    """How the sources are mixed, if they have weights."""
 
 
 def load_dataset(
@@ -209,91 +50,214 @@ def load_dataset(
     encoder: Encoder,
     max_rows: int | None = None,
     progress: Callable[[int], None] | None = None,
+    quarantine: Path | None = None,
+    cache: Path | None = None,
 ) -> Dataset:
-    """Read, recognise, encode and check all rows, or the first `max_rows`; `progress` hears how many were read."""
+    """Read, recognise, encode and check all rows, or the first `max_rows` (of each source, if they are mixed).
+
+    `progress` hears how many were read. With data.on_bad_row: quarantine, bad rows are appended to the file
+    `quarantine`; without a file they are only counted. Large data is kept in a file in the folder `cache`.
+    """
     if not files:
         raise UsageError("no data files are given: set data.train")
-    for file in files:
-        find_files(file)  # a wrong name is said at once, not after the other files are read
-    rows: list[list[Sample]] = []
+    from posttrain.data.tokenized import is_indexed  # which uses this file
+
+    names, weights = split_weights(files)
+    if len(names) == 1 and is_indexed(names[0]):
+        return _indexed(names[0], encoder, max_rows)
+    if indexed := [name for name in names if is_indexed(name)]:
+        raise UsageError(f"{indexed[0]}: tokenised files cannot be put together with others; give them alone")
+    sources = [parts_of(name) for name in names]  # a wrong name is said at once, not after the other files are read
+    builder = RowBuilder(cache)
+    sizes: list[int] = []
     verdicts: list[str] = []
-    counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted"), 0)
-    for file in files:
-        source = SourceFormat(encoder.kind, encoder.placeholder)
-        left = None if max_rows is None else max_rows - counts["read"]
-        for chunk in _chunks(islice(read_rows(file), left)):
-            examples = [example for row in chunk for example in source.examples(row)]
-            for encoded in encoder.encode_all(examples):
-                if encoder.kind == "text":
-                    rows += [[sample] for sample in encoded.samples]
-                elif encoded.samples:
-                    rows.append(encoded.samples)
-                counts["truncated"] += encoded.truncated
-                counts["dropped"] += encoded.dropped
-                counts["quoted"] += encoded.quoted
-            counts["read"] += len(chunk)
-            if progress is not None:
-                progress(counts["read"])
-        if source.verdict:
-            verdicts.append(f"{file}: {source.verdict}")
-    if not rows:
+    counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
+    with Quarantine(quarantine, encoder.config.on_bad_row == "stop") as aside:
+        for name, parts in zip(names, sources, strict=True):
+            source = source_format(encoder)
+            sizes.append(-builder.rows)
+            read_before = counts["read"] if weights else 0
+            for part in parts:
+                left = None if max_rows is None else max_rows - counts["read"] + read_before
+                for chunk in chunks(islice(part.scan(None), left)):
+                    understood = understand(chunk, source, aside.add)
+                    for _, of_row in encode(understood, encoder, aside.add):
+                        for encoded in of_row:
+                            _keep(encoded, encoder, builder, counts)
+                    counts["read"] += len(chunk)
+                    if progress is not None:
+                        progress(counts["read"])
+                aside.check(part, counts)
+            sizes[-1] += builder.rows
+            if source.verdict:
+                verdicts.append(f"{name}: {source.verdict}")
+            if weights and not sizes[-1]:
+                raise DataError(f"{name}: no rows are left of it, so it cannot be mixed with the others")
+    if not builder.rows:
         raise DataError(
-            f"{', '.join(files)}: no rows are left: {counts['read']} read, {counts['dropped']} dropped, longer "
+            f"{', '.join(names)}: no rows are left: {counts['read']} read, {counts['dropped']} dropped, longer "
             f"than data.max_tokens = {encoder.config.max_tokens}"
         )
-    return _dataset(rows, verdicts, counts)
+    mixture = Mixture(tuple(sizes), tuple(weights), encoder.config.repeat) if weights else None
+    return _dataset(builder.finish(), verdicts, counts, mixture)
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    rows = iter(rows)
-    while chunk := list(islice(rows, ROWS_AT_ONCE)):
+def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
+    """Rows that `posttrain data preprocess` has tokenised."""
+    from posttrain.data.tokenized import load_indexed
+
+    config = encoder.config
+    limits: dict[str, Any] = {"max_tokens": config.max_tokens, "on_long": config.on_long, "max_rows": max_rows}
+    rows = load_indexed(name, encoder.kind, encoder.vocab_size, bos_id=encoder.bos_id, **limits)
+    return _dataset(rows, [rows.verdict], {**rows.counts, "quarantined": 0}, None)
+
+
+def source_format(encoder: Encoder) -> SourceFormat:
+    """What recognises the rows of one source for this encoder."""
+    return SourceFormat(encoder.kind, encoder.placeholder, encoder.config.map_keys)
+
+
+def chunks(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
+    """As many rows as are encoded at once."""
+    chunk: list[Row | BadRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += row.size if isinstance(row, Row) else 0
+        if len(chunk) == ROWS_AT_ONCE or size > BYTES_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk
 
 
-def _dataset(rows: list[list[Sample]], verdicts: list[str], counts: dict[str, int]) -> Dataset:
-    for index, row in enumerate(rows):
-        for sample in row:
-            sample.group = index
-    return Dataset(rows, fingerprint(rows), verdicts, {**counts, "kept": len(rows)})
+def understand(
+    chunk: Iterable[Row | BadRow], source: SourceFormat, set_aside: SetAside
+) -> list[tuple[Row, list[Example]]]:
+    """What the rows hold; those that cannot be used are handed to `set_aside`."""
+    understood: list[tuple[Row, list[Example]]] = []
+    for row in chunk:
+        if isinstance(row, BadRow):
+            set_aside(row)
+            continue
+        try:
+            understood.append((row, source.examples(row)))
+        except DataError as error:
+            set_aside(_bad(row, error))
+    return understood
 
 
-def fingerprint(rows: Sequence[Sequence[Sample]]) -> str:
-    """Changes with any token, mask, target, label or margin, and with their order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(struct.pack("<q", len(row)))
-        for sample in row:
-            targets = b"" if sample.targets is None else sample.targets.tobytes()
-            digest.update(struct.pack("<qqdd", len(sample), len(targets), sample.label, sample.margin))
-            digest.update(sample.tokens.tobytes() + sample.mask.tobytes() + targets)
-    return digest.hexdigest()
+def encode(
+    understood: Sequence[tuple[Row, list[Example]]], encoder: Encoder, set_aside: SetAside
+) -> Iterator[tuple[Row, list[Encoded]]]:
+    """What became of each row's examples; rows that cannot be encoded are handed to `set_aside`."""
+    try:
+        encoded = iter(encoder.encode_all([example for _, examples in understood for example in examples]))
+    except DataError:  # one of them: which?
+        for row, examples in understood:
+            try:
+                alone = encoder.encode_all(examples)
+            except DataError as error:
+                set_aside(_bad(row, error))
+            else:
+                yield row, alone
+    else:
+        for row, examples in understood:
+            yield row, [next(encoded) for _ in examples]
+
+
+def _bad(row: Row, error: DataError) -> BadRow:
+    return BadRow(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values)
+
+
+def _keep(encoded: Encoded, encoder: Encoder, builder: RowBuilder, counts: dict[str, int]) -> None:
+    if encoder.kind == "text":
+        for sample in encoded.samples:
+            builder.add([sample])
+    elif encoded.samples:
+        builder.add(encoded.samples)
+    counts["truncated"] += encoded.truncated
+    counts["dropped"] += encoded.dropped
+    counts["quoted"] += encoded.quoted
+
+
+class Quarantine:
+    """Rows that cannot be used: the first ends the run, or all are written to a file and counted."""
+
+    def __init__(self, path: Path | None, stop: bool) -> None:
+        self.path, self.stop = path, stop
+        self.of_part = self.read_before = 0
+        self.first: BadRow | None = None
+        self.file: Any = None
+
+    def __enter__(self) -> Quarantine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def add(self, bad: BadRow) -> None:
+        if self.stop:
+            raise bad.error
+        self.first = self.first or bad
+        self.of_part += 1
+        if self.path is None:
+            return
+        if self.file is None:
+            self.file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        line = {"origin": bad.origin, "reason": bad.reason, "row": bad.raw}
+        self.file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+    def check(self, part: Part, counts: dict[str, int]) -> None:
+        """At the end of a file: count its bad rows; if there are no others, something else is wrong."""
+        counts["quarantined"] += self.of_part
+        read = counts["read"] - self.read_before
+        if self.first is not None and self.of_part == read:
+            raise DataError(f"{part.name}: none of its {read:,} rows can be used. The first: {self.first.error}")
+        self.of_part, self.read_before, self.first = 0, counts["read"], None
+
+
+def _dataset(rows: RowStore, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None) -> Dataset:
+    fingerprint = rows.fingerprint()
+    if mixture is not None:
+        fingerprint = hashlib.sha256(f"{fingerprint} {mixture}".encode()).hexdigest()
+    return Dataset(rows, fingerprint, verdicts, {**counts, "kept": len(rows)}, mixture)
 
 
 def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Set a part of the rows aside, the same every time. Rows that come from one row of a file stay together."""
     if not 0 < fraction < 1:
         raise UsageError(f"data.eval_fraction is {fraction}: it must be between 0 and 1")
-    origins = [row[0].origin for row in dataset.rows]
+    rows = dataset.rows
+    origins: list[str] = [rows.origin(row) for row in range(len(rows))]
     units = list(dict.fromkeys(origins))
     if len(units) == 1:  # one long text: its parts may be parted
-        origins = units = [str(index) for index in range(len(dataset.rows))]
+        origins = units = [str(row) for row in range(len(rows))]
     if len(units) < 2:
         raise UsageError("data.eval_fraction: one row cannot be divided into training and evaluation; give data.eval")
     order = np.random.default_rng([seed, SPLIT]).permutation(len(units))
     size = min(max(1, round(fraction * len(units))), len(units) - 1)
     aside = {units[index] for index in order[:size]}
-    train = [row for row, origin in zip(dataset.rows, origins, strict=True) if origin not in aside]
-    evaluation = [row for row, origin in zip(dataset.rows, origins, strict=True) if origin in aside]
+    is_aside = np.array([origin in aside for origin in origins])
+    mixture = dataset.mixture
+    if mixture is not None:
+        edges = np.cumsum((0, *mixture.sizes))
+        left = tuple(int((~is_aside[a:b]).sum()) for a, b in pairwise(edges))
+        if not all(left):
+            raise UsageError(f"data.eval_fraction {fraction} leaves no rows of a source to train on; give data.eval")
+        mixture = replace(mixture, sizes=left)
     return (
-        _dataset(train, dataset.verdicts, dataset.counts),
-        _dataset(evaluation, dataset.verdicts, dataset.counts),
+        _dataset(rows.subset(np.flatnonzero(~is_aside)), dataset.verdicts, dataset.counts, mixture),
+        _dataset(rows.subset(np.flatnonzero(is_aside)), dataset.verdicts, dataset.counts, None),
     )
 
 
 class RowStream:
-    """The rows without end, each once an epoch, in an order that the seed and the epoch decide.
+    """The rows without end, epoch by epoch, in an order that the seed and the epoch decide.
 
-    `position`, the number of rows taken so far, is all its state.
+    An epoch has every row once; where sources are mixed by weight, it has the share of each. `position`, the number of
+    rows taken so far, is all its state: workers are handed parts of what was taken, so it is the same for any number.
     """
 
     def __init__(
@@ -303,28 +267,34 @@ class RowStream:
         seed: int,
         shuffle: bool = True,
         strata: Sequence[float] | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """`strata`: a number a row; rows that differ in it are spread evenly over the epoch."""
-        assert rows, "a stream needs rows"
+        assert len(rows), "a stream needs rows"
+        assert mixture is None or sum(mixture.sizes) == len(rows), "the mixture is of other rows"
         self.rows = rows
-        self.strata = np.array(strata if strata is not None else [0.0] * len(rows))
+        self.strata = np.array(strata if strata is not None else np.zeros(len(rows)))
         self.rows_per_step = rows_per_step
         self.seed = seed
         self.shuffle = shuffle
+        self.mixture = mixture
+        self.rows_per_epoch = len(rows) if mixture is None else mixture.rows
         self.position = 0
-        self._order = (-1, np.arange(len(rows)))  # epoch, and its order
+        self._order = (-1, np.arange(0))  # epoch, and its order
 
     def take(self, n_rows: int | None = None) -> list[Sample]:
         """Samples of the next rows, `rows_per_step` by default; each row is a group of its own.
 
-        They are the data set's own samples, so that what is written into them stays; a row that comes up a second
-        time in one call is a shallow copy.
+        If the rows hold their samples, these are the same every time, so that what is written into them stays; a row
+        that comes up a second time in one call is a shallow copy.
         """
         samples: list[Sample] = []
         taken: set[int] = set()
         for _ in range(self.rows_per_step if n_rows is None else n_rows):
             index = self._index(self.position)
-            row = [replace(sample) for sample in self.rows[index]] if index in taken else self.rows[index]
+            row = self.rows[index]
+            if index in taken:
+                row = [replace(sample) for sample in row]
             taken.add(index)
             for sample in row:
                 sample.group = self.position
@@ -333,15 +303,18 @@ class RowStream:
         return samples
 
     def _index(self, position: int) -> int:
-        epoch, at = divmod(position, len(self.rows))
+        epoch, at = divmod(position, self.rows_per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, self._order_of(epoch))
         return int(self._order[1][at])
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        order = np.arange(len(self.rows))
-        if self.shuffle:
+        if self.mixture is not None:
+            order = self.mixture.order(epoch, self.seed, self.shuffle)
+        elif self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        else:
+            order = np.arange(len(self.rows))
         place = np.zeros(len(order))  # of each row in its stratum, from 0 to 1: merging by it spreads the strata
         for stratum in np.unique(self.strata):
             members = np.flatnonzero(self.strata[order] == stratum)

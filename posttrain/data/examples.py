@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from posttrain.data.sources import Row
 from posttrain.errors import DataError
 
-Message: TypeAlias = dict[str, str]  # role, content
+Message: TypeAlias = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
 
 ROLES = {
     "system": "system",
@@ -44,6 +45,7 @@ class Chat(Example):
 
     messages: list[Message]
     plain: bool = False  # prompt and completion were mere strings, so that no chat template is needed
+    tools: list[Any] | None = None  # definitions, for templates that have a place for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,16 @@ class Stepwise(Example):
     steps: list[str]
     labels: list[float]  # probability that the step is right
     plain: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Example):
+    """A prompt to answer. What an answer is worth is for reward functions to say, which are given the columns."""
+
+    prompt: list[Message]
+    plain: bool = False
+    tools: list[Any] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # all of the row's, and ground_truth where the format has one
 
 
 # Cells
@@ -162,10 +174,10 @@ def margin(row: Row) -> float:
 # Conversations
 
 
-def messages_of(row: Row, column: str) -> list[Message]:
+def messages_of(row: Row, column: str, tools_too: bool = False) -> list[Message]:
     """The cell, which must be a list of messages."""
-    if row.values.get("tools"):
-        raise fault(row, "tools", "tool definitions cannot be used yet; write them into the system message")
+    if row.values.get("tools") and not tools_too:
+        raise fault(row, "tools", "definitions of tools cannot be used in this format; write them as text")
     return [message_of(row, f"{column}[{index}]", value) for index, value in enumerate(list_of(row, column))]
 
 
@@ -174,15 +186,74 @@ def message_of(row: Row, column: str, value: Any) -> Message:
     if not isinstance(value, dict):
         raise fault(row, column, f"expected a message with role and content, found {type(value).__name__}")
     role_key, content_key = ("from", "value") if "from" in value else ("role", "content")
+    calls = value.get("tool_calls")
     for key in (role_key, content_key):
-        if key not in value:
+        if key not in value and not (calls and key == content_key):
             raise fault(row, column, f"the message has no {key!r}; its keys are: {', '.join(map(str, value))}")
-    if value.get("tool_calls"):
-        raise fault(row, column, "tool_calls cannot be used yet; write the call as text into the content")
     role = text_of(row, f"{column}.{role_key}", value[role_key])
     if role not in ROLES:
         raise fault(row, f"{column}.{role_key}", f"unknown role {role!r}; known are {', '.join(ROLES)}")
-    return turn(ROLES[role], text_of(row, f"{column}.{content_key}", value[content_key]))
+    content = value.get(content_key)
+    if not isinstance(content, str):
+        content = "" if content is None and calls else content_of(row, f"{column}.{content_key}", content)
+    message = turn(ROLES[role], content)
+    if calls:
+        if message["role"] != "assistant":
+            raise fault(row, column, "tool_calls are for the assistant to make")
+        message["tool_calls"] = calls_of(row, f"{column}.tool_calls", calls)
+    elif message["role"] == "tool":  # some templates tell whose result it is
+        message |= {key: value[key] for key in ("name", "tool_call_id") if isinstance(value.get(key), str)}
+    return message
+
+
+def content_of(row: Row, column: str, value: Any) -> str:
+    """A content as text, or as a list of text parts."""
+    if not isinstance(value, list):
+        return text_of(row, column, value)
+    texts: list[str] = []
+    for index, part in enumerate(value):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise fault(row, f"{column}[{index}]", f"a part of type {kind!r}; only text can be used")
+        texts.append(text_of(row, f"{column}[{index}]", part.get("text") if isinstance(part, dict) else part))
+    return "".join(texts)
+
+
+def calls_of(row: Row, column: str, value: Any) -> list[Any]:
+    """Calls of tools: names, and arguments as an object, which files often have as JSON."""
+    if not isinstance(value, list):
+        raise fault(row, column, f"expected a list, found {type(value).__name__}")
+    calls: list[Any] = []
+    for index, call in enumerate(value):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise fault(row, f"{column}[{index}]", "expected a function with a name and arguments")
+        arguments = parsed(row, f"{column}[{index}].arguments", function.get("arguments") or {})
+        if not isinstance(arguments, dict):
+            raise fault(row, f"{column}[{index}].arguments", f"expected an object, found {type(arguments).__name__}")
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
+    return calls
+
+
+def tools_of(row: Row) -> list[Any] | None:
+    """Definitions of tools, if the row has them: a list, or JSON of one."""
+    if not row.values.get("tools"):
+        return None
+    tools = parsed(row, "tools", row.values["tools"])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise fault(row, "tools", "expected a list of definitions")
+    return tools or None
+
+
+def parsed(row: Row, column: str, value: Any) -> Any:
+    """The value; of text, what it says as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise fault(row, column, f"cannot be read as JSON: {error}") from None
 
 
 def check_answers(row: Row, column: str, messages: list[Message], first: int = 0) -> None:
@@ -190,15 +261,16 @@ def check_answers(row: Row, column: str, messages: list[Message], first: int = 0
     if messages[-1]["role"] != "assistant":
         raise fault(row, column, f"the last message must be the assistant's, not the {messages[-1]['role']}'s")
     for index, message in enumerate(messages):
-        if index >= first and message["role"] == "assistant" and not message["content"].strip():
+        silent = not message["content"].strip() and "tool_calls" not in message
+        if index >= first and message["role"] == "assistant" and silent:
             raise fault(row, f"{column}[{index}]", "empty response")
 
 
-def prompt_of(row: Row, column: str) -> list[Message]:
+def prompt_of(row: Row, column: str, tools_too: bool = False) -> list[Message]:
     """The cell as messages: text is the user's."""
     if isinstance(value_of(row, column), str):
         return [turn("user", filled_text(row, column, row.values[column], "prompt"))]
-    messages = messages_of(row, column)
+    messages = messages_of(row, column, tools_too)
     if messages[-1]["role"] == "assistant":
         raise fault(row, column, "the last message of a prompt cannot be the assistant's")
     return messages

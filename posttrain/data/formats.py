@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.data.columns import KeyMap
 from posttrain.data.examples import (
     ROLES,
     Chat,
@@ -18,6 +19,7 @@ from posttrain.data.examples import (
     Labelled,
     Message,
     Pair,
+    Question,
     Stepwise,
     Text,
     answer_of,
@@ -34,6 +36,7 @@ from posttrain.data.examples import (
     prompt_of,
     system_of,
     text_of,
+    tools_of,
     turn,
     value_of,
 )
@@ -47,6 +50,7 @@ VERBS: dict[RowKind, tuple[str, ...]] = {
     "pair": ("reward", "dpo", "simpo", "orpo", "cpo"),
     "labelled": ("kto",),
     "stepwise": ("prm",),
+    "prompt": (),  # reinforcement learning
 }
 """The commands that take each kind of row."""
 
@@ -72,8 +76,8 @@ class Format:
         return not missing and not foreign and self.holds(values)
 
     def serves(self, kind: RowKind) -> bool:
-        """Pairs also serve as labelled examples: one desirable, one not."""
-        return self.kind == kind or (kind, self.kind) == ("labelled", "pair")
+        """Pairs also serve as labelled examples, good and bad; conversations as prompts with a known answer."""
+        return self.kind == kind or (kind, self.kind) in (("labelled", "pair"), ("prompt", "chat"))
 
     def describe(self, values: dict[str, Any] | None = None) -> str:
         """Its name and columns; of the optional ones those that `values` has."""
@@ -87,19 +91,24 @@ class Format:
 class SourceFormat:
     """The format of one source: recognised by its first row, demanded of all the others."""
 
-    def __init__(self, kind: RowKind, placeholder: str) -> None:
+    def __init__(self, kind: RowKind, placeholder: str, map_keys: str = "") -> None:
         self.kind = kind
         self.placeholder = placeholder
+        self.keys = KeyMap.parse(map_keys)
         self.format: Format | None = None
         self.verdict = ""
         self._known_columns: set[tuple[str, ...]] = set()
 
     def examples(self, row: Row) -> list[Example]:
         """What the row holds: one example, or the two that a pair gives where labels are wanted."""
+        row = self.keys.apply(row)
         columns = tuple(row.values)
         if self.format is None:
             self.format = recognise(row, self.kind)
             self.verdict = self.format.describe(row.values)
+            if self.kind == "prompt" and self.format.kind == "chat":
+                kept = "" if "ground_truth" in row.values else " and kept as ground_truth"
+                self.verdict += f"; the last answer is not shown{kept}"
         elif columns not in self._known_columns:
             for column in self.format.columns:
                 if column not in row.values:
@@ -116,6 +125,8 @@ class SourceFormat:
                 Labelled(answer=example.chosen, label=1.0, **shared),
                 Labelled(answer=example.rejected, label=0.0, **shared),
             ]
+        if self.kind == "prompt" and isinstance(example, Chat):
+            return [_question(row, example)]
         return [example]
 
 
@@ -123,19 +134,27 @@ def recognise(row: Row, kind: RowKind) -> Format:
     """The one format for `kind` that the row's columns fit; DataError if there is none, or more than one."""
     fitting = [form for form in FORMATS if form.fits(row.values)]
     serving = [form for form in fitting if form.serves(kind)]
+    if kind == "prompt":  # where a row has a prompt of its own, this is the prompt, whatever else it has
+        serving = [form for form in serving if form.kind == "prompt"] or serving
     if len(serving) == 1:
         return serving[0]
-    verbs = ", ".join(VERBS[kind])
-    wanted = f"Formats for {verbs}:\n" + "\n".join(f"  {form.describe()}" for form in FORMATS if form.serves(kind))
+    wanted = f"Formats for {_named(VERBS[kind])}:\n" + "\n".join(
+        f"  {form.describe()}" for form in FORMATS if form.serves(kind)
+    )
     if serving:
         both = " or ".join(form.describe(row.values) for form in serving)
         raise DataError(f"{row.origin}: ambiguous columns: {both}; remove or rename the columns not meant")
     if fitting:
-        takers = dict.fromkeys(verb for form in fitting for verb in _verbs_taking(form))
+        takers = tuple(dict.fromkeys(verb for form in fitting for verb in _verbs_taking(form)))
         is_a = " or ".join(form.describe(row.values) for form in fitting)
-        raise DataError(f"{row.origin}: this is {is_a}; data for {', '.join(takers)}. {wanted}")
+        raise DataError(f"{row.origin}: this is {is_a}; data for {_named(takers)}. {wanted}")
     found = ", ".join(row.values) or "none"
-    raise DataError(f"{row.origin}: columns found: {found}; no known format has these. {wanted}")
+    rename = "data.map_keys gives columns other names."
+    raise DataError(f"{row.origin}: columns found: {found}; no known format has these; {rename} {wanted}")
+
+
+def _named(verbs: Sequence[str]) -> str:
+    return ", ".join(verbs) or "reinforcement learning"
 
 
 def _verbs_taking(form: Format) -> list[str]:
@@ -150,15 +169,15 @@ def _text(row: Row, _: str) -> Example:
 
 
 def _chat(row: Row, _: str) -> Example:
-    messages = messages_of(row, "messages")
+    messages = messages_of(row, "messages", tools_too=True)
     check_answers(row, "messages", messages)
-    return Chat(origin=row.origin, messages=messages)
+    return Chat(origin=row.origin, messages=messages, tools=tools_of(row))
 
 
 def _sharegpt(row: Row, _: str) -> Example:
-    messages = messages_of(row, "conversations")
+    messages = messages_of(row, "conversations", tools_too=True)
     check_answers(row, "conversations", messages)
-    return Chat(origin=row.origin, messages=system_of(row) + messages)
+    return Chat(origin=row.origin, messages=system_of(row) + messages, tools=tools_of(row))
 
 
 def _prompt_completion(row: Row, _: str) -> Example:
@@ -167,13 +186,56 @@ def _prompt_completion(row: Row, _: str) -> Example:
     return Chat(origin=row.origin, messages=messages, plain=are_strings(row, "prompt", "completion"))
 
 
-def _gsm8k(row: Row, _: str) -> Example:
+def _question_answer(row: Row, _: str) -> Example:
     question = filled_text(row, "question", row.values["question"], "question")
     answer = filled_text(row, "answer", row.values["answer"], "response")
     return Chat(origin=row.origin, messages=[turn("user", question), turn("assistant", answer)])
 
 
-def _alpaca_prompt(row: Row) -> list[Message]:
+def _prompt(row: Row, _: str) -> Example:
+    prompt = prompt_of(row, "prompt", tools_too=True)
+    plain = are_strings(row, "prompt")
+    return Question(origin=row.origin, prompt=prompt, plain=plain, tools=tools_of(row), columns=row.values)
+
+
+def _asked(row: Row, _: str) -> Example:
+    prompt = prompt_of(row, "messages", tools_too=True)
+    return Question(origin=row.origin, prompt=prompt, tools=tools_of(row), columns=row.values)
+
+
+def _ends_asking(values: dict[str, Any]) -> bool:
+    messages = values["messages"]
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and ROLES.get(str(last.get("role", last.get("from")))) in ("user", "tool")
+
+
+def _has_truth(values: dict[str, Any]) -> bool:
+    judge = values.get("reward_model")
+    return isinstance(judge, dict) and "ground_truth" in judge
+
+
+def _verl(row: Row, _: str) -> Example:
+    columns = {"ground_truth": row.values["reward_model"]["ground_truth"], **row.values}
+    return Question(origin=row.origin, prompt=prompt_of(row, "prompt", tools_too=True), columns=columns)
+
+
+def _question(row: Row, chat: Chat) -> Question:
+    """A conversation up to its last answer, which is the ground truth; of GSM8K's what stands after the mark."""
+    *prompt, answer = chat.messages
+    truth = answer["content"]
+    if _is_gsm8k(row.values):
+        truth = truth.rpartition("####")[2].strip()
+        if not truth:
+            raise fault(row, "answer", 'nothing comes after "####"')
+    columns = {"ground_truth": truth, **row.values}
+    return Question(origin=chat.origin, prompt=prompt, plain=chat.plain, tools=chat.tools, columns=columns)
+
+
+def _is_gsm8k(values: dict[str, Any]) -> bool:
+    return "question" in values and "####" in str(values.get("answer"))
+
+
+def _alpaca_prompt(row: Row, question: str = "instruction", more: str = "input") -> list[Message]:
     messages = system_of(row)
     history = list_of(row, "history") if row.values.get("history") else []
     for index, exchange in enumerate(history):
@@ -182,16 +244,21 @@ def _alpaca_prompt(row: Row) -> list[Message]:
             raise fault(row, column, "expected a list of [question, answer]")
         messages.append(turn("user", text_of(row, column, exchange[0])))
         messages.append(turn("assistant", filled_text(row, column, exchange[1], "response")))
-    instruction = text_of(row, "instruction", row.values["instruction"])
-    question = "\n".join(part for part in (instruction, optional_text(row, "input")) if part)
-    if not question.strip():
-        raise fault(row, "instruction", "empty prompt")
-    return [*messages, turn("user", question)]
+    asked = text_of(row, question, row.values[question])
+    text = "\n".join(part for part in (asked, optional_text(row, more)) if part)
+    if not text.strip():
+        raise fault(row, question, "empty prompt")
+    return [*messages, turn("user", text)]
 
 
 def _alpaca(row: Row, _: str) -> Example:
     answer = filled_text(row, "output", row.values["output"], "response")
     return Chat(origin=row.origin, messages=[*_alpaca_prompt(row), turn("assistant", answer)])
+
+
+def _prompt_response(row: Row, _: str) -> Example:
+    answer = filled_text(row, "response", row.values["response"], "response")
+    return Chat(origin=row.origin, messages=[*_alpaca_prompt(row, "prompt", "query"), turn("assistant", answer)])
 
 
 def _alpaca_pair(row: Row, _: str) -> Example:
@@ -323,11 +390,12 @@ def _marked_steps(column: str) -> Callable[[Row, str], Example]:
 
 MARGIN = ("margin", "chosen_score", "rejected_score")
 ALPACA = ("input", "history", "system")
+ANSWERS = ("completion", "completions", "response", "chosen", "rejected", "label")
 PROMPTS = ("prompt", "instruction", "conversations", "messages", "question", "problem", "input")
 
 FORMATS = (
     Format("text", "text", ("text",), _text),
-    Format("chat", "chat", ("messages",), _chat, without=("label",)),
+    Format("chat", "chat", ("messages",), _chat, ("tools",), without=("label",)),
     Format("prompt and completion", "chat", ("prompt", "completion"), _prompt_completion, without=("label",)),
     Format(
         "Alpaca",
@@ -338,8 +406,50 @@ FORMATS = (
         without=("label",),
         holds=lambda values: not isinstance(values["output"], list),
     ),
-    Format("ShareGPT", "chat", ("conversations",), _sharegpt, ("system",), without=("chosen", "rejected", "label")),
-    Format("GSM8K", "chat", ("question", "answer"), _gsm8k, without=("label",)),
+    Format(
+        "prompt and response",
+        "chat",
+        ("prompt", "response"),
+        _prompt_response,
+        ("query", "history", "system"),
+        without=("label", "completion"),
+    ),
+    Format(
+        "ShareGPT",
+        "chat",
+        ("conversations",),
+        _sharegpt,
+        ("system", "tools"),
+        without=("chosen", "rejected", "label"),
+    ),
+    Format("GSM8K", "chat", ("question", "answer"), _question_answer, without=("label",), holds=_is_gsm8k),
+    Format(
+        "question and answer",
+        "chat",
+        ("question", "answer"),
+        _question_answer,
+        without=("label",),
+        holds=lambda values: not _is_gsm8k(values),
+    ),
+    Format(
+        "prompt",
+        "prompt",
+        ("prompt",),
+        _prompt,
+        ("tools",),
+        without=ANSWERS,
+        holds=lambda values: not _has_truth(values),
+    ),
+    Format("messages to answer", "prompt", ("messages",), _asked, ("tools",), without=("label",), holds=_ends_asking),
+    Format(
+        "verl",
+        "prompt",
+        ("prompt", "reward_model"),
+        _verl,
+        ("extra_info",),
+        without=ANSWERS,
+        holds=_has_truth,
+    ),
     Format("preference", "pair", ("prompt", "chosen", "rejected"), _pair, MARGIN),
     Format("hh-rlhf", "pair", ("chosen", "rejected"), _hh_pair, MARGIN, without=PROMPTS),
     Format("ShareGPT pairwise", "pair", ("conversations", "chosen", "rejected"), _sharegpt_pair, ("system", *MARGIN)),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from posttrain.config import DataConfig
-from posttrain.data.dataset import Encoded, Encoder
+from posttrain.data.columns import KeyMap
+from posttrain.data.encode import Encoded, Encoder
 from posttrain.data.examples import Chat, Example, Message, Text, fault, filled_text
 from posttrain.data.formats import SourceFormat
 from posttrain.data.indexed import Numbers, token_dtype
@@ -65,7 +66,7 @@ class PreprocessConfig:
     workers: int = 1
     """Processes that encode. The result does not depend on it."""
     n_subs: int = 0
-    """Parts, about so many, that are kept until the end: an interrupted run goes on after the last. 0: as many as fit."""
+    """About so many parts are kept until the end: an interrupted run goes on after the last. 0: one for 64 MB."""
     cache_dir: str = ""
     """Where unfinished parts are kept; default: beside the output."""
     log_interval: int = 10_000
@@ -110,13 +111,16 @@ class Handler:
         """The row to write, of an example's samples."""
         raise NotImplementedError
 
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the files must know besides."""
+        return {}
+
     # The same for all
 
     def _encoder(self) -> Encoder:
         config = DataConfig(
             max_tokens=self.config.seq_length - 1 if self.config.seq_length else UNLIMITED,
             on_long="drop",
-            template=self.config.prompt_type,
         )
         kind: RowKind = "chat" if self.kind == "prompt" else self.kind
         return Encoder(self.tokenizer, config, kind, len(self.tokenizer), self.config.placeholder_token)
@@ -174,36 +178,22 @@ class Handler:
 
 
 class Renaming:
-    """map_keys: which column of the file stands for which column of the format."""
+    """map_keys: which column of the file stands for which column of the format; a format's own names need none."""
 
     def __init__(self, text: str, names: dict[str, str]) -> None:
-        try:
-            given = json.loads(text) if text else {}
-        except ValueError as error:
-            raise UsageError(f"map_keys is not valid JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise UsageError('map_keys must be a JSON object, as {"prompt": "problem", "response": "answer"}')
-        self.tags: dict[str, str] = given.pop("tags", {})
-        for name, column in given.items():
-            if name not in names:
+        given = KeyMap.parse(text)
+        for name in given.columns:
+            if names and name not in names:
                 raise UsageError(f"map_keys: {name!r} is not known here; known are {', '.join(names)}")
-            if not isinstance(column, str):
-                raise UsageError(f"map_keys: {name} must be the name of a column, not {column!r}")
-        self.given: dict[str, str] = given
-        self.names = names
+        self.keys = KeyMap({names.get(name, name): theirs for name, theirs in given.columns.items()}, given.tags)
+        self.columns = set(names.values())
 
     def apply(self, row: Row) -> Row:
         """The row with only the columns that the format has, under its names."""
-        if not self.names:
-            return row
-        values: dict[str, Any] = {}
-        for name, known_as in self.names.items():
-            column = self.given.get(name, known_as)
-            if column in row.values:
-                values[known_as] = row.values[column]
-            elif column and name in self.given:
-                raise fault(row, column, f"missing column (map_keys: {name})")
-        return Row(values, row.origin)
+        renamed = self.keys.apply(row)
+        if not self.columns:
+            return renamed
+        return Row({name: value for name, value in renamed.values.items() if name in self.columns}, row.origin)
 
 
 class GeneralPretrainHandler(Handler):
@@ -262,32 +252,12 @@ class SharegptStyleInstructionHandler(AlpacaStyleInstructionHandler):
     names = {"messages": "conversations", "system": "system"}  # noqa: RUF012
 
     def examples(self, row: Row, source: SourceFormat) -> list[Example]:
-        if "conversations" not in row.values and not self.renaming.given and "messages" in row.values:
-            row = Row({**row.values, "conversations": row.values["messages"]}, row.origin)
-        renamed = self.renaming.apply(row)
-        values = {column: self._tagged(row, column, value) for column, value in renamed.values.items()}
-        return source.examples(Row(values, row.origin))
-
-    def _tagged(self, row: Row, column: str, value: Any) -> Any:
-        """Messages in other words (`tags` of map_keys) -> role and content."""
-        tags = self.renaming.tags
-        if not tags or not isinstance(value, dict | list):
-            return value
-        if isinstance(value, list):
-            return [self._tagged(row, column, message) for message in value]
-        role_tag, content_tag = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-        for tag in (role_tag, content_tag):
-            if tag not in value:
-                raise fault(row, column, f"a message without {tag!r}; it has {', '.join(map(str, value))}")
-        said_by = {
-            tags.get("user_tag", "human"): "user",
-            tags.get("assistant_tag", "gpt"): "assistant",
-            tags.get("system_tag", "system"): "system",
-            tags.get("observation_tag", "observation"): "tool",
-            tags.get("function_tag", "function_call"): "assistant",
-        }
-        role = str(value[role_tag])
-        return {"role": said_by.get(role, role), "content": value[content_tag]}
+        values = row.values
+        if "conversations" not in values and "messages" in values and "conversations" not in self.renaming.keys.columns:
+            row = Row(
+                {"conversations" if name == "messages" else name: value for name, value in values.items()}, row.origin
+            )
+        return super().examples(row, source)
 
 
 class R1AlpacaStyleInstructionHandler(Handler):
@@ -365,17 +335,24 @@ class AlpacaStyleProcessRewardHandler(Handler):
             raise UsageError(f"reward_tokens is {list(config.reward_tokens)}; give two, for right and for wrong steps")
         self.right, self.wrong = (self._one_token(text) for text in config.reward_tokens)
 
+    def facts(self) -> dict[str, Any]:
+        return {"reward_ids": [self.right, self.wrong]}
+
     def _one_token(self, text: str) -> int:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
-            raise UsageError(f"reward_tokens: {text!r} is {len(ids)} tokens in this tokenizer; it must be one it knows.")
+            raise UsageError(
+                f"reward_tokens: {text!r} is {len(ids)} tokens in this tokenizer; it must be one it knows."
+            )
         return ids[0]
 
     def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
         sample = samples[0]
         assert sample.targets is not None
         if not np.isin(sample.targets, (0, 1)).all():
-            raise DataError(f"{row.origin}: a label between 0 and 1 has no token; write 1 for right steps and 0 for wrong")
+            raise DataError(
+                f"{row.origin}: a label between 0 and 1 has no token; write 1 for right steps and 0 for wrong"
+            )
         labels = np.full(len(sample), IGNORED, dtype=np.int32)
         labels[sample.mask] = np.where(sample.targets[sample.mask] == 1, self.right, self.wrong)
         return {

@@ -97,8 +97,9 @@ class IndexedWriter:
     def add_index(self, prefix: str | Path) -> None:
         """All of another file, as if its sequences had been written here."""
         other = IndexedReader(prefix)
-        if other.dtype != self.dtype or (other.modes is None) != (self.modes is None):
-            raise DataError(f"{idx_path(prefix)}: holds {other.dtype}, which cannot be added to {self.dtype}")
+        if other.dtype != self.dtype or (len(other) and (other.modes is None) != (self.modes is None)):
+            kinds = [f"{file.dtype}, with{'out' * (file.modes is None)} modes" for file in (other, self)]
+            raise DataError(f"{idx_path(prefix)}: holds {kinds[0]}: cannot be added to {kinds[1]}")
         first = len(self.lengths)
         self.lengths.frombytes(other.lengths.tobytes())
         self.edges.frombytes((other.edges[1:] + first).tobytes())
@@ -135,7 +136,7 @@ class IndexedWriter:
         """Give the files their names; what had them before is gone first, so that old and new never mix."""
         unpublish(self.prefix)
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            os.replace(f"{path}{UNFINISHED}", path)
+            Path(f"{path}{UNFINISHED}").replace(path)
         sync_folder(bin_path(self.prefix).parent)
 
     def discard(self) -> None:
@@ -165,7 +166,7 @@ class IndexedReader(Sequence[Numbers]):
             np.ndarray
         )  # slices of memmap are slow
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
-        needed, there = int(ends.max(initial=0)), self.numbers.nbytes
+        needed, there = int(ends.max(initial=0)), bin_path(prefix).stat().st_size
         if needed > there:
             raise DataError(
                 f"{bin_path(prefix)}: {there} bytes, but {idx_path(prefix)} needs {needed}: was it cut off?"

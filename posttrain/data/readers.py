@@ -48,7 +48,7 @@ class BadRow:
 
     origin: str
     reason: str
-    raw: str  # its text
+    raw: str | dict[str, Any]  # its text, or its values if these were read
 
     @property
     def error(self) -> DataError:

@@ -113,8 +113,7 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
             there = f"; there are {', '.join(splits)}" if splits else ""
             raise UsageError(f"{folder}:{split}: no file of the folder is named {split} or {split}-...{there}")
         return chosen
-    several = len({_split_of(file, folder) for file in files}) > 1
-    if several and set(splits) > {"train"} or several and "train" not in splits:
+    if set(splits) - {"train"} and len({_split_of(file, folder) for file in files}) > 1:
         raise UsageError(f"{folder}: holds files of several splits ({', '.join(splits)}); say which: {folder}:train")
     return files
 

@@ -18,6 +18,7 @@ from posttrain.types import Sample
 
 SPILL = 256 * 2**20  # bytes of a column kept in memory; beyond, it goes to a file that is mapped
 BLOCK = 2**20
+PENDING = 2**14  # single values that wait to be put together
 NUMBER_AT_END = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})", re.DOTALL)
 
 
@@ -29,7 +30,18 @@ class Column:
         self.limit = limit
         self.folder = folder
         self.buffer = bytearray()
+        self.pending: list[float] = []
         self.file: Any = None
+
+    def add_one(self, value: float) -> None:
+        """One value; a column takes either single values or arrays."""
+        self.pending.append(value)
+        if len(self.pending) == PENDING:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        values, self.pending = self.pending, []
+        self.add(np.array(values, dtype=self.dtype))
 
     def add(self, values: npt.NDArray[Any]) -> None:
         self.buffer += values.astype(self.dtype, copy=False).tobytes()
@@ -45,6 +57,7 @@ class Column:
 
     def array(self) -> npt.NDArray[Any]:
         """All values, not to be changed."""
+        self._add_pending()
         if self.file is None:
             values = np.frombuffer(self.buffer, dtype=self.dtype)
             values.flags.writeable = False
@@ -76,9 +89,10 @@ class RowBuilder:
 
     def __init__(self, folder: Path | None = None, limit: int = SPILL) -> None:
         """`folder`: where the file is, if there must be one; the system's place for such files by default."""
-        dtypes = {name: np.int64 for name in ("starts", "firsts", "number")}
-        dtypes |= {"tokens": np.int32, "mask": np.bool_, "targets": np.float32, "counted": np.int32}
-        dtypes |= {"label": np.float64, "margin": np.float64, "place": np.int32}
+        dtypes: dict[str, type[np.generic]] = dict.fromkeys(("starts", "firsts", "number"), np.int64)
+        dtypes |= dict.fromkeys(("tokens", "counted", "place"), np.int32)
+        dtypes |= dict.fromkeys(("label", "margin"), np.float64)
+        dtypes |= {"mask": np.bool_, "targets": np.float32}
         self.columns = {name: Column(dtype, limit, folder) for name, dtype in dtypes.items()}
         self.places: dict[str, int] = {}
         self.rows = self.samples = self.tokens = 0
@@ -87,25 +101,25 @@ class RowBuilder:
         columns = self.columns
         found = NUMBER_AT_END.fullmatch(row[0].origin)
         text, number = (found.group(1), int(found.group(2))) if found else (row[0].origin, -1)
-        columns["place"].add(np.array([self.places.setdefault(text, len(self.places))]))
-        columns["number"].add(np.array([number]))
-        columns["firsts"].add(np.array([self.samples]))
+        columns["place"].add_one(self.places.setdefault(text, len(self.places)))
+        columns["number"].add_one(number)
+        columns["firsts"].add_one(self.samples)
         for sample in row:
-            columns["starts"].add(np.array([self.tokens]))
+            columns["starts"].add_one(self.tokens)
             columns["tokens"].add(sample.tokens)
             columns["mask"].add(sample.mask)
             if sample.targets is not None:
                 columns["targets"].add(sample.targets)
-            columns["counted"].add(np.array([np.count_nonzero(sample.mask)]))
-            columns["label"].add(np.array([sample.label]))
-            columns["margin"].add(np.array([sample.margin]))
+            columns["counted"].add_one(int(np.count_nonzero(sample.mask)))
+            columns["label"].add_one(sample.label)
+            columns["margin"].add_one(sample.margin)
             self.tokens += len(sample)
         self.samples += len(row)
         self.rows += 1
 
     def finish(self) -> RowStore:
-        self.columns["starts"].add(np.array([self.tokens]))
-        self.columns["firsts"].add(np.array([self.samples]))
+        self.columns["starts"].add_one(self.tokens)
+        self.columns["firsts"].add_one(self.samples)
         arrays: dict[str, Any] = {name: column.array() for name, column in self.columns.items()}
         assert len(arrays["targets"]) in (0, self.tokens), "some samples have targets and some have none"
         return RowStore(Columns(**arrays, places=tuple(self.places)), np.arange(self.rows))
@@ -114,9 +128,9 @@ class RowBuilder:
 class RowStore(Sequence[list[Sample]]):
     """Rows by number. Each time one is asked for its samples are made anew, unless `hold` was called."""
 
-    def __init__(self, columns: Columns, index: npt.NDArray[np.int64]) -> None:
+    def __init__(self, columns: Columns, chosen: npt.NDArray[np.int64]) -> None:
         self.columns = columns
-        self.index = index  # which of the rows of the columns
+        self.chosen = chosen  # which of the rows of the columns
         self._held: dict[int, list[Sample]] | None = None
 
     @classmethod
@@ -134,10 +148,10 @@ class RowStore(Sequence[list[Sample]]):
 
     def subset(self, rows: npt.ArrayLike) -> RowStore:
         """Some of the rows, in the order given; nothing is copied."""
-        return RowStore(self.columns, self.index[np.asarray(rows, dtype=np.int64)])
+        return RowStore(self.columns, self.chosen[np.asarray(rows, dtype=np.int64)])
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.chosen)
 
     @overload
     def __getitem__(self, row: int) -> list[Sample]: ...
@@ -176,12 +190,12 @@ class RowStore(Sequence[list[Sample]]):
         return samples
 
     def _samples_of(self, row: int) -> range:
-        at = self.index[row]
+        at = self.chosen[row]
         return range(self.columns.firsts[at], self.columns.firsts[at + 1])
 
     def origin(self, row: int) -> str:
         """`file:line` of a row."""
-        at = self.index[row]
+        at = self.chosen[row]
         number = int(self.columns.number[at])
         return self.columns.places[self.columns.place[at]] + (str(number) if number >= 0 else "")
 
@@ -195,7 +209,7 @@ class RowStore(Sequence[list[Sample]]):
 
     def _samples(self) -> npt.NDArray[np.int64]:
         """Numbers of all samples of these rows."""
-        first, size = self.columns.firsts[self.index], np.diff(self.columns.firsts)[self.index]
+        first, size = self.columns.firsts[self.chosen], np.diff(self.columns.firsts)[self.chosen]
         before = np.repeat(np.cumsum(size) - size, size)
         return np.repeat(first, size) + np.arange(int(size.sum())) - before
 

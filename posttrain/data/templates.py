@@ -19,6 +19,17 @@ from posttrain.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+QUESTION = """
+{%- for message in messages %}
+  {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
+    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.input_template has a place only "
+      ~ "for questions of the user and answers of the assistant in turn. Use a chat template") }}
+  {%- elif message.role == 'user' %}
+    {{- BEFORE + message.content + AFTER }}
+  {%- else %}
+    {{- message.content }}{{- eos_token }}
+  {%- endif %}
+{%- endfor %}"""
 FIELDS = ("template", "end_of_turn", "stop", "system")
 ENDS = re.compile(r"\A\{#- turns end with: (\[.*?\]) #\}")
 
@@ -38,7 +49,7 @@ class Template:
         """All of it as one Jinja text: it stands alone, and a comment tells `turn_ends` what it says of ends."""
         ends = [text for text in (self.end_of_turn, *self.stop) if text]
         comment = "{#- turns end with: " + json.dumps(ends, ensure_ascii=False) + " #}" if ends else ""
-        system = "{%- set default_system = " + json.dumps(self.system) + " %}" if self.system else ""
+        system = "{%- set default_system = " + literal(self.system) + " %}" if self.system else ""
         return comment + system + self.template
 
 
@@ -49,10 +60,12 @@ def turn_ends(chat_template: Any) -> tuple[str, ...]:
 
 
 def load_template(name: str) -> Template:
-    """A template by name, from `FILE.yaml:NAME`, or from a file that holds one Jinja template."""
+    """By name, from `FILE.yaml:NAME`, from a file that holds one Jinja template, or data.input_template itself."""
     known = shipped()
     if name in known:
         return known[name]
+    if "{}" in name:
+        return question_template(name)
     file, _, entry = name.rpartition(":")
     if file and Path(file).is_file():
         return chosen(read_templates(Path(file)), entry, file)
@@ -66,6 +79,20 @@ def load_template(name: str) -> Template:
     return next(iter(inside.values()))
 
 
+def question_template(text: str) -> Template:
+    """data.input_template as a chat template: each question in it, each answer ended by EOS."""
+    before, *rest = text.replace("\\n", "\n").split("{}")  # a shell passes "\n" as two characters; nobody means these
+    if len(rest) != 1:
+        example = '"Human: {}\\nAssistant: "'
+        raise UsageError(f"data.input_template {text!r} needs {{}} once, for the question, as in {example}")
+    return Template(text, QUESTION.replace("BEFORE", literal(before)).replace("AFTER", literal(rest[0])))
+
+
+def literal(text: str) -> str:
+    """The text as Jinja writes it; JSON's escapes are Jinja's too, but not those of letters."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Make `name` the tokenizer's chat template, and its end-of-turn the end token; without a name nothing changes."""
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -74,9 +101,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         return
     template = load_template(name)
     tokenizer.chat_template = template.jinja
-    if template.end_of_turn and template.end_of_turn != tokenizer.eos_token:
-        if template.end_of_turn in whole_tokens(tokenizer):
-            tokenizer.eos_token = template.end_of_turn
+    if template.end_of_turn != tokenizer.eos_token and template.end_of_turn in whole_tokens(tokenizer):
+        tokenizer.eos_token = template.end_of_turn
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from posttrain import ops
 from posttrain.data.pack import collate
 from posttrain.engines.base import OnToken, Request, Sampling
+from posttrain.models.attention import plain_attention
 from posttrain.models.forward import Trunk
 from posttrain.types import Sample
 
@@ -249,28 +250,6 @@ class SlotCache:
             for held in store.values():
                 held[slot, :, :length] = held[last, :, :length]
         self.lengths[slot] = self.lengths[last]
-
-
-def plain_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The formula, for families whose scores the fused kernels do not know."""
-    scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.reshape(1, q.shape[1], q.shape[2], 1).expand(q.shape[0], -1, -1, 1)
-        weights = torch.cat([scores, column], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    else:
-        weights = scores.softmax(-1, dtype=torch.float32)
-    return weights.to(v.dtype) @ v
 
 
 def uniforms(seeds: Sequence[int], places: Sequence[int]) -> torch.Tensor:

@@ -95,7 +95,7 @@ def update(run: Run, policy: LearnerGroup, samples: list[Sample], objective: Obj
         run.log.warn(f"step {step}: loss or gradient is not finite; nothing was applied. The batch is in {kept}")
     else:
         progress.skipped_in_a_row = 0
-    return metrics | {"tokens": float(tokens), "epoch": run.data.rows_at[step] / len(run.data.train.rows)}
+    return metrics | {"tokens": float(tokens), "epoch": run.data.rows_at[step] / run.data.stream.rows_per_epoch}
 
 
 def give_up_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
@@ -158,6 +158,8 @@ class Helpers:
         if self.precomputed:
             run.log.message("computing the reference's log-probabilities of all rows")
             datasets = [run.data.train, run.data.eval] if run.data.eval else [run.data.train]
+            for dataset in datasets:
+                dataset.rows.hold()
             self.fill_reference([sample for dataset in datasets for row in dataset.rows for sample in row])
             self.reference = None
 

@@ -57,6 +57,7 @@ class Run:
 
     verb: str
     config: Config
+    model: ModelConfig  # as configured, its path resolved: a run's newest checkpoint is looked for once, and stays it
     algo: Algorithm
     folder: RunFolder
     signals: StopSignals
@@ -75,10 +76,11 @@ class Run:
         logs.quiet_libraries()
         with ExitStack() as stack:
             models = {"model": resolve_path(config.model.path)} | helper_models(config, algo)
-            tokenizer = load_tokenizer(config.model)
+            model = config.model if config.model.path == "pico" else replace(config.model, path=models["model"])
+            tokenizer = load_tokenizer(model)
             folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
-            data = load_data(config, algo, tokenizer, vocabulary)
+            data = load_data(config, algo, tokenizer, vocabulary, folder.path)
             check_lengths(models["model"], data)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
             fingerprints |= {name: fingerprint(path) for name, path in models.items()}
@@ -99,17 +101,17 @@ class Run:
             for line in (*data.train.verdicts, *ledger(config, data, folder.path)):
                 log.message(line)
             signals = stack.enter_context(StopSignals())
-            yield cls(verb, config, algo, folder, signals, log, tokenizer, data, fingerprints)
+            yield cls(verb, config, model, algo, folder, signals, log, tokenizer, data, fingerprints)
 
     def learner(self) -> LearnerGroup:
         """The model that is trained."""
-        config = self.config
-        teacher = replace(config.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
-        return self.start(config.model, head=self.algo.head, trainable=True, teacher=teacher)
+        teacher = replace(self.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
+        template = self.config.data.template or self.config.data.input_template
+        return self.start(self.model, head=self.algo.head, trainable=True, teacher=teacher, template=template)
 
     def frozen(self, path: str) -> LearnerGroup:
         """A model that only looks, as the reference."""
-        model = replace(self.config.model, path=path or self.config.model.path, lora_rank=0, router_loss=0.0)
+        model = replace(self.model, path=path or self.model.path, lora_rank=0, router_loss=0.0)
         return self.start(model, head="token", trainable=False)
 
     def start(self, model: ModelConfig, **options: Any) -> LearnerGroup:
@@ -206,23 +208,34 @@ class Run:
         return self.folder.write_bad_batch(step, rows)
 
 
-def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int) -> Data:
-    """Read, recognise and encode all rows; every problem comes up here, before a model is loaded."""
+def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, folder: Path | None = None) -> Data:
+    """Read, recognise and encode all rows; every problem comes up here, before a model is loaded.
+
+    Bad rows are set aside in the run folder, and rows too large for the memory are kept there.
+    """
+    quarantine = folder / "quarantine.jsonl" if folder else None
+    if quarantine:
+        quarantine.unlink(missing_ok=True)  # of an earlier start of this run
     encoder = Encoder(tokenizer, config.data, algo.rows, vocab_size=vocabulary, placeholder=algo.placeholder())
-    train = load_dataset(config.data.train, encoder, config.data.max_rows, None)
+    train = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=quarantine, cache=folder)
     evaluation: Dataset | None = None
     if config.data.eval:
-        evaluation = load_dataset(config.data.eval, encoder, None, None)
+        evaluation = load_dataset(config.data.eval, encoder, quarantine=quarantine, cache=folder)
+        if evaluation.mixture:
+            raise UsageError("data.eval: evaluation takes every row once; leave the weights out")
     elif config.data.eval_fraction:
         train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
+    if evaluation is not None:
+        evaluation.rows.hold()  # what helpers write into these is used again at the next evaluation
     strata = [algo.stratum(row[0]) for row in train.rows]
-    stream = RowStream(train.rows, config.update.rows_per_step, config.seed, config.data.shuffle, strata)
-    edges = step_edges(config, len(train.rows), algo.least_rows)
+    size = config.update.rows_per_step
+    stream = RowStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
+    edges = step_edges(config, stream.rows_per_epoch, algo.least_rows)
     smallest = min(after - before for before, after in pairwise(edges))
     if smallest < algo.least_rows:
         raise UsageError(
             f"{algo.name} needs at least {algo.least_rows} rows a step, but a step has {smallest}: "
-            f"update.rows_per_step is {config.update.rows_per_step}, and there are {len(train.rows)} rows."
+            f"update.rows_per_step is {size}, and there are {stream.rows_per_epoch} rows."
         )
     return Data(train, evaluation, stream, edges)
 
@@ -249,8 +262,8 @@ def check_lengths(model_folder: str, data: Data) -> None:
     limit = getattr(described, "max_position_embeddings", None)
     if limit is None or hasattr(described, "rope_parameters"):
         return
-    rows = data.train.rows + (data.eval.rows if data.eval else [])
-    for sample in (sample for row in rows for sample in row):
+    too_long = [part.rows for part in (data.train, data.eval) if part and part.rows.lengths().max() > limit]
+    for sample in (sample for rows in too_long for row in rows for sample in row):
         if len(sample) > limit:
             raise DataError(
                 f"{sample.origin}: {len(sample)} tokens, but the model has places for {limit}. "
@@ -273,15 +286,20 @@ def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:
 def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
     """What is about to happen, in numbers."""
     rows, counts = len(data.train.rows), data.train.counts
-    samples = sum(len(row) for row in data.train.rows)
-    tokens = sum(len(sample) for row in data.train.rows for sample in row)
-    trained = sum(int(sample.mask.sum()) for row in data.train.rows for sample in row)
-    changed = ", ".join(f"{counts[name]} {name}" for name in ("truncated", "dropped") if counts.get(name))
-    size = f"{rows:,} rows, {samples:,} samples, {tokens:,} tokens of which {trained:,} count"
+    lengths, trained = data.train.rows.lengths(), data.train.rows.counted()
+    notable = ("truncated", "dropped", "quarantined")
+    changed = ", ".join(f"{counts[name]:,} {name}" for name in notable if counts[name])
+    size = f"{rows:,} rows, {len(lengths):,} samples, {lengths.sum():,} tokens of which {trained:,} count"
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
-        yield f"evaluation: {len(data.eval.rows):,} rows"
-    epochs = data.rows_at[-1] / rows
+        aside = data.eval.counts["quarantined"] if config.data.eval else 0
+        yield f"evaluation: {len(data.eval.rows):,} rows" + (f" ({aside:,} quarantined)" if aside else "")
+    if counts["quarantined"] or (data.eval is not None and data.eval.counts["quarantined"]):
+        yield f"rows that cannot be used are in {folder / 'quarantine.jsonl'}"
+    if data.train.mixture is not None:
+        shares = zip(data.train.mixture.counts, data.train.mixture.sizes, strict=True)
+        yield "an epoch mixes " + ", ".join(f"{count:,} of {size:,} rows" for count, size in shares)
+    epochs = data.rows_at[-1] / data.stream.rows_per_epoch
     yield (
         f"steps: {data.steps:,} of {config.update.rows_per_step} rows = {epochs:.2f} epochs; "
         f"packs of {config.update.tokens_per_device:,} tokens"

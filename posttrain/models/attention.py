@@ -150,12 +150,26 @@ def causal(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible(width, sliding_window, q.device), scale=scaling
         )
+    mask = visible(width, sliding_window if windowed else None, q.device)
+    return plain_attention(q, k, v, mask, scaling, softcap, sinks)
+
+
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The formula, for families whose scores the fused kernels do not know; mask is True where a key is seen."""
     scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(width, sliding_window if windowed else None, q.device), -torch.inf)
-    if sinks is not None:  # a learnt score that takes probability away from all keys
-        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, width, 1)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # a learnt score a head that takes probability away from all keys
+        column = sinks.reshape(1, q.shape[1], -1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         weights = torch.cat([scores, column], -1).softmax(-1, dtype=torch.float32)[..., :-1]
     else:
         weights = scores.softmax(-1, dtype=torch.float32)

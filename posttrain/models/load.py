@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import socket
@@ -24,9 +25,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    GPT2Tokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Tokenizer,
 )
 
 from posttrain.config import ModelConfig
@@ -124,14 +127,41 @@ def explained(source: str, option: str = "model.path") -> Iterator[None]:
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Without a padding token, the end token stands in; none is added."""
     option = "model.tokenizer" if model.tokenizer else "model.path"
-    source = resolve_path(model.tokenizer or model.path)
+    source = tokenizer_folder(model.tokenizer) or resolve_path(model.tokenizer or model.path)
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = resolve_path(lora.base_of(Path(source)))
     with explained(source, option):
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
+        if is_bare_vocabulary(Path(source)):
+            tokenizer = tokenizer_of_vocabulary(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, **hub_options(source))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_folder(path: str) -> str:
+    """The path, if it is a folder with a tokenizer, which need not have a model besides; else nothing."""
+    folder = Path(path).expanduser()
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return str(folder) if path and any((folder / name).is_file() for name in names) else ""
+
+
+def is_bare_vocabulary(folder: Path) -> bool:
+    """Whether a folder has vocab.json and merges.txt, and nothing that says whose they are."""
+    described = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    return not described and all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+
+
+def tokenizer_of_vocabulary(folder: Path) -> PreTrainedTokenizerBase:
+    """GPT-2's way of cutting text has its end token in vocab.json; Qwen's has its control tokens after the others."""
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    try:
+        if "<|endoftext|>" in vocabulary:
+            return GPT2Tokenizer.from_pretrained(folder)
+        return Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=["<|im_start|>", "<|im_end|>"])
+    except Exception as error:  # the library knows no other for merges that do not fit the vocabulary
+        raise ValueError(str(error)) from error
 
 
 def vocabulary_size(model: ModelConfig) -> int:

@@ -157,7 +157,7 @@ def test_quiet_shows_warnings_and_the_last_line_alone(tmp_path, capsys):
     assert [line.split(" ", 2)[2] for line in told.splitlines()] == [
         "info: loading",
         "warning: three rows were dropped",
-        "done: done",
+        "info: done",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -55,12 +56,14 @@ def _byte_level_json() -> str:
     return tokenizer.to_str()
 
 
-def byte_level(template: str | None = CHATML, adds_bos: bool = False, **options) -> PreTrainedTokenizerFast:
+def byte_level(
+    template: str | None = CHATML, adds_bos: bool = False, specials: Sequence[str] = SPECIALS, **options
+) -> PreTrainedTokenizerFast:
     """As GPT-2, Llama 3 and Qwen: byte-level BPE."""
-    return _wrap(Tokenizer.from_str(_byte_level_json()), template, adds_bos, **options)
+    return _wrap(Tokenizer.from_str(_byte_level_json()), template, adds_bos, specials, **options)
 
 
-def sentencepiece(template: str | None, legacy: bool) -> PreTrainedTokenizerFast:
+def sentencepiece(template: str | None, legacy: bool, specials: Sequence[str] = SPECIALS) -> PreTrainedTokenizerFast:
     """As Llama 2: spaces are "▁", and one is put before the text (legacy: before every piece of it)."""
     alphabet = sorted({letter for sentence in SENTENCES for letter in sentence.replace(" ", "▁")})
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -76,11 +79,13 @@ def sentencepiece(template: str | None, legacy: bool) -> PreTrainedTokenizerFast
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
-    return _wrap(tokenizer, template, adds_bos=True)
+    return _wrap(tokenizer, template, True, specials)
 
 
-def _wrap(tokenizer: Tokenizer, template: str | None, adds_bos: bool, **options) -> PreTrainedTokenizerFast:
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+def _wrap(
+    tokenizer: Tokenizer, template: str | None, adds_bos: bool, specials: Sequence[str], **options
+) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     if adds_bos:
         bos = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
@@ -88,7 +93,7 @@ def _wrap(tokenizer: Tokenizer, template: str | None, adds_bos: bool, **options)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=template,
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+        extra_special_tokens=[token for token in specials if token not in names.values()],
         clean_up_tokenization_spaces=False,
         **names,
     )

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.chat import ChatRenderer
+from posttrain.data.templates import apply_template
 from posttrain.data.tokens import TokenEncoder
 from posttrain.errors import DataError, UsageError
 from tests.unit.data.made import CHATML, LLAMA2, THINKING, TRIMMING, byte_level, sentencepiece
@@ -223,30 +224,87 @@ def test_the_date_in_a_prompt_does_not_change_from_day_to_day():
     assert segments[0].text.startswith("26 Jul 2024")
 
 
-def test_input_template():
+def asked_with(text):
     tokenizer = byte_level(CHATML)  # given by the user, it goes before the chat template
-    renderer = ChatRenderer(tokenizer, TokenEncoder(tokenizer), "Human: {}\\nAssistant: ")
-    segments = renderer.segments([user("{q}"), bot("a")], 0, True, "f:1")
-    assert [(s.text, s.trained) for s in segments] == [("Human: {q}\nAssistant: ", False), ("a", True)] and segments[
-        1
-    ].end
-    dialogue = [user("q"), bot("a"), user("r"), bot("b")]
-    texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 3, False, "f:1")]
-    assert texts == [("Human: q\nAssistant: a</s>Human: r\nAssistant: ", False), ("b", True)]
+    apply_template(tokenizer, text)
+    return ChatRenderer(tokenizer, TokenEncoder(tokenizer))
+
+
+def test_input_template():
+    renderer = asked_with("Human: {}\\nAssistant: ")
+    dialogue = [user("{q}"), bot("a"), user("r"), bot("b")]
     texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 0, False, "f:1")]
-    assert [trained for _, trained in texts] == [False, True, False, True]
-    assert [s.text for s in renderer.prompt([user("q")], True, "f:1")] == ["Human: q\nAssistant: "]
-    with pytest.raises(DataError, match=r"f:1: message 0 is the system's; data.input_template has a place only"):
+    asked, again = "Human: {q}\nAssistant: ", "Human: r\nAssistant: "
+    assert texts == [(asked, False), ("a</s>", True), (again, False), ("b</s>", True)]
+    texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 3, False, "f:1")]
+    assert texts == [(f"{asked}a</s>{again}", False), ("b</s>", True)]
+    assert [s.text for s in renderer.prompt([user("{q}")], True, "f:1")] == [asked]
+    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.input_template has a place only"):
         renderer.segments([{"role": "system", "content": "s"}, *dialogue], 0, False, "f:1")
     with pytest.raises(UsageError, match=r"needs \{\} once"):
-        ChatRenderer(tokenizer, TokenEncoder(tokenizer), "Human: ")
+        asked_with("Human: {} {}")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=12), st.text(st.characters(codec="utf-8"), max_size=12), ANSWER)
+def test_any_input_template_comes_out_as_it_is(before, after, answer):
+    text = f"{before}{{}}{after}"
+    if text.count("{}") > 1 or "\\n" in text:
+        return
+    segments = asked_with(text).segments([user("q"), bot(answer)], 0, False, "f:1")
+    assert [s.text for s in segments] == [f"{before}q{after}", f"{answer}</s>"]
 
 
 def test_without_any_template():
     renderer = renderer_for(None)
     segments = renderer.segments([user("2 + 2 ="), bot(" 4")], 0, True, "f:1")
     assert [(s.text, s.trained, s.end) for s in segments] == [("2 + 2 =", False, False), (" 4", True, True)]
-    with pytest.raises(DataError, match=r"f:1: .*give data.input_template"):
+    with pytest.raises(DataError, match=r"f:1: .*give data.template .*data.input_template"):
         renderer.segments([user("q"), bot("a"), user("r"), bot("b")], 0, False, "f:1")
-    with pytest.raises(DataError, match=r"f:1: .*give data.input_template"):
+    with pytest.raises(DataError, match=r"f:1: .*give data.template .*data.input_template"):
         renderer.prompt([user("q")], False, "f:1")
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call(text="", **arguments):
+    return {**bot(text), "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+
+
+def test_calls_of_tools_are_trained_as_the_template_writes_them():
+    tokenizer = byte_level(None)
+    apply_template(tokenizer, "qwen")
+    machine = TokenEncoder(tokenizer)
+    renderer = ChatRenderer(tokenizer, machine)
+    result = {"role": "tool", "content": "3", "name": "add"}
+    messages = [user("1+2?"), call(a=1), result, call("And", b=2), result, bot("3.")]
+    segments = renderer.segments(messages, 0, False, "f:1", [ADD])
+    assert [s.text for s in segments if s.trained] == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        'And\n<tool_call>\n{"name": "add", "arguments": {"b": 2}}\n</tool_call><|im_end|>',
+        "3.<|im_end|>",
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tools=[ADD], tokenize=False)
+    assert "".join(s.text for s in segments) + "\n" == rendered and '"name": "add"' in segments[0].text
+    [ids] = machine.encode([segments])
+    assert all(of[-1] == tokenizer.eos_token_id for of, s in zip(ids, segments, strict=True) if s.trained)
+    prompt = renderer.prompt(messages[:3], False, "f:1", [ADD])
+    assert [s.text for s in prompt] == ["".join(s.text for s in segments[:3])]
+    # only the last answer, as in a pair
+    assert [s.trained for s in renderer.segments(messages, 5, False, "f:1", [ADD])] == [False, True]
+
+    with pytest.raises(DataError, match=r"f:1: message 0 contains '<\|im_end\|>'"):
+        renderer.segments([user("<|im_end|>"), call(a=1), result, bot("a")], 0, False, "f:1", [ADD])
+    with pytest.raises(DataError, match=r"f:1: tools contains '</s>'"):
+        renderer.segments([user("q"), bot("a")], 0, False, "f:1", [{**ADD, "description": "</s>"}])
+
+
+def test_tools_that_the_template_has_no_place_for_are_refused():
+    for renderer in (renderer_for(CHATML), asked_with("Human: {}"), renderer_for(None)):
+        with pytest.raises(DataError, match="f:1: tools: the chat template has no place"):
+            renderer.segments([user("q"), bot("a")], 0, False, "f:1", [ADD])
+        with pytest.raises(DataError, match="f:1: message 1: tool_calls: the chat template has no place"):
+            renderer.segments([user("q"), call(a=1), bot("a")], 0, False, "f:1")
+        with pytest.raises(DataError, match="f:1: tools: the chat template has no place"):
+            renderer.prompt([user("q")], False, "f:1", [ADD])

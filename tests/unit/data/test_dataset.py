@@ -209,13 +209,13 @@ def test_load_counts_and_verdicts(tmp_path):
     files = [write(tmp_path, rows[:20]), write(tmp_path, rows[20:], "more.jsonl")]
     heard = []
     data = load_dataset(files, encoder("pair", max_tokens=125, on_long="drop"), None, heard.append)
-    assert data.counts == {"read": 30, "kept": 20, "truncated": 0, "dropped": 10, "quoted": 1}
+    assert data.counts == {"read": 30, "kept": 20, "truncated": 0, "dropped": 10, "quoted": 1, "quarantined": 0}
     assert data.verdicts == [f"{file}: preference: prompt, chosen, rejected" for file in files]
     assert heard == [20, 30]
     assert [sample.group for row in data.rows for sample in row] == [i for i in range(20) for _ in "ab"]
     assert data.rows[1][0].origin == f"{files[0]}:2" and data.rows[-1][1].origin == f"{files[1]}:9"
     data = load_dataset(files, encoder("pair", max_tokens=125), None, None)
-    assert data.counts == {"read": 30, "kept": 30, "truncated": 10, "dropped": 0, "quoted": 1}
+    assert data.counts == {"read": 30, "kept": 30, "truncated": 10, "dropped": 0, "quoted": 1, "quarantined": 0}
     data = load_dataset(files, encoder("pair"), 22, None)
     assert data.counts["read"] == 22 and len(data.rows) == 22
     data = load_dataset(files, encoder("labelled"), None, None)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.examples import Chat, Labelled, Pair, Stepwise, Text
+from posttrain.data.examples import Chat, Labelled, Pair, Question, Stepwise, Text
 from posttrain.data.formats import FORMATS, VERBS, SourceFormat
 from posttrain.data.sources import Row
 from posttrain.errors import DataError
@@ -12,9 +12,9 @@ from posttrain.errors import DataError
 MARK = "ки"
 
 
-def read(kind, *rows):
+def read(kind, *rows, map_keys=""):
     """Verdict and examples of rows that are lines 1, 2 ... of a file."""
-    source = SourceFormat(kind, MARK)
+    source = SourceFormat(kind, MARK, map_keys)
     examples = [
         example for line, values in enumerate(rows, 1) for example in source.examples(Row(values, f"f.jsonl:{line}"))
     ]
@@ -65,6 +65,11 @@ CHATS = {
         [system("s"), user("q"), bot("f()"), {"role": "tool", "content": "1"}, bot("a"), user("q"), bot("b")],
     ),
     "GSM8K: question, answer": ({"question": "q", "answer": "a\n#### 1"}, [user("q"), bot("a\n#### 1")]),
+    "question and answer: question, answer": ({"question": "q", "answer": "a"}, [user("q"), bot("a")]),
+    "prompt and response: prompt, query, response, system, history": (
+        {"prompt": "p", "query": "q", "response": "a", "system": "s", "history": [["h", "g"]]},
+        [system("s"), user("h"), bot("g"), user("p\nq"), bot("a")],
+    ),
 }
 
 
@@ -74,7 +79,69 @@ def test_conversations(verdict):
     found, [example] = read("chat", values)
     assert found == verdict
     assert isinstance(example, Chat) and example.messages == messages and example.origin == "f.jsonl:1"
-    assert example.plain == (verdict.startswith("prompt"))
+    assert example.plain == (verdict.startswith("prompt and completion"))
+
+
+@pytest.mark.parametrize("verdict", CHATS)
+def test_conversations_serve_as_prompts_with_a_known_answer(verdict):
+    values, messages = CHATS[verdict]
+    found, [example] = read("prompt", values)
+    assert found == verdict + "; the last answer is not shown and kept as ground_truth"
+    assert isinstance(example, Question) and example.prompt == messages[:-1]
+    truth = "1" if verdict.startswith("GSM8K") else messages[-1]["content"]
+    assert example.columns == {**values, "ground_truth": truth}
+
+
+VERL = {"prompt": [user("q")], "reward_model": {"style": "rule", "ground_truth": {"target": 3}}, "extra_info": {"i": 0}}
+PROMPTS = {
+    "prompt: prompt": ({"prompt": "q", "answer": "4", "level": 2}, None),
+    "prompt: prompt, tools": ({"prompt": [user("q")], "tools": '[{"name": "f"}]'}, None),
+    "messages to answer: messages": ({"messages": [user("q")], "id": 1}, None),
+    "verl: prompt, reward_model, extra_info": (
+        # as the countdown files: whatever else is there, the prompt is the prompt
+        {**VERL, "question": "q?", "answer": "a", "nums": [1]},
+        {"target": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("verdict", PROMPTS)
+def test_prompts_keep_all_columns(verdict):
+    values, truth = PROMPTS[verdict]
+    found, [example] = read("prompt", values)
+    assert found == verdict
+    assert isinstance(example, Question) and example.prompt == [user("q")]
+    assert example.columns == (values if truth is None else {**values, "ground_truth": truth})
+    assert example.plain == (values.get("prompt") == "q") and example.tools == (
+        [{"name": "f"}] if "tools" in values else None
+    )
+
+
+def test_content_as_parts():
+    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+    _, [example] = read("chat", {"messages": [user(parts), bot(["a", "b"])]})
+    assert example.messages == [user("two parts"), bot("ab")]
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"id": "c1", "function": CALL},
+        {"id": "c1", **CALL},
+    ],
+)
+def test_tool_calls(written):
+    asked = {"role": "assistant", "content": None, "tool_calls": [written]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add", "other": 4}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    verdict, [example] = read("chat", {"messages": [user("1+2"), asked, result, bot("3")], "tools": tools})
+    assert verdict == "chat: messages, tools" and example.tools == tools
+    assert example.messages[1] == {**bot(""), "tool_calls": [{"type": "function", "id": "c1", "function": CALL}]}
+    assert example.messages[2] == {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c1"}
 
 
 def test_alpaca_without_input_has_no_line_end():
@@ -225,6 +292,8 @@ def test_a_file_for_other_verbs_says_which():
     assert "data for kto" in refusal("chat", {"messages": [user("q"), bot("a")], "label": False})
     assert "data for prm" in refusal("text", {"problem": "q", "steps": ["a"], "label": 0})
     assert "data for sft" in refusal("pair", {"question": "q", "answer": "a"})
+    assert "this is verl: prompt, reward_model, extra_info; data for reinforcement learning." in refusal("chat", VERL)
+    assert "Formats for reinforcement learning:\n" in refusal("prompt", {"text": "t"})
 
 
 def test_unknown_and_ambiguous_columns_are_never_guessed():
@@ -263,8 +332,26 @@ def test_every_row_must_have_the_format_of_the_first():
         ("chat", {"messages": [user("q"), bot("")]}, "messages[1]: empty response"),
         ("chat", {"messages": [user("q"), bot(None)]}, "messages[1].content: null"),
         ("chat", {"messages": [{"role": "alien", "content": "q"}]}, "messages[0].role: unknown role 'alien'"),
-        ("chat", {"messages": [user("q"), {**bot("a"), "tool_calls": [1]}]}, "messages[1]: tool_calls"),
-        ("chat", {"messages": [user("q"), bot("a")], "tools": [{}]}, "tools: "),
+        ("chat", {"messages": [user("q"), {**bot("a"), "tool_calls": [1]}]}, "messages[1].tool_calls[0]: expected a"),
+        ("chat", {"messages": [user("q"), {**bot("a"), "tool_calls": 1}]}, "messages[1].tool_calls: expected a list"),
+        ("chat", {"messages": [{**user("q"), "tool_calls": [1]}, bot("a")]}, "messages[0]: tool_calls are for the"),
+        (
+            "chat",
+            {"messages": [user("q"), {**bot(""), "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "messages[1].tool_calls[0].arguments: cannot be read as JSON",
+        ),
+        ("chat", {"messages": [user("q"), bot("a")], "tools": "x"}, "tools: cannot be read as JSON"),
+        ("chat", {"messages": [user("q"), bot("a")], "tools": [3]}, "tools: expected a list of definitions"),
+        ("labelled", {"messages": [user("q"), bot("a")], "label": 1, "tools": [{}]}, "tools: definitions of tools"),
+        (
+            "chat",
+            {"messages": [user([{"type": "image", "url": "x"}]), bot("a")]},
+            "messages[0].content[0]: a part of type 'image'; only text can be used",
+        ),
+        ("chat", {"messages": [user([{"type": "text"}]), bot("a")]}, "messages[0].content[0]: null"),
+        ("prompt", {"prompt": [user("q"), bot("a")]}, "prompt: the last message of a prompt"),
+        ("prompt", {"prompt": None}, "prompt: null"),
+        ("prompt", {"question": "q", "answer": "no number ####"}, 'answer: nothing comes after "####"'),
         ("chat", {"conversations": [{"from": "gpt"}]}, "conversations[0]: the message has no 'value'"),
         ("chat", {"instruction": "i", "output": None}, "output: null"),
         ("chat", {"instruction": " ", "output": "a"}, "instruction: empty prompt"),

@@ -177,7 +177,7 @@ def test_arrow_offsets_that_point_outside_are_not_followed(tmp_path):
     offsets, foreign = struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 5, 5000)
     assert data.count(offsets) == 1
     assert re.match(
-        r"FILE:row 1: damaged.*out of bounds", refusal(write(tmp_path, "a.arrow", data.replace(offsets, foreign)))
+        r"FILE:row 2: damaged.*out of bounds", refusal(write(tmp_path, "a.arrow", data.replace(offsets, foreign)))
     )
 
 

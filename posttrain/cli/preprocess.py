@@ -1,0 +1,42 @@
+"""`posttrain data preprocess CONFIG.yaml --option value ...`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain.config import ModelConfig, parse_plain
+from posttrain.data.handlers import PreprocessConfig
+from posttrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ABOUT = "Tokenise rows once into indexed files (.bin and .idx) that trainers read directly"
+
+
+def run(args: list[str]) -> int:
+    config: PreprocessConfig = parse_plain("data preprocess", ABOUT, PreprocessConfig(), args)
+    from posttrain.data.preprocess import check, preprocess
+
+    check(config)  # before the tokenizer is loaded
+    if not config.tokenizer_name_or_path:
+        raise UsageError("tokenizer_name_or_path is not set. Give a folder, a hub name or pico.")
+    from posttrain.log import quiet_libraries
+
+    quiet_libraries()
+    preprocess(config, load_tokenizer(config))
+    return 0
+
+
+def load_tokenizer(config: PreprocessConfig) -> PreTrainedTokenizerBase:
+    from posttrain.models import load
+
+    name = config.tokenizer_name_or_path
+    try:
+        if not config.tokenizer_not_use_fast:
+            return load.load_tokenizer(ModelConfig(path=name))
+        source = load.resolve_path(name)
+        with load.explained(source):
+            return load.AutoTokenizer.from_pretrained(source, use_fast=False, **load.hub_options(source))
+    except UsageError as error:
+        raise UsageError(str(error).replace("model.path", "tokenizer_name_or_path")) from error

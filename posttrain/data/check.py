@@ -1,0 +1,241 @@
+"""Look at data before training: format, counts, lengths, duplicates, rows as the model sees them, problems."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.data.dataset import chunks, encode, source_format, understand
+from posttrain.data.encode import Encoder
+from posttrain.data.examples import Example, Question
+from posttrain.data.formats import VERBS
+from posttrain.data.sources import BadRow, Meter, Row, parts_of
+from posttrain.errors import DataError
+from posttrain.types import RowKind
+
+PROBLEMS_LISTED = 20
+ROWS_SHOWN = 3
+ENCODED_FIRST, ENCODED_EVERY = 10_000, 10  # rows encoded of a large source: the first, and of the others every tenth
+ROWS_TO_RECOGNISE = 100
+NO_LIMIT = 2**31 - 1
+LONGEST_SHOWN = 400  # characters of a piece of a row
+
+
+class Piece(NamedTuple):
+    """A part of a rendered sample."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found in a source."""
+
+    name: str
+    kind: RowKind | None = None
+    verdicts: list[tuple[str, list[str]]] = field(default_factory=list)  # what it can be read as, and by which verbs
+    rows: int = 0
+    duplicates: int = 0  # rows that hold the same as one before them
+    encoded: int = 0  # rows that were turned into tokens; the lengths speak of these
+    too_long: int = 0  # of them, rows with a sequence beyond the limit
+    lengths: array[int] = field(default_factory=lambda: array("q"))  # of each sequence, before any cut
+    shown: list[tuple[str, list[list[Piece]]]] = field(default_factory=list)  # origin, and the pieces of its samples
+    problems: list[str] = field(default_factory=list)  # the first of them
+    bad: int = 0  # problems in all
+
+    def add_problem(self, bad: BadRow) -> None:
+        self.bad += 1
+        if len(self.problems) < PROBLEMS_LISTED:
+            self.problems.append(str(bad.error))
+
+
+def check_source(
+    name: str,
+    make_encoder: Callable[[RowKind], Encoder],
+    kind: RowKind | None = None,
+    limit: int | None = None,
+    full: bool = False,
+    meter: Meter | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Report:
+    """Read all rows of a source. Without a `kind`, the first that its rows can serve as is taken.
+
+    Every row's columns are checked. Of a large source not all rows are encoded, unless `full` says so. `limit`, the
+    encoder's longest sequence, is left out where its tokens are not those of the model to be trained.
+    """
+    report = Report(name)
+    parts = parts_of(name)
+    rows = (row for part in parts for row in part.scan(meter))
+    try:
+        start = _first_rows(rows)
+        verdicts = _verdicts(start, make_encoder)
+        report.kind = kind or next(iter(verdicts), None)
+        report.verdicts = _grouped(verdicts)
+        if report.kind is None:
+            report.rows = len(start)
+            _no_format(start, report)
+        else:
+            _Checker(report, make_encoder(report.kind), limit, full).check(chain(start, rows), progress)
+    except DataError as error:  # the file is damaged, and nothing behind this place can be read
+        report.bad += 1
+        report.problems = [*report.problems[: PROBLEMS_LISTED - 1], str(error)]
+    return report
+
+
+def _first_rows(rows: Iterable[Row | BadRow]) -> list[Row | BadRow]:
+    """Rows up to the first good one."""
+    start: list[Row | BadRow] = []
+    for row in rows:
+        start.append(row)
+        if isinstance(row, Row) or len(start) == ROWS_TO_RECOGNISE:
+            break
+    return start
+
+
+def _verdicts(start: Sequence[Row | BadRow], make_encoder: Callable[[RowKind], Encoder]) -> dict[RowKind, str]:
+    """What the first good row can serve as. Its format decides, be its cells right or not."""
+    verdicts: dict[RowKind, str] = {}
+    for row in (row for row in start if isinstance(row, Row)):
+        for kind in VERBS:
+            source = source_format(make_encoder(kind))
+            understand([row], source, lambda bad: None)
+            if source.format is not None:
+                verdicts[kind] = source.verdict
+    return verdicts
+
+
+def _grouped(verdicts: dict[RowKind, str]) -> list[tuple[str, list[str]]]:
+    verbs_of: dict[str, list[str]] = {}
+    for kind, verdict in verdicts.items():
+        verbs_of.setdefault(verdict, []).extend(VERBS[kind] or ["reinforcement learning"])
+    return list(verbs_of.items())
+
+
+def _no_format(start: list[Row | BadRow], report: Report) -> None:
+    """Why the first good row has none."""
+    for row in start:
+        if isinstance(row, BadRow):
+            report.add_problem(row)
+        else:
+            columns = ", ".join(row.values) or "none"
+            report.add_problem(BadRow(row.origin, f"columns found: {columns}; no known format has these", row.values))
+
+
+class _Checker:
+    """Goes through the rows of one source."""
+
+    def __init__(self, report: Report, encoder: Encoder, limit: int | None, full: bool) -> None:
+        self.report, self.full = report, full
+        self.encoder = encoder
+        self.limit = limit
+        self.whole = Encoder(
+            encoder.tokenizer,
+            replace(encoder.config, max_tokens=NO_LIMIT),
+            encoder.kind,
+            encoder.vocab_size,
+            encoder.placeholder,
+        )
+        self.seen: set[bytes] = set()
+
+    def check(self, rows: Iterable[Row | BadRow], progress: Callable[[int], None] | None) -> None:
+        report, source = self.report, source_format(self.encoder)
+        for chunk in chunks(rows):
+            picked = []
+            for at, (row, examples) in enumerate(understand(chunk, source, report.add_problem), start=report.rows):
+                digest = _digest(examples)
+                report.duplicates += digest in self.seen
+                self.seen.add(digest)
+                if self.full or at < ENCODED_FIRST or at % ENCODED_EVERY == 0:
+                    picked.append((row, examples))
+            self._encode(picked)
+            report.rows += len(chunk)
+            if progress is not None:
+                progress(report.rows)
+
+    def _encode(self, picked: list[tuple[Row, list[Example]]]) -> None:
+        if self.encoder.kind == "prompt":
+            for row, examples in picked:
+                self._look_at_prompt(row, examples)
+            return
+        limit, examples_of = self.limit, {row.origin: examples for row, examples in picked}
+        for row, encoded in encode(picked, self.whole, self.report.add_problem):
+            samples = [sample for of_example in encoded for sample in of_example.samples]
+            self._measure([len(sample) for sample in samples])
+            if limit is not None and max(map(len, samples)) > limit:  # does what is left of it serve?
+                list(encode([(row, examples_of[row.origin])], self.encoder, self.report.add_problem))
+            if len(self.report.shown) < ROWS_SHOWN:
+                pieces = [_pieces(self.encoder, sample.tokens, sample.mask) for sample in samples]
+                self.report.shown.append((row.origin, pieces))
+
+    def _look_at_prompt(self, row: Row, examples: list[Example]) -> None:
+        questions = [example for example in examples if isinstance(example, Question)]
+        try:
+            prompts = [prompt for prompt in self.whole.prompts(questions) if prompt is not None]
+            self._measure([len(prompt.tokens) for prompt in prompts])
+            if self.limit is not None:
+                self.encoder.prompts(questions)
+        except DataError as error:
+            self.report.add_problem(BadRow(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values))
+            return
+        if len(self.report.shown) < ROWS_SHOWN:
+            nothing = [np.zeros(len(prompt.tokens), dtype=np.bool_) for prompt in prompts]
+            pairs = zip(prompts, nothing, strict=True)
+            self.report.shown.append((row.origin, [_pieces(self.encoder, p.tokens, mask) for p, mask in pairs]))
+
+    def _measure(self, lengths: list[int]) -> None:
+        self.report.encoded += 1
+        self.report.lengths.extend(lengths)
+        self.report.too_long += self.limit is not None and max(lengths) > self.limit
+
+
+def _digest(examples: Sequence[Example]) -> bytes:
+    """Equal for rows that hold the same, wherever they stand and whatever other columns they have."""
+    names = [entry.name for entry in fields(examples[0]) if entry.name not in ("origin", "columns")]
+    content = repr([[getattr(example, name) for name in names] for example in examples])
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[Piece]:
+    """The text of a sample, cut where tokens begin or cease to count."""
+
+    def text_before(edge: int) -> str:
+        text = encoder.tokenizer.decode(tokens[:edge], skip_special_tokens=False)
+        return text.rstrip("\ufffd") if edge < len(tokens) else text  # half a character goes to what follows
+
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    texts = [text_before(edge) for edge in edges]
+    steps = zip(edges[:-1], pairwise(texts), strict=True)
+    return [Piece(after[len(before) :], bool(mask[start])) for start, (before, after) in steps]
+
+
+def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int, int]]:
+    """(from, to, how many) by powers of two, with an edge at the limit; empty ones at the start are left out."""
+    if not lengths:
+        return []
+    values = np.asarray(lengths)
+    edges = sorted({2**power for power in range(5, 63) if 2 ** (power - 1) < values.max()} | {limit or 32})
+    edges = [edge for edge in edges if edge < values.max()] + [max(int(values.max()), 1)]
+    bins: list[tuple[int, int, int]] = []
+    low = 0
+    for edge in edges:
+        bins.append((low + 1, edge, int(((values > low) & (values <= edge)).sum())))
+        low = edge
+    while bins and not bins[0][2]:
+        bins.pop(0)
+    return bins
+
+
+def shortened(text: str) -> str:
+    """A long piece without its middle, and nothing in it that a terminal would obey."""
+    if len(text) > LONGEST_SHOWN:
+        half = LONGEST_SHOWN // 2
+        text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

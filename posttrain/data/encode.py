@@ -1,0 +1,220 @@
+"""Examples -> samples: tokens, and a mask of those that count; limits on length and checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.config import DataConfig
+from posttrain.data.chat import ChatRenderer
+from posttrain.data.examples import Chat, Example, Labelled, Message, Pair, Question, Stepwise, Text
+from posttrain.data.templates import apply_template
+from posttrain.data.tokens import Part, Segment, TokenEncoder
+from posttrain.errors import DataError, UsageError
+from posttrain.types import Prompt, RowKind, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_MESSAGES = 4096  # of a conversation; the time to find the mask grows with their square
+
+
+@dataclass(slots=True)
+class Encoded:
+    """What became of one example."""
+
+    samples: list[Sample]
+    truncated: bool = False
+    dropped: bool = False
+    quoted: bool = False  # text that looks like a control token was kept as text
+
+
+class Encoder:
+    """Turns examples into samples: tokens, and a mask of those that count."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        kind: RowKind,
+        vocab_size: int,
+        placeholder: str = "ки",
+    ) -> None:
+        if config.max_tokens < 2:
+            raise UsageError(f"data.max_tokens is {config.max_tokens}: a sequence needs at least 2 tokens")
+        if kind == "stepwise" and not placeholder.strip():
+            raise UsageError("the placeholder that marks the end of a step is empty")
+        self.tokenizer = tokenizer
+        self.config = config
+        self.kind = kind
+        self.vocab_size = vocab_size
+        self.placeholder = placeholder
+        apply_template(tokenizer, config.template or config.input_template)
+        self.tokens = TokenEncoder(tokenizer)
+        self.chat = ChatRenderer(tokenizer, self.tokens)
+        self.bos_id = tokenizer.bos_token_id
+
+    def encode(self, example: Example) -> list[Sample]:
+        """Its samples: one; chosen and rejected of a pair; the parts of a long text; none if dropped for length."""
+        return self.encode_all([example])[0].samples
+
+    def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
+        """The same for many, which is faster."""
+        sequences = [self._sequences(example) for example in examples]
+        flat = [segments for of_example in sequences for segments in of_example]
+        ids = iter(self.tokens.encode(flat))
+        return [
+            self._encoded(example, of_example, [next(ids) for _ in of_example])
+            for example, of_example in zip(examples, sequences, strict=True)
+        ]
+
+    def prompts(self, questions: Sequence[Question]) -> list[Prompt | None]:
+        """What the model is asked, for rows of kind prompt; None for one that is dropped for its length."""
+        segments = [self.chat.prompt(q.prompt, q.plain, q.origin, q.tools) for q in questions]
+        encoded = self.tokens.encode(segments)
+        return [self._prompt(question, ids) for question, ids in zip(questions, encoded, strict=True)]
+
+    def _prompt(self, question: Question, ids: list[list[int]]) -> Prompt | None:
+        tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int64)
+        origin, limit = question.origin, self.config.max_tokens
+        if not len(tokens):
+            raise DataError(f"{origin}: the tokenizer has no tokens for the prompt")
+        self._check_vocabulary(tokens, origin)
+        if len(tokens) > limit and self.config.on_long == "drop":
+            return None
+        if len(tokens) > limit:  # without its end a question is another question
+            raise DataError(
+                f"{origin}: the prompt has {len(tokens)} tokens, more than data.max_tokens = {limit}, and cannot be "
+                "truncated: raise data.max_tokens, or set data.on_long to drop"
+            )
+        return Prompt(tokens=tokens.astype(np.int32), messages=question.prompt, columns=question.columns, origin=origin)
+
+    def _sequences(self, example: Example) -> list[list[Segment]]:
+        match example:
+            case Text(text=text):
+                return [[Segment((Part(text, False),), trained=True, end=True)]]
+            case Chat(messages=messages):
+                return [self._answered([], messages, example.plain, example.origin, example.tools)]
+            case Pair(prompt=prompt):
+                answers = (example.chosen, example.rejected)
+                return [self._answered(prompt, answer, example.plain, example.origin) for answer in answers]
+            case Labelled():
+                return [self._answered(example.prompt, example.answer, example.plain, example.origin)]
+            case Stepwise():
+                return [self._steps(example)]
+        raise AssertionError(f"unknown kind of example: {example}")
+
+    def _answered(
+        self,
+        prompt: list[Message],
+        answer: list[Message],
+        plain: bool,
+        origin: str,
+        tools: list[Any] | None = None,
+    ) -> list[Segment]:
+        messages = prompt + answer
+        if len(messages) > MOST_MESSAGES:
+            raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have {MOST_MESSAGES:,}")
+        return self.chat.segments(messages, len(prompt), plain, origin, tools)
+
+    def _steps(self, example: Stepwise) -> list[Segment]:
+        """The prompt, then steps, each with its placeholder: the placeholders are the trained segments."""
+        segments = self.chat.prompt(example.prompt, example.plain, example.origin) if example.prompt else []
+        steps = list(example.steps)
+        if segments and not segments[-1].text[-1:].isspace() and not steps[0][:1].isspace() and self.chat.is_plain:
+            steps[0] = "\n" + steps[0]  # mere strings, set apart by nothing
+        for step in steps:
+            segments.append(Segment((Part(step, False),)))
+            segments.append(Segment((Part(self.placeholder, True),), trained=True))
+        return segments
+
+    def _encoded(self, example: Example, sequences: list[list[Segment]], ids: list[list[list[int]]]) -> Encoded:
+        pairs = zip(sequences, ids, strict=True)
+        samples = [self._sample(example, segments, segment_ids) for segments, segment_ids in pairs]
+        quoted = any(self.tokens.quotes_control(segment) for segments in sequences for segment in segments)
+        longest, limit = max(map(len, samples)), self.config.max_tokens
+        if longest <= limit:
+            return Encoded(samples, quoted=quoted)
+        if self.config.on_long == "drop":
+            return Encoded([], dropped=True, quoted=quoted)
+        if self.config.on_long == "error":
+            raise DataError(
+                f"{example.origin}: {longest} tokens, more than data.max_tokens = {limit}: raise data.max_tokens, "
+                "or set data.on_long to truncate or drop"
+            )
+        if isinstance(example, Text):
+            return Encoded(list(self._split(samples[0])), quoted=quoted)
+        return Encoded([self._truncate(sample) for sample in samples], truncated=True, quoted=quoted)
+
+    def _sample(self, example: Example, segments: list[Segment], ids: list[list[int]]) -> Sample:
+        origin = example.origin
+        tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int64)
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        targets = None
+        ends = np.cumsum([len(of_segment) for of_segment in ids])
+        for segment, of_segment, end in zip(segments, ids, ends, strict=True):
+            if segment.trained:
+                self._check_filled(segment, of_segment, origin)
+                mask[end - len(of_segment) : end] = True
+        if isinstance(example, Stepwise):
+            last_of_placeholders = ends[[segment.trained for segment in segments]] - 1
+            mask[:] = False
+            mask[last_of_placeholders] = True
+            targets = np.zeros(len(tokens), dtype=np.float32)
+            targets[last_of_placeholders] = example.labels
+        elif isinstance(example, Text):
+            if self.bos_id is not None and tokens[0] != self.bos_id:
+                tokens, mask = np.insert(tokens, 0, self.bos_id), np.insert(mask, 0, False)
+            mask[0] = False
+        if mask[0]:
+            raise DataError(f"{origin}: the prompt has no tokens, so nothing comes before the response")
+        self._check_vocabulary(tokens, origin)
+        return Sample(
+            tokens=tokens.astype(np.int32),
+            mask=mask,
+            targets=targets,
+            label=example.label if isinstance(example, Labelled) else 0.0,
+            margin=example.margin if isinstance(example, Pair) else 0.0,
+            origin=origin,
+        )
+
+    def _check_filled(self, segment: Segment, ids: list[int], origin: str) -> None:
+        """Words that a tokenizer knows nothing of may leave no token but the end-of-turn."""
+        said = any(not part.from_template and part.text.strip() for part in segment.parts)
+        if not ids or (said and all(token in self.tokens.special_ids for token in ids)):
+            raise DataError(f"{origin}: the tokenizer has no tokens for the response {segment.text[:40]!r}")
+
+    def _check_vocabulary(self, tokens: npt.NDArray[np.int64], origin: str) -> None:
+        if tokens.min() >= 0 and tokens.max() < self.vocab_size:
+            return
+        wrong = int(tokens[(tokens < 0) | (tokens >= self.vocab_size)][0])
+        token = self.tokenizer.convert_ids_to_tokens(wrong) if wrong >= 0 else None
+        raise DataError(
+            f"{origin}: token id {wrong} ({token!r}) is outside the model's vocabulary of {self.vocab_size}: "
+            "is this the model's own tokenizer?"
+        )
+
+    def _truncate(self, sample: Sample) -> Sample:
+        limit = self.config.max_tokens
+        if not sample.mask[:limit].any():
+            what = "first step" if self.kind == "stepwise" else "response"
+            start = int(sample.mask.argmax())
+            raise DataError(
+                f"{sample.origin}: nothing of the {what} is left within data.max_tokens = {limit}: it "
+                f"{'ends' if self.kind == 'stepwise' else 'begins'} at token {start + 1}. "
+                "Raise data.max_tokens, or set data.on_long to drop"
+            )
+        targets = None if sample.targets is None else sample.targets[:limit]
+        return replace(sample, tokens=sample.tokens[:limit], mask=sample.mask[:limit], targets=targets)
+
+    def _split(self, sample: Sample) -> Iterator[Sample]:
+        """Parts of a text. Each begins with one token that does not count: BOS, or else the last of the part before."""
+        room = self.config.max_tokens - 1
+        for start in range(1, len(sample), room):
+            first = sample.tokens[:1] if self.bos_id is not None else sample.tokens[start - 1 : start]
+            tokens = np.concatenate([first, sample.tokens[start : start + room]])
+            yield Sample(tokens=tokens, mask=np.arange(len(tokens)) > 0, origin=sample.origin)
