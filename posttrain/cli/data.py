@@ -40,7 +40,7 @@ def run(args: list[str]) -> int:
     if args[0] == "check":
         return check(args[1:])
     if args[0] == "preprocess":
-        from posttrain.cli.preprocess import preprocess
+        from posttrain.cli.preprocess import run as preprocess
 
         return preprocess(args[1:])
     raise UsageError(f"there is no `posttrain data {args[0]}`; there are {', '.join(COMMANDS)}")

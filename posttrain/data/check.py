@@ -107,7 +107,8 @@ def _verdicts(start: Sequence[Row | BadRow], make_encoder: Callable[[RowKind], E
         for kind in VERBS:
             source = source_format(make_encoder(kind))
             understand([row], source, lambda bad: None)
-            if source.format is not None:
+            # That a conversation could also serve as a prompt goes without saying, as long as no verb asks for it.
+            if source.format is not None and (VERBS[kind] or source.format.kind == kind):
                 verdicts[kind] = source.verdict
     return verdicts
 

@@ -104,7 +104,8 @@ class Line(NamedTuple):
 
     number: int
     raw: bytes
-    length: int  # greater than len(raw) if the line is too long to be kept
+    length: int
+    cut: bool  # it is too long to be kept whole
 
 
 def _lines(stream: BufferedIOBase) -> Iterator[Line]:
@@ -112,20 +113,21 @@ def _lines(stream: BufferedIOBase) -> Iterator[Line]:
     while raw := stream.readline(ROW_LIMIT + 1):
         number += 1
         length = len(raw)
+        cut = length > ROW_LIMIT and not raw.endswith(b"\n")
         if number == 1:
             raw = raw.removeprefix(BOM)
-        if length > ROW_LIMIT and not raw.endswith(b"\n"):
+        if cut:
             raw = raw[:RAW_KEPT]
             while more := stream.readline(BLOCK):
                 length += len(more)
                 if more.endswith(b"\n"):
                     break
-        yield Line(number, raw, length)
+        yield Line(number, raw, length, cut)
 
 
 def _text(line: Line) -> tuple[str, str]:
     """The line's text, and what is wrong with it or ""."""
-    if line.length > ROW_LIMIT:
+    if line.cut:
         return line.raw.decode("utf-8", "backslashreplace"), _too_long(line.length)
     try:
         text = line.raw.decode("utf-8")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from posttrain.config import DataConfig
 from posttrain.data.tokens import whole_tokens
 from posttrain.errors import UsageError
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 QUESTION = """
 {%- for message in messages %}
   {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
-    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.input_template has a place only "
-      ~ "for questions of the user and answers of the assistant in turn. Use a chat template") }}
+    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.input_template has a place "
+      ~ "only for questions of the user and answers of the assistant in turn. Use a chat template") }}
   {%- elif message.role == 'user' %}
     {{- BEFORE + message.content + AFTER }}
   {%- else %}
@@ -57,6 +58,15 @@ def turn_ends(chat_template: Any) -> tuple[str, ...]:
     """The texts that end a turn, if the chat template is one of these; the tokenizer need not have tokens for them."""
     found = ENDS.match(chat_template) if isinstance(chat_template, str) else None
     return tuple(json.loads(found.group(1))) if found else ()
+
+
+def template_option(data: DataConfig) -> str:
+    """What `load_template` is to load: data.template, or data.input_template, or nothing."""
+    if data.template and data.input_template:
+        raise UsageError(f"data.template {data.template} and data.input_template are both set. Keep one.")
+    if data.input_template:
+        question_template(data.input_template)  # refused here, not taken for a name
+    return data.template or data.input_template
 
 
 def load_template(name: str) -> Template:

@@ -17,6 +17,7 @@ from posttrain import log as logs
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, ModelConfig
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
+from posttrain.data.templates import template_option
 from posttrain.errors import CheckpointError, DataError, Stopped, UsageError
 from posttrain.learner import Learner
 from posttrain.loops.folder import RunFolder, StopSignals
@@ -106,7 +107,7 @@ class Run:
     def learner(self) -> LearnerGroup:
         """The model that is trained."""
         teacher = replace(self.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
-        template = self.config.data.template or self.config.data.input_template
+        template = template_option(self.config.data)
         return self.start(self.model, head=self.algo.head, trainable=True, teacher=teacher, template=template)
 
     def frozen(self, path: str) -> LearnerGroup:
@@ -237,6 +238,9 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
             f"{algo.name} needs at least {algo.least_rows} rows a step, but a step has {smallest}: "
             f"update.rows_per_step is {size}, and there are {stream.rows_per_epoch} rows."
         )
+    if evaluation is not None and len(evaluation.rows) < algo.least_rows:
+        found = len(evaluation.rows)
+        raise UsageError(f"{algo.name} needs at least {algo.least_rows} rows to evaluate on, but there are {found}.")
     return Data(train, evaluation, stream, edges)
 
 

@@ -55,8 +55,8 @@ def test_help_of_a_trainer_names_every_option(verb, capsys):
 @pytest.mark.parametrize("verb", TOOLS)
 def test_help_of_a_tool(verb, capsys):
     assert command(verb, "--help") == 0
-    said = capsys.readouterr().out
-    assert f"posttrain {verb}" in said and TOOLS[verb].split(":")[0].split(",")[0] in " ".join(said.split())
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: posttrain {verb}") and len(said.out.splitlines()) > 2 and not said.err
 
 
 def test_the_version(capsys):

@@ -8,7 +8,7 @@ from posttrain.data.chat import ChatRenderer
 from posttrain.data.templates import apply_template
 from posttrain.data.tokens import TokenEncoder
 from posttrain.errors import DataError, UsageError
-from tests.unit.data.made import CHATML, LLAMA2, THINKING, TRIMMING, byte_level, sentencepiece
+from tests.unit.data.made import CHATML, LLAMA2, SPECIALS, THINKING, TRIMMING, byte_level, sentencepiece
 
 TOKENIZERS = {
     "chatml": byte_level(CHATML),
@@ -273,7 +273,7 @@ def call(text="", **arguments):
 
 
 def test_calls_of_tools_are_trained_as_the_template_writes_them():
-    tokenizer = byte_level(None)
+    tokenizer = byte_level(None, specials=(*SPECIALS, "<tool_call>"))
     apply_template(tokenizer, "qwen")
     machine = TokenEncoder(tokenizer)
     renderer = ChatRenderer(tokenizer, machine)
@@ -289,6 +289,7 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them():
     assert "".join(s.text for s in segments) + "\n" == rendered and '"name": "add"' in segments[0].text
     [ids] = machine.encode([segments])
     assert all(of[-1] == tokenizer.eos_token_id for of, s in zip(ids, segments, strict=True) if s.trained)
+    assert ids[1][0] == tokenizer.convert_tokens_to_ids("<tool_call>")  # the template's, so the token itself
     prompt = renderer.prompt(messages[:3], False, "f:1", [ADD])
     assert [s.text for s in prompt] == ["".join(s.text for s in segments[:3])]
     # only the last answer, as in a pair

@@ -1,0 +1,142 @@
+"""Mixing by weight: names and weights, shares, epochs, and a position that resumes for any number of workers."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.data.dataset import RowStream
+from posttrain.data.mixture import Mixture, split_weights
+from posttrain.errors import UsageError
+from posttrain.runtime.base import LearnerGroup
+from posttrain.types import Sample
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.jsonl:0.7", "b.parquet:0.3"], (["a.jsonl", "b.parquet"], [0.7, 0.3])),
+        (["a.jsonl", "b.jsonl"], (["a.jsonl", "b.jsonl"], None)),
+        (["a.jsonl:2", "b/*.csv:.5", "cc:1e-1"], (["a.jsonl", "b/*.csv", "cc"], [2.0, 0.5, 0.1])),
+        ([r"C:\data\a.jsonl"], ([r"C:\data\a.jsonl"], None)),
+        ([r"C:\data\a.jsonl:3", "D:/b.jsonl:1"], ([r"C:\data\a.jsonl", "D:/b.jsonl"], [3.0, 1.0])),
+        (["C:5"], (["C:5"], None)),
+        (["folder:test", "owner/name@part:train"], (["folder:test", "owner/name@part:train"], None)),
+        (["folder:test:0.5", "owner/name:train:1"], (["folder:test", "owner/name:train"], [0.5, 1.0])),
+        (["12:34.jsonl"], (["12:34.jsonl"], None)),
+        ([], ([], None)),
+    ],
+)
+def test_names_and_weights(names, expected):
+    assert split_weights(names) == expected
+
+
+def test_a_file_that_exists_under_the_whole_name_has_no_weight(tmp_path):
+    path = tmp_path / "a.jsonl:1"
+    path.write_text("{}")
+    assert split_weights([str(path)]) == ([str(path)], None)
+
+
+@pytest.mark.parametrize("names", [["a.jsonl:1", "b.jsonl"], ["b.jsonl", "a.jsonl:1"]])
+def test_some_with_and_some_without_weight(names):
+    with pytest.raises(UsageError, match=r"b.jsonl has no weight, but a.jsonl:1 has"):
+        split_weights(names)
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf", "0.0"])
+def test_weights_that_are_none(weight):
+    with pytest.raises(UsageError, match="must be above 0"):
+        split_weights([f"a.jsonl:{weight}", "b.jsonl:1"])
+
+
+def test_the_first_to_run_out_ends_the_epoch():
+    mixture = Mixture((100, 1000), (0.5, 0.5))
+    assert mixture.counts == (100, 100) and mixture.rows == 200
+    assert Mixture((100, 1000), (1, 4)).counts == (100, 400)
+    assert Mixture((1000, 10), (0.9, 0.1)).counts == (90, 10)
+
+
+def test_with_repeat_the_others_start_again():
+    assert Mixture((100, 1000), (0.5, 0.5), repeat=True).counts == (1000, 1000)
+    assert Mixture((100, 1000), (1, 4), repeat=True).counts == (250, 1000)
+
+
+def test_an_epoch_without_end_is_refused():
+    with pytest.raises(UsageError, match="an epoch would have"):
+        _ = Mixture((10**6, 10), (1e-6, 1.0), repeat=True).rows
+
+
+sources = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 5)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sources, st.booleans(), st.booleans(), st.integers(0, 2**31))
+def test_every_source_goes_round_by_itself(drawn, repeat, shuffle, seed):
+    sizes, weights = zip(*drawn, strict=True)
+    mixture = Mixture(sizes, weights, repeat)
+    edges = np.cumsum((0, *sizes))
+    epochs = [mixture.order(epoch, seed, shuffle) for epoch in range(4)]
+    for order in epochs:
+        source = np.searchsorted(edges, order, side="right") - 1
+        assert tuple(np.bincount(source, minlength=len(sizes))) == mixture.counts
+    stream = np.concatenate(epochs)
+    for number, size in enumerate(sizes):
+        taken = [index - edges[number] for index in stream if edges[number] <= index < edges[number + 1]]
+        for start in range(0, len(taken) - size + 1, size):  # all rows of it before any comes again
+            assert sorted(taken[start : start + size]) == list(range(size))
+        if not shuffle:
+            assert taken == [place % size for place in range(len(taken))]
+    largest = max(size / weight for size, weight in drawn) if repeat else min(size / weight for size, weight in drawn)
+    assert any(
+        size / weight == largest and count == size
+        for size, weight, count in zip(sizes, weights, mixture.counts, strict=True)
+    )
+
+
+def test_epochs_and_seeds_are_interleaved_differently():
+    mixture = Mixture((50, 50), (1, 1))
+    turns = [tuple(mixture.order(epoch, seed, False) < 50) for epoch, seed in ((0, 0), (1, 0), (0, 1))]
+    assert len(set(turns)) == 3
+    assert np.array_equal(mixture.order(3, 7, True), mixture.order(3, 7, True))
+
+
+def stream(rows_per_step, mixture=None, rows=30):
+    samples = [[Sample(tokens=np.array([n, 0], dtype=np.int32), mask=np.array([False, True]))] for n in range(rows)]
+    return RowStream(samples, rows_per_step, seed=3, mixture=mixture)
+
+
+def numbers(samples):
+    return [int(sample.tokens[0]) for sample in samples]
+
+
+class Ranks:
+    def __init__(self, size):
+        self.size = size
+
+
+@pytest.mark.parametrize("mixture", [None, Mixture((10, 20), (0.6, 0.4)), Mixture((10, 20), (0.6, 0.4), repeat=True)])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_position_resumes_at_the_exact_row_for_any_number_of_workers(mixture, world):
+    """Saved by one worker at any step, resumed by `world`: together these see the rows that the one would have seen."""
+    alone = stream(7, mixture)
+    steps, positions = [], []
+    for _ in range(15):  # over the edges of epochs
+        positions.append(alone.position)
+        steps.append(numbers(alone.take()))
+    group = LearnerGroup(Ranks(world))
+    for first in (0, 4, 9):
+        resumed = stream(7, mixture)
+        resumed.position = positions[first]
+        for step in range(first, 15):
+            shards = group.shards(resumed.take())
+            assert len(shards) == world and max(map(len, shards)) - min(map(len, shards)) <= 1
+            assert [n for shard in shards for n in numbers(shard)] == steps[step]
+
+
+def test_the_stream_knows_the_length_of_its_epoch():
+    mixture = Mixture((10, 20), (0.5, 0.5))
+    mixed = stream(5, mixture)
+    assert mixed.rows_per_epoch == 20 and stream(5).rows_per_epoch == 30
+    epochs = [numbers(mixed.take(20)) for _ in range(2)]
+    assert all(sorted(n for n in epoch if n < 10) == list(range(10)) for epoch in epochs)
+    assert sorted(n for epoch in epochs for n in epoch if n >= 10) == list(range(10, 30))
