@@ -10,9 +10,10 @@ import time
 import torch
 import transformers
 
+from bench.data import measure_data
 from bench.sft import measure_sft
 
-BENCHMARKS = {"sft": measure_sft}
+BENCHMARKS = {"sft": measure_sft, "data": measure_data}
 
 
 def main() -> None:

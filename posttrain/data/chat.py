@@ -177,14 +177,14 @@ class ChatRenderer:
         """An end-of-turn with white space in front: a token, or a text that the template is known to end turns with."""
         texts = [text for text in turn_ends(self.tokenizer.chat_template) if text not in self.encoder.whole]
         eos = re.escape(self.tokenizer.eos_token) if self.tokenizer.eos_token else "(?!)"
-        return re.compile(rf"\s*(?:(?:{any_of(texts).pattern})(?:\s*{eos})?|{any_of(self.encoder.whole).pattern})")
+        token = any_of(self.encoder.whole).pattern
+        return re.compile(rf"\s*(?:(?P<text>{any_of(texts).pattern})(?P<eos>\s*{eos})?|{token})")
 
     def _end_of_turn(self, after: str, last: bool, origin: str, index: int) -> tuple[str, bool]:
         """What ends the turn, empty where the conversation just ends; and whether the end token must follow."""
         match = self.ends.match(after)
         if match:
-            is_token = match.group().endswith(tuple(self.encoder.whole))
-            return match.group(), last and not is_token
+            return match.group(), last and match["text"] is not None and match["eos"] is None
         if last and not after.strip():
             return "", True
         raise UsageError(
@@ -243,8 +243,10 @@ class ChatRenderer:
         written = self._render(messages, origin, tools=tools)
         if not written.startswith(prompt):
             return None
-        called, found, _ = written[len(prompt) :].rpartition(end_of_turn or "\0")
-        return called if found else None if end_of_turn else written[len(prompt) :].rstrip()
+        if not end_of_turn:
+            return written[len(prompt) :].rstrip()
+        called, found, _ = written[len(prompt) :].rpartition(end_of_turn)
+        return called if found else None
 
     def _has_tools(self, messages: list[Message], tools: list[Any] | None, origin: str) -> bool:
         """Whether there is more than roles and contents. What the template has no place for is refused."""

@@ -25,7 +25,7 @@ from posttrain.types import Sample
 __all__ = ["Dataset", "Encoder", "RowStream", "load_dataset", "split_rows"]
 
 ROWS_AT_ONCE = 512  # encoded in one call of the tokenizer,
-BYTES_AT_ONCE = 2**23  # or fewer if they are large
+BYTES_AT_ONCE = 2**22  # or fewer if they are large
 SPLIT = 0x5B117  # keeps the split's random numbers apart from those of the epochs
 
 SetAside = Callable[[BadRow], None]
@@ -118,17 +118,25 @@ def source_format(encoder: Encoder) -> SourceFormat:
 
 
 def chunks(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
-    """As many rows as are encoded at once."""
+    """As many rows as are encoded at once; where reading ends in an error, first those before it."""
     chunk: list[Row | BadRow] = []
     size = 0
-    for row in rows:
-        chunk.append(row)
-        size += row.size if isinstance(row, Row) else 0
-        if len(chunk) == ROWS_AT_ONCE or size > BYTES_AT_ONCE:
+    damaged: DataError | None = None
+    rows = iter(rows)
+    while damaged is None:
+        try:
+            row = next(rows, None)
+        except DataError as error:
+            row, damaged = None, error
+        if row is not None:
+            chunk.append(row)
+            size += row.size if isinstance(row, Row) else 0
+        if chunk and (row is None or len(chunk) == ROWS_AT_ONCE or size > BYTES_AT_ONCE):
             yield chunk
             chunk, size = [], 0
-    if chunk:
-        yield chunk
+        if row is None and damaged is None:
+            return
+    raise damaged
 
 
 def understand(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from posttrain.types import Prompt, RowKind, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_CHARACTERS = 2**23  # of a sequence; tokenizers take more than a hundred bytes for each
 MOST_MESSAGES = 4096  # of a conversation; the time to find the mask grows with their square
 
 
@@ -65,6 +67,8 @@ class Encoder:
     def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
         """The same for many, which is faster."""
         sequences = [self._sequences(example) for example in examples]
+        for example, of_example in zip(examples, sequences, strict=True):
+            self._check_size(example, of_example)
         flat = [segments for of_example in sequences for segments in of_example]
         ids = iter(self.tokens.encode(flat))
         return [
@@ -121,6 +125,15 @@ class Encoder:
             raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have {MOST_MESSAGES:,}")
         return self.chat.segments(messages, len(prompt), plain, origin, tools)
 
+    def _check_size(self, example: Example, sequences: list[list[Segment]]) -> None:
+        for segments in sequences:
+            size = sum(len(part.text) for segment in segments for part in segment.parts)
+            if size > MOST_CHARACTERS:
+                raise DataError(
+                    f"{example.origin}: {size:,} characters; at most {MOST_CHARACTERS:,} can be encoded as one row: "
+                    "divide it into several"
+                )
+
     def _steps(self, example: Stepwise) -> list[Segment]:
         """The prompt, then steps, each with its placeholder: the placeholders are the trained segments."""
         segments = self.chat.prompt(example.prompt, example.plain, example.origin) if example.prompt else []
@@ -152,7 +165,9 @@ class Encoder:
 
     def _sample(self, example: Example, segments: list[Segment], ids: list[list[int]]) -> Sample:
         origin = example.origin
-        tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int64)
+        if isinstance(example, Text) and self.bos_id is not None and ids[0][:1] != [self.bos_id]:
+            segments, ids = [Segment(()), *segments], [[self.bos_id], *ids]
+        tokens = np.array(list(chain.from_iterable(ids)), dtype=np.int64)
         mask = np.zeros(len(tokens), dtype=np.bool_)
         targets = None
         ends = np.cumsum([len(of_segment) for of_segment in ids])
@@ -167,8 +182,6 @@ class Encoder:
             targets = np.zeros(len(tokens), dtype=np.float32)
             targets[last_of_placeholders] = example.labels
         elif isinstance(example, Text):
-            if self.bos_id is not None and tokens[0] != self.bos_id:
-                tokens, mask = np.insert(tokens, 0, self.bos_id), np.insert(mask, 0, False)
             mask[0] = False
         if mask[0]:
             raise DataError(f"{origin}: the prompt has no tokens, so nothing comes before the response")

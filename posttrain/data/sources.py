@@ -10,12 +10,15 @@ whatever is wrong with a file is said with that place.
 from __future__ import annotations
 
 import re
+import socket
 import sys
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from posttrain.data.readers import READERS, BadRow, Meter, Row, Rows, extension, read_file
 from posttrain.errors import UsageError
@@ -147,11 +150,15 @@ def _hub(text: str) -> Part:
     nowhere = f"{text}: no such file or folder"
     try:
         import datasets
+        import huggingface_hub
     except ImportError as error:
         raise UsageError(f"{nowhere}; if it is a data set of the hub: pip install datasets") from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    offline = datasets.config.HF_HUB_OFFLINE or not _answers(datasets.config.HF_ENDPOINT)
     name, part, split = found["name"], found["part"], found["split"]
+    if offline:  # else every file is tried for half a minute; what was downloaded before is still found
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         if part is None:
             loaded = datasets.load_dataset(name)
@@ -160,8 +167,21 @@ def _hub(text: str) -> Part:
         else:
             loaded = datasets.load_dataset(name, data_dir=part)
     except Exception as error:  # whatever the network, the hub and a foreign data set can do wrong
-        raise UsageError(f"{nowhere}, and from the hub: {_reason(error)}") from error
+        reason = "the hub cannot be reached, and its cache has none" if offline else f"from the hub: {_reason(error)}"
+        raise UsageError(f"{nowhere}, and {reason}") from error
     return Part(text, partial(_scan_table, text, _one_split(text, loaded, split)))
+
+
+def _answers(address: str) -> bool:
+    """Whether there is anybody at an address of the net."""
+    if urllib.request.getproxies():  # cannot be judged from here
+        return True
+    place = urlsplit(address)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _modelscope(text: str) -> Part:
@@ -186,7 +206,8 @@ def _one_split(text: str, loaded: Any, split: str | None) -> Any:
     there = list(loaded)
     wanted = split or ("train" if "train" in there or len(there) != 1 else there[0])
     if wanted not in there:
-        raise UsageError(f"{text}: the data set has no split {wanted}; it has {', '.join(there)}: {text}:{there[0]}")
+        plain = text.removesuffix(f":{split}")
+        raise UsageError(f"{text}: the data set has no split {wanted}; say which: {plain}:{{{','.join(there)}}}")
     return loaded[wanted]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from posttrain.data.words import WordCache
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class TokenEncoder:
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self.control = any_of(whole_tokens(tokenizer, control_only=True))
         self.whole = whole_tokens(tokenizer)
+        self.words = WordCache.of(tokenizer)
         with_specials = tokenizer("a")["input_ids"]
         self.adds_bos = tokenizer.bos_token_id is not None and with_specials[:1] == [tokenizer.bos_token_id]
         # Some tokenizers put a space before every text they are given. Inside a sequence that would be wrong: there
@@ -97,6 +99,8 @@ class TokenEncoder:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = control_as_text
+        if self.words is not None and not control_as_text:
+            return self.words.encode(texts)
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _plain(self, texts: Sequence[str], first: bool, control_as_text: bool = False) -> list[list[int]]:

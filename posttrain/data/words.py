@@ -1,9 +1,9 @@
 """A cache of words in front of byte-level BPE tokenizers: the same ids, several times faster.
 
-Such a tokenizer first cuts a text by a pattern and then encodes each piece by itself. No pattern listed here puts a
-single space and the character before it into one piece, so a text may be cut in front of every space that stands
-between two visible characters, and the ids of its words put together are the ids of the text. Words come again and
-again, and the tokenizer is asked once for each.
+Such a tokenizer first cuts a text by a pattern and then encodes each piece by itself. No pattern listed here puts into
+one piece a space between two visible characters and the one before it, nor a line break between two visible characters
+and the one after it. So a text may be cut there, and the ids of its words put together are the ids of the text. Words
+come again and again, and the tokenizer is asked once for each.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CUT = re.compile(r" (?<=[!-~] )(?=[!-~])")  # the space comes first: to look for one letter is quick
-MOST_WORDS = 2**20  # then the cache begins anew
+# What is looked for comes first in a pattern: to search for one letter is quick.
+SPACE = re.compile(r" (?<=[!-~] )(?=[!-~])")
+LINE_BREAK = re.compile(r"\n(?<=[!-~]\n)(?=[!-~])")
+FIRST = "\n"  # marks the first word of a line; no other word begins so
+MOST_WORDS = 2**18  # about 80 MB; then the cache begins anew
 
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -37,8 +40,7 @@ class WordCache:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.backend = tokenizer.backend_tokenizer
-        self.first: dict[str, list[int]] = {}  # words that begin a text
-        self.later: dict[str, list[int]] = {}  # words behind a space, which is theirs
+        self.ids: dict[str, list[int]] = {}
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> WordCache | None:
@@ -49,20 +51,25 @@ class WordCache:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without special tokens before and after it."""
-        if len(self.first) + len(self.later) > MOST_WORDS:
-            self.first, self.later = {}, {}
-        words = [CUT.split(text) for text in texts]
-        self._learn({of_text[0] for of_text in words}, self.first, "")
-        self._learn(set(chain.from_iterable(islice(of_text, 1, None) for of_text in words)), self.later, " ")
-        ids = self.later.__getitem__
-        return [
-            self.first[of_text[0]] + list(chain.from_iterable(map(ids, islice(of_text, 1, None)))) for of_text in words
-        ]
+        words = [words_of(text) for text in texts]
+        if len(self.ids) > MOST_WORDS:
+            self.ids = {}
+        new = sorted(set(chain.from_iterable(words)) - self.ids.keys())
+        written = [word[1:] if word[0] == FIRST else f" {word}" for word in new]
+        encoded = self.backend.encode_batch_fast(written, add_special_tokens=False)
+        self.ids.update(zip(new, (encoding.ids for encoding in encoded), strict=True))
+        return [list(chain.from_iterable(map(self.ids.__getitem__, of_text))) for of_text in words]
 
-    def _learn(self, words: set[str], known: dict[str, list[int]], before: str) -> None:
-        new = sorted(words - known.keys())
-        encoded = self.backend.encode_batch_fast([before + word for word in new], add_special_tokens=False)
-        known.update(zip(new, (encoding.ids for encoding in encoded), strict=True))
+
+def words_of(text: str) -> list[str]:
+    """The words without the space before them; those that have none, at the start of a line, are marked."""
+    words: list[str] = []
+    lines = LINE_BREAK.split(text)
+    last = len(lines) - 1
+    for number, line in enumerate(lines):
+        of_line = SPACE.split(FIRST + line if number == last else f"{FIRST}{line}\n")
+        words += of_line
+    return words
 
 
 def encodes_words_apart(backend: Any) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from posttrain.config import DataConfig
+from posttrain.data import dataset, encode
 from posttrain.data.dataset import Encoder, RowStream, load_dataset, split_rows
 from posttrain.data.examples import Chat, Labelled, Pair, Stepwise, Text
 from posttrain.errors import DataError, UsageError
@@ -236,6 +237,106 @@ def test_a_bad_row_anywhere_stops_the_load(tmp_path):
     with pytest.raises(DataError, match=r"rows.jsonl:701: completion: null$"):
         load_dataset([file], encoder("chat"), None, None)
     assert load_dataset([file], encoder("chat"), 700, None).counts["read"] == 700
+
+
+GOOD = {"prompt": "a", "completion": "b"}
+
+
+def damaged(tmp_path):
+    """Seven rows, of which the reader refuses two, the format two and the encoder one."""
+    path = tmp_path / "rows.jsonl"
+    rows = [GOOD, {"prompt": "a"}, {"prompt": "a", "completion": None}, GOOD, {**GOOD, "prompt": "long " * 99}]
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b'{"a": "\xff"}\n{"prompt": "cut')
+    return str(path)
+
+
+def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
+    file, aside = damaged(tmp_path), tmp_path / "quarantine.jsonl"
+    data = load_dataset([file], encoder("chat", max_tokens=60, on_bad_row="quarantine"), quarantine=aside)
+    assert data.counts == {"read": 7, "kept": 2, "truncated": 0, "dropped": 0, "quoted": 0, "quarantined": 5}
+    assert [row[0].origin for row in data.rows] == [f"{file}:1", f"{file}:4"]
+    kept = {int(row["origin"].rpartition(":")[2]): row for row in map(json.loads, aside.read_text().splitlines())}
+    assert sorted(kept) == [2, 3, 5, 6, 7]
+    assert kept[3]["reason"] == "completion: null" and kept[3]["row"] == {"prompt": "a", "completion": None}
+    assert "missing column" in kept[2]["reason"] and "nothing of the response is left" in kept[5]["reason"]
+    assert kept[6]["row"] == '{"a": "\\xff"}\n' and kept[7]["row"] == '{"prompt": "cut'
+    assert "UTF-8" in kept[6]["reason"] and "was it cut off?" in kept[7]["reason"]
+    only_counted = load_dataset([file], encoder("chat", max_tokens=60, on_bad_row="quarantine"))
+    assert only_counted.counts == data.counts and only_counted.fingerprint == data.fingerprint
+
+
+def test_without_quarantine_the_first_bad_row_stops(tmp_path):
+    aside = tmp_path / "quarantine.jsonl"
+    with pytest.raises(DataError, match=r"rows.jsonl:\d+: "):
+        load_dataset([damaged(tmp_path)], encoder("chat", max_tokens=60), quarantine=aside)
+    assert not aside.exists()
+
+
+@pytest.mark.parametrize("how", ["stop", "quarantine"])
+def test_a_file_of_which_all_rows_are_bad_is_an_error(tmp_path, how):
+    good, bad = write(tmp_path, [GOOD] * 3), write(tmp_path, [{"prompt": "a", "completion": ""}] * 3, "bad.jsonl")
+    with pytest.raises(DataError, match=r"bad.jsonl.*completion: empty response"):
+        load_dataset([good, bad], encoder("chat", on_bad_row=how))
+
+
+def test_a_row_that_is_two_examples_is_set_aside_whole(tmp_path):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "long " * 99}]
+    options = {"max_tokens": 60, "on_long": "error", "on_bad_row": "quarantine"}
+    data = load_dataset([write(tmp_path, rows)], encoder("labelled", **options))
+    assert len(data.rows) == 2 and data.counts["quarantined"] == 1
+
+
+@pytest.mark.parametrize("damage", range(6))
+def test_rows_out_and_rows_aside_are_rows_in(tmp_path, damage):
+    rng = np.random.default_rng(damage)
+    lines = [bytearray(json.dumps({**GOOD, "n": n}).encode()) for n in range(60)]
+    for line in lines[1:]:
+        if rng.random() < 0.5:
+            line[rng.integers(len(line))] = rng.choice(list(b'\xff\0x"{,'))
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    aside = tmp_path / "aside.jsonl"
+    data = load_dataset([str(path)], encoder("chat", on_bad_row="quarantine"), quarantine=aside)
+    origins = [row[0].origin for row in data.rows]
+    origins += [json.loads(line)["origin"] for line in aside.read_text().splitlines()]
+    assert sorted(origins) == sorted(f"{path}:{n + 1}" for n in range(60)) and data.counts["quarantined"] > 5
+
+
+def test_sources_with_weights(tmp_path):
+    one = write(tmp_path, [{**GOOD, "prompt": f"one {n}"} for n in range(10)], "one.jsonl")
+    two = write(tmp_path, [{**GOOD, "prompt": f"two {n}"} for n in range(40)], "two.jsonl")
+    data = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat"))
+    assert (data.mixture.sizes, data.mixture.counts) == ((10, 40), (10, 30)) and len(data.rows) == 50
+    plain = load_dataset([one, two], encoder("chat"))
+    assert plain.mixture is None and plain.fingerprint != data.fingerprint
+    assert load_dataset([f"{one}:1", f"{two}:2"], encoder("chat")).fingerprint != data.fingerprint
+    again = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat", repeat=True))
+    assert again.mixture.counts == (13, 40) and again.fingerprint != data.fingerprint
+    few = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat"), max_rows=5)
+    assert few.mixture.sizes == (5, 5)  # of each source
+    train, held_out = split_rows(data, 0.2, seed=1)
+    assert sum(train.mixture.sizes) == len(train.rows) == 40 and held_out.mixture is None
+    firsts = {train.rows.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}
+    assert firsts == {one}
+    long = write(tmp_path, [{**GOOD, "completion": "long " * 99}], "long.jsonl")
+    with pytest.raises(DataError, match=r"long.jsonl: no rows are left of it"):
+        load_dataset([f"{one}:1", f"{long}:1"], encoder("chat", max_tokens=60, on_long="drop"))
+
+
+def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "BYTES_AT_ONCE", 300)
+    file = write(tmp_path, [{**GOOD, "prompt": "word " * 50}] * 7)
+    sizes = []
+    made = encoder("chat")
+    plain = made.encode_all
+    monkeypatch.setattr(made, "encode_all", lambda examples: sizes.append(len(examples)) or plain(examples))
+    assert len(load_dataset([file], made).rows) == 7 and max(sizes) == 2
+    monkeypatch.setattr(encode, "MOST_CHARACTERS", 100)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; at most 100 can be encoded as one row"):
+        load_dataset([file], made)
+    monkeypatch.setattr(encode, "MOST_MESSAGES", 3)
+    with pytest.raises(DataError, match="4 messages; a conversation may have 3"):
+        made.encode(Chat(origin="f:1", messages=(QUESTION + bot("a")) * 2))
 
 
 def test_nothing_to_load(tmp_path):

@@ -4,11 +4,14 @@ import gzip
 import json
 import re
 import struct
+import sys
+import types
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from posttrain.data import sources
 from posttrain.data.sources import READERS, find_files, read_rows
 from posttrain.errors import DataError, UsageError
 
@@ -98,6 +101,105 @@ def test_folder_and_glob_in_the_order_of_names(tmp_path):
     assert names == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
     assert [row.values["name"] for row in read_rows(str(tmp_path / "[ab]*.jsonl"))] == ["a.jsonl", "b.jsonl"]
     assert [row.values["name"] for row in read_rows(str(tmp_path / "*" / "c.jsonl"))] == ["deep/c.jsonl"]
+
+
+def test_splits_of_a_folder(tmp_path):
+    names = ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl", "validation/part.jsonl")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, json.dumps({"name": name}))
+
+    def names_of(split):
+        return [row.values["name"] for row in read_rows(f"{tmp_path}:{split}")]
+
+    assert names_of("train") == list(names[:2]) and names_of("test") == ["test.jsonl"]
+    assert names_of("validation") == ["validation/part.jsonl"]
+    assert "several splits (test, train, validation); say which: FILE:train" in refusal(tmp_path, UsageError)
+    with pytest.raises(UsageError, match=r"no file of the folder is named dev .*there are test, train, validation"):
+        names_of("dev")
+    with pytest.raises(UsageError, match="a file has no splits"):
+        list(read_rows(f"{tmp_path / 'test.jsonl'}:test"))
+
+
+def test_a_folder_of_training_files_needs_no_split(tmp_path):
+    for name in ("train.jsonl", "more.jsonl"):
+        write(tmp_path, name, "{}")
+    assert len(list(read_rows(tmp_path))) == 2
+    write(tmp_path, "test.jsonl", "{}")
+    assert "several splits" in refusal(tmp_path, UsageError)
+
+
+# Hubs
+
+
+def stand_in(monkeypatch, **functions):
+    """A module `datasets` with these functions; nothing asks the net."""
+    module = types.ModuleType("datasets")
+    module.config = types.SimpleNamespace(HF_HUB_OFFLINE=False, HF_ENDPOINT="https://hub.invalid")
+    module.disable_progress_bars = lambda: None
+    for name, function in functions.items():
+        setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(sources, "_answers", lambda address: True)
+    return module
+
+
+def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def load_dataset(name, part=None, data_dir=None):
+        asked.append((name, part, data_dir))
+        return {"train": [{"a": 1}, {"a": 2}], "test": [{"a": 3}]}
+
+    stand_in(monkeypatch, load_dataset=load_dataset, get_dataset_config_names=lambda name: ["main"])
+    found = {
+        name: [row.values["a"] for row in read_rows(name)] for name in ("o/n", "o/n:test", "o/n@main", "o/n@sub/x")
+    }
+    assert found == {"o/n": [1, 2], "o/n:test": [3], "o/n@main": [1, 2], "o/n@sub/x": [1, 2]}
+    assert asked == [("o/n", None, None)] * 2 + [("o/n", "main", None), ("o/n", None, "sub/x")]
+    assert [row.origin for row in read_rows("o/n:test")] == ["o/n:test:row 1"]
+    assert refusal("o/n:dev", UsageError) == "FILE: the data set has no split dev; say which: o/n:{train,test}"
+
+
+def test_what_is_here_comes_before_the_hub(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "owner/name").mkdir(parents=True)
+    write(tmp_path, "owner/name/test.jsonl", '{"a": 1}')
+    assert len(list(read_rows("owner/name"))) == len(list(read_rows("owner/name:test"))) == 1
+
+
+def test_hubs_that_cannot_be_asked(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", None)
+    message = refusal("owner/name", UsageError)
+    assert message.startswith("FILE: no such file or folder") and "pip install datasets" in message
+    assert "pip install 'modelscope" in refusal("modelscope://owner/name", UsageError)
+    assert "expected modelscope://owner/name, with" in refusal("modelscope://a b", UsageError)
+
+    def fails(name):
+        raise ConnectionError("no route\nto host")
+
+    stand_in(monkeypatch, load_dataset=fails)
+    assert refusal("owner/name", UsageError) == "FILE: no such file or folder, and from the hub: no route"
+
+
+def test_modelscope(monkeypatch):
+    class MsDataset:
+        @staticmethod
+        def load(name, split, subset_name=None):
+            return [{"name": name, "split": split, "subset": subset_name}]
+
+    module = types.ModuleType("modelscope.msdatasets")
+    module.MsDataset = MsDataset
+    monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", module)
+    (row,) = read_rows("modelscope://owner/name@part:test")
+    assert row.values == {"name": "owner/name", "split": "test", "subset": "part"}
+    (row,) = read_rows("modelscope://owner/name")
+    assert row.values["split"] == "train" and row.origin == "modelscope://owner/name:row 1"
 
 
 def test_a_name_with_brackets_is_a_file_before_it_is_a_pattern(tmp_path):

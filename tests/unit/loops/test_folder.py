@@ -126,10 +126,10 @@ from posttrain.loops.folder import RunFolder
 folder = RunFolder.open("x", "sft", resume=False)
 folder.write_config("")
 if "fork" in sys.argv and os.fork() == 0:
-    print("child", os.getpid(), flush=True)
+    os.write(1, b"child\\n")  # in one piece, whoever else writes
     sys.stdin.read()
     os._exit(0)
-print("open", os.getpid(), flush=True)
+os.write(1, b"open\\n")
 sys.stdin.read()
 """
 
