@@ -12,6 +12,7 @@ from posttrain import ops
 from posttrain.algos import ALGORITHMS
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, from_mapping
+from posttrain.data.dataset import RowStream
 from posttrain.errors import DataError, DivergedError
 from posttrain.learner import Sums
 from posttrain.loops.run import Run
@@ -116,10 +117,10 @@ def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Help
     rows, size = run.data.eval.rows, run.config.update.rows_per_step
     parts: list[Sums] = []
     denominator = 0
+    stream = RowStream(rows, size, seed=0, shuffle=False, strata=[run.algo.stratum(row[0]) for row in rows])
     chunks = max(1, len(rows) // size)
     for c in range(chunks):
-        chunk = rows[len(rows) * c // chunks : len(rows) * (c + 1) // chunks]
-        samples = run.algo.prepare([sample for row in chunk for sample in row])
+        samples = run.algo.prepare(stream.take(len(rows) * (c + 1) // chunks - len(rows) * c // chunks))
         helpers.fill(samples, keep=True)
         samples = run.algo.score(samples)
         parts.append(policy.evaluate(samples, objective))

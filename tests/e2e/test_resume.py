@@ -74,7 +74,8 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
 )
 def test_stopped_and_resumed_equals_uninterrupted(verb, changes, tmp_path, monkeypatch):
     if changes.get("data") == "balanced":  # both labels in every step
-        changes = changes | {"data": {"train": [write_rows("labelled", tmp_path)]}, "eval": {"every": 0}}
+        rows = write_rows("labelled", tmp_path)
+        changes = changes | {"data": {"train": [rows], "eval": [rows]}}
     train(verb, **options(verb, tmp_path, "whole", **changes))
     expected_files, expected_state = bytes_of(tmp_path / "whole")
     assert expected_state["step"] == STEPS

@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.data.words import PATTERNS, WordCache
 from tests.unit.data.made import SENTENCES, sentencepiece
 
-TRAINING = [*SENTENCES, "it's we'll   a\n\nb  \n c\t\td x,y .\nThen 12 34,567 (no) [INST] 'S ’s e\u0301 日本 語"] * 3
+# White space at the end makes tokens of several spaces and line breaks, which a wrong cut would tear apart or make.
+SPACED = ["a\n\n", "a  ", "a   ", "a \n", "a \n\n", "a\n \n", "a\r\n\r\n", "\t\t", "a.\n\n", "a.\n"] * 9
+TRAINING = [*SENTENCES, "it's we'll   a\n\nb  \n c\t\td x,y .\nThen 12 34,567 (no) 'S ’s e\u0301 日本 語", *SPACED] * 3
 
 
 def split(pattern):
