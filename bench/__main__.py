@@ -4,16 +4,11 @@ On a CPU only the ratio means something; it is taken with one thread each.
 """
 
 import argparse
+import importlib
 import platform
 import time
 
-import torch
-import transformers
-
-from bench.data import measure_data
-from bench.sft import measure_sft
-
-BENCHMARKS = {"sft": measure_sft, "data": measure_data}
+BENCHMARKS = ("sft", "data")  # bench/<name>.py with a function measure_<name>
 
 
 def main() -> None:
@@ -22,11 +17,14 @@ def main() -> None:
     names = parser.parse_args().names
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(BENCHMARKS)}")
+    import torch  # not above: worker processes read this file too
+    import transformers
+
     torch.set_num_threads(1)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(f"{time.strftime('%Y-%m-%d')} {device}, torch {torch.__version__}, transformers {transformers.__version__}")
     for name in names:
-        BENCHMARKS[name]()
+        getattr(importlib.import_module(f"bench.{name}"), f"measure_{name}")()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Data: tokenising a file into indexed ones against `datasets.map`, reading packed batches back, and memory.
 
 The text is generated: words by Zipf's law, with punctuation, numbers and line breaks. BENCH_MEGABYTES sets its size
-(48), BENCH_TOKENIZER the folder of a tokenizer (otherwise a byte-level BPE is trained on some of the text). With
+(96), BENCH_TOKENIZER the folder of a tokenizer (otherwise a byte-level BPE is trained on some of the text). With
 BENCH_STREAM_MEGABYTES=2000 a file of that size streams through, and the memory it takes is printed.
 """
 
@@ -30,7 +30,7 @@ SYLLABLES = [a + b + c for a in ("", *"bdfgklmnprstvw") for b in "aeiou" for c i
 
 def measure_data() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the same number of cores for both
-    megabytes = float(os.environ.get("BENCH_MEGABYTES", "48"))
+    megabytes = float(os.environ.get("BENCH_MEGABYTES", "96"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = folder / "text.jsonl"
