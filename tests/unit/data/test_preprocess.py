@@ -359,7 +359,7 @@ def test_workers_and_parts_do_not_change_a_byte(tmp_path):
     source = write_rows(tmp_path, many_rows())
     expected = None
     for number, options in enumerate(
-        ({}, {"workers": 2, "n_subs": 3}, {"n_subs": 5, "cache_dir": str(tmp_path / "c")})
+        ({}, {"workers": 3, "n_subs": 3}, {"n_subs": 5, "cache_dir": str(tmp_path / "c")})
     ):
         folder = tmp_path / str(number)
         preprocess(configured(folder, source, **options), PICO, lambda _: None)
