@@ -17,8 +17,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     from posttrain.verbs import TRAINERS  # light: names and one-line descriptions
 
+    if name in ("GRPOTrainer", "PPOTrainer"):
+        from posttrain import trainers
+
+        return getattr(trainers, name)
     if name in TRAINERS:
-        from posttrain.loops.offline import train
+        from posttrain.loops import train
 
         return partial(train, name)
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import difflib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,7 +79,7 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class UpdateConfig:
     rows_per_step: int = 32
-    """Data rows an optimizer step sees (a preference pair is one row)."""
+    """Data rows a step sees: conversations, preference pairs, or the prompts that reinforcement learning asks."""
     tokens_per_device: int = 8192
     """Tokens packed into one forward pass: bounds memory, does not change the result."""
     learning_rate: float = 1e-5
@@ -88,10 +88,8 @@ class UpdateConfig:
     """How the learning rate falls after the warm-up."""
     min_lr_ratio: float = 0.1
     """Where cosine and linear end, as a part of the peak."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; or give warmup_fraction."""
-    warmup_fraction: float = 0.0
-    """Warm-up as a part of all steps."""
+    warmup: float = 0.0
+    """Steps of linear warm-up; below 1: as a part of all steps."""
     weight_decay: float = 0.0
     """Decoupled decay; never on norms and biases."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -120,10 +118,75 @@ class SaveConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    tensorboard: bool = False
-    """Also write TensorBoard events into the run folder."""
-    wandb: str = ""
-    """Also log to this Weights & Biases project."""
+    to: tuple[str, ...] = ()
+    """Log elsewhere too: `tensorboard` (files in the run folder), `wandb:PROJECT` (Weights & Biases)."""
+
+    @property
+    def tensorboard(self) -> bool:
+        return "tensorboard" in self.to
+
+    @property
+    def wandb(self) -> str:
+        """The project, or empty."""
+        return next((place.removeprefix("wandb:") for place in self.to if place.startswith("wandb:")), "")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    samples_per_prompt: int = 8
+    """Answers to each prompt of a step."""
+    max_tokens: int = 512
+    """Longest answer, in tokens; all turns together where there is an environment."""
+    temperature: float = 1.0
+    """Above 1: more varied answers, below 1: less. The trainer's log-probabilities account for it, and for these:"""
+    top_p: float = 1.0
+    """Draw only from the likeliest tokens that have this probability together."""
+    top_k: int = 0
+    """Draw only from so many of the likeliest tokens; 0: from all."""
+    min_p: float = 0.0
+    """Draw only tokens at least this times as likely as the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the end-of-turn token."""
+    ahead: int = 0
+    """Batches generated while training on earlier ones, with older weights; 0: always with the newest."""
+    dynamic_sampling: int = 0
+    """Replace groups of equal rewards by other prompts, asking at most so many batches a step (DAPO); 0: keep them."""
+    environment: str = ""
+    """Several turns: FILE.py:CLASS with start(row) and step(reply)."""
+    replay: str = ""
+    """Take answers from this run folder's records instead of generating them; they are scored again."""
+    max_mismatch: float = 0.1
+    """Stop when sampler and trainer disagree by this KL a token, three steps in a row; warn at a tenth."""
+    offload: tuple[Literal["reference", "critic", "reward", "optimizer"], ...] = ()
+    """Keep these in host memory while they are not used."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardsConfig:
+    weights: tuple[float, ...] = ()
+    """Weight of each reward; empty: 1 each."""
+    timeout_seconds: float = 10.0
+    """Time for one answer and one function; past it the child process is killed and the answer left out."""
+    workers: int = 2
+    """Child processes that run reward functions."""
+    max_failure_rate: float = 0.1
+    """Stop the run when more than this part of a batch could not be scored."""
+    clip: float = 0.0
+    """Hold the sum of rewards between -clip and clip; 0: leave it."""
+    normalize_models: bool = False
+    """Take a reward model's scores relative to the mean and deviation that were saved with it."""
+    overlong: tuple[int, float] = (0, 1.0)
+    """N and P: the last N tokens before rollout.max_tokens cost a penalty that grows from 0 to P (DAPO)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineEvalConfig(EvalConfig):
+    samples_per_prompt: int = 1
+    """Answers to each evaluation prompt: n of mean@n and pass@k."""
+    temperature: float = 0.0
+    """Temperature of evaluation; 0 takes the likeliest token."""
+    max_rows: int | None = None
+    """Evaluate on the first rows only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,30 +214,40 @@ class Config:
     algo: Any = None
 
 
-def parse(verb: str, algo_config: type, defaults: dict[str, Any], args: Sequence[str]) -> Config:
+@dataclass(kw_only=True, slots=True)
+class OnlineConfig(Config):
+    """What every trainer takes that learns from its own answers."""
+
+    reward: tuple[str, ...] = ()
+    """What judges answers: names of verifiers, FILE.py:FUNCTION, model:PATH, http://..."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    eval: OnlineEvalConfig = field(default_factory=OnlineEvalConfig)
+
+
+def parse(verb: str, algorithm: Any, args: Sequence[str]) -> Config:
     """`[CONFIG.yaml] --section.option value ...` -> a checked configuration; wrong use exits with 2."""
     file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
-    start = with_algorithm(algo_config, defaults)
+    start = with_algorithm(algorithm)
     filed = entries_of_file(Path(file), start, verb) if file else []
     return read_options(verb, start, filed, list(typed))
 
 
-def from_mapping(verb: str, algo_config: type, defaults: dict[str, Any], mapping: dict[str, Any]) -> Config:
+def from_mapping(verb: str, algorithm: Any, mapping: dict[str, Any]) -> Config:
     """The same from Python: {"model": {"path": "pico"}, "steps": 5}."""
-    start = with_algorithm(algo_config, defaults)
+    start = with_algorithm(algorithm)
     entries = [Entry("", key, value) for key, value in flatten(mapping).items()]
     for entry in entries:
         check_key(entry.key, start, "")
     return read_options(verb, start, entries, [])
 
 
-def with_algorithm(algo_config: type, defaults: dict[str, Any]) -> Config:
-    """The defaults of a verb: the common ones, changed as the algorithm asks."""
-    typed = dataclasses.make_dataclass(
-        "Config", [("algo", algo_config, field(default_factory=algo_config))], bases=(Config,), kw_only=True
-    )
-    config = typed()
-    for key, value in defaults.items():
+def with_algorithm(algorithm: Any) -> Config:
+    """The defaults of a verb: the common ones, changed as the algorithm (a class of posttrain.algos) asks."""
+    base = OnlineConfig if algorithm.online else Config
+    own = [("algo", algorithm.Config, field(default_factory=algorithm.Config))]
+    config = dataclasses.make_dataclass("Config", own, bases=(base,), kw_only=True)()
+    for key, value in algorithm.defaults.items():
         section, option = key.split(".")
         setattr(getattr(config, section), option, value)
     return config
@@ -226,6 +299,7 @@ def read_entries(prog: str, about: str, start: Any, entries: Sequence[Entry], ty
 
 
 WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+WORDS |= {"tuple[float, ...]": "a list of numbers", "tuple[int, float]": "a whole number and a number"}
 WORDS |= {"int | None": "a whole number", "tuple[str, ...]": "a list of texts", "tuple[float, float]": "two numbers"}
 
 
@@ -245,13 +319,11 @@ def check(config: Config) -> Config:
             raise UsageError(message)
 
     model, data, update = config.model, config.data, config.update
+    for place in config.log.to:
+        known = place == "tensorboard" or (place.startswith("wandb:") and place != "wandb:")
+        refuse(not known, f"log.to is {place!r}; it must be tensorboard or wandb:PROJECT.")
     refuse(not model.path, "model.path is not set. Give a folder, a hub name, a run folder or pico: --model.path pico")
     refuse(not data.train, "data.train is not set. Name the files to train on: --data.train rows.jsonl")
-    refuse(
-        bool(update.warmup_steps and update.warmup_fraction),
-        f"update.warmup_steps {update.warmup_steps} and update.warmup_fraction {update.warmup_fraction} "
-        "are both set. Keep one.",
-    )
     refuse(
         model.load_in_4bit and not model.lora_rank,
         "model.load_in_4bit freezes the weights, so there is nothing to train. Add --model.lora_rank 16, say.",
@@ -271,8 +343,7 @@ def check(config: Config) -> Config:
         ("update.tokens_per_device", 1, None),
         ("update.learning_rate", 0, None),
         ("update.min_lr_ratio", 0, 1),
-        ("update.warmup_steps", 0, None),
-        ("update.warmup_fraction", 0, 1),
+        ("update.warmup", 0, None),
         ("update.weight_decay", 0, None),
         ("update.max_grad_norm", 0, None),
         ("update.ema_decay", 0, 0.999999),
@@ -287,12 +358,9 @@ def check(config: Config) -> Config:
         ("save.keep", 1, None),
         ("save.keep_gigabytes", 0, None),
     ):
-        value = value_of(config, key)
-        if value is None:  # no limit
-            continue
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        inside = math.isfinite(value) and value >= low and (high is None or value <= high)
-        refuse(not inside, f"{key} is {value}; it must be {bounds}.")
+        refuse(*outside(config, key, low, high))
+    if isinstance(config, OnlineConfig):
+        check_online(config, refuse)
     refuse(
         not all(0 <= beta < 1 for beta in update.betas),
         f"update.betas is {list(update.betas)}; both must be at least 0 and below 1.",
@@ -302,6 +370,57 @@ def check(config: Config) -> Config:
         f"epochs is {config.epochs}; it must be above 0, and finite.",
     )
     return config
+
+
+def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> None:
+    """The same for the sections of trainers that generate."""
+    rollout, rewards = config.rollout, config.rewards
+    names = "the names of verifiers, FILE.py:FUNCTION, model:PATH or http://..."
+    judged = config.reward or rollout.environment
+    refuse(not judged, f"reward is not set: what judges answers? Give {names}: --reward gsm8k")
+    refuse(
+        bool(rewards.weights) and len(rewards.weights) != len(config.reward),
+        f"rewards.weights has {len(rewards.weights)} numbers for {len(config.reward)} rewards. Give one each, or none.",
+    )
+    refuse(
+        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or rollout.environment)),
+        "rollout.replay takes recorded answers as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
+        "rollout.environment.",
+    )
+    refuse(
+        not (0 <= rewards.overlong[0] <= rollout.max_tokens and 0 <= rewards.overlong[1] < math.inf),
+        f"rewards.overlong is {list(rewards.overlong)}; it must be a number of tokens up to rollout.max_tokens = "
+        f"{rollout.max_tokens}, and a penalty of at least 0.",
+    )
+    for key, low, high in (
+        ("rollout.samples_per_prompt", 1, None),
+        ("rollout.max_tokens", 1, None),
+        ("rollout.temperature", 1e-3, None),
+        ("rollout.top_p", 1e-6, 1),
+        ("rollout.top_k", 0, None),
+        ("rollout.min_p", 0, 1),
+        ("rollout.ahead", 0, None),
+        ("rollout.dynamic_sampling", 0, None),
+        ("rollout.max_mismatch", 0, None),
+        ("rewards.timeout_seconds", 0.01, None),
+        ("rewards.workers", 1, None),
+        ("rewards.max_failure_rate", 0, 1),
+        ("rewards.clip", 0, None),
+        ("eval.samples_per_prompt", 1, None),
+        ("eval.temperature", 0, None),
+        ("eval.max_rows", 1, None),
+    ):
+        refuse(*outside(config, key, low, high))
+
+
+def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:
+    """Whether a number is out of its bounds, and what to say then."""
+    value = value_of(config, key)
+    if value is None:  # no limit
+        return False, ""
+    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    inside = math.isfinite(value) and value >= low and (high is None or value <= high)
+    return not inside, f"{key} is {value}; it must be {bounds}."
 
 
 def value_of(config: Config, key: str) -> Any:

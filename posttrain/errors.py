@@ -25,6 +25,10 @@ class DivergedError(PosttrainError):
     """Loss or gradients were not finite several times in a row."""
 
 
+class RewardError(PosttrainError):
+    """Reward functions failed for too many completions."""
+
+
 class Stopped(PosttrainError):  # noqa: N818  a request, not a fault
     """A signal asked the run to stop; its state has been saved."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,14 +14,23 @@ import torch
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate, pack
 from posttrain.data.templates import apply_template, stop_ids
+from posttrain.engines.base import Request as Wanted
+from posttrain.engines.base import Sampling
+from posttrain.engines.local import LocalEngine
 from posttrain.errors import UsageError
 from posttrain.models import lora
 from posttrain.models.checkpoint import load_tensors, save_tensors
 from posttrain.models.forward import Trunk, check_router, forward, prove
 from posttrain.models.load import load_model, load_tokenizer, load_weights, save_model, trainable_parameters
 from posttrain.models.optimizer import Optimizer
-from posttrain.types import Batch, Floats, Head, Objective, Outputs, Request, Sample
+from posttrain.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
 
+PLAIN = Drawing()
+VALUE_HEAD = "value_head.weight"
+LARGEST = "largest_"
+"""Metrics of this prefix are the largest of all packs and ranks, not sums."""
+
+Part = Literal["model", "optimizer"]
 Sums = dict[str, tuple[float, float | None]]
 """Metric -> (sum, count); a count of None stands for the objective's own denominator."""
 
@@ -37,8 +47,11 @@ class Learner:
         trainable: bool = True,
         teacher: ModelConfig | None = None,
         template: str = "",
+        value_head: bool = False,
+        sampler_copy: bool = False,
         seed: int = 0,
     ) -> None:
+        """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own."""
         self.device = default_device()
         self.update = update
         self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed)
@@ -56,7 +69,16 @@ class Learner:
             self.teacher = Trunk.of(load_model(teacher, "token", device=self.device, trainable=False, seed=seed))
             prove(self.teacher)
             check_teacher(self.trunk, self.teacher)
-        self.optimizer = Optimizer(trainable_parameters(self.model), update) if trainable else None
+        if value_head:
+            self.trunk.value_head = new_value_head(self.model, seed)
+        self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False)) if sampler_copy else self.trunk
+        self.engines: dict[int, LocalEngine] = {}
+        self.optimizer = Optimizer(self.parameters(), update) if trainable else None
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """All that is trained, by name."""
+        head = self.trunk.value_head
+        return trainable_parameters(self.model) | ({VALUE_HEAD: head.weight} if head is not None else {})
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         """Add the gradient of (sum of losses) / denominator. `tokens`: of the whole step, for the router's balance."""
@@ -96,24 +118,57 @@ class Learner:
         self.model.train()
         return totals.read()
 
-    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True) -> list[Floats]:
+    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
         """Log-probability of each counted token, 0 elsewhere. Without adapters: those of the frozen base model."""
+        request = Request(names=frozenset({"logprobs"}), drawing=drawing)
         with nullcontext() if adapters else lora.disabled(self.model):
-            return self.streams(samples, "logprobs", lambda out: out.logprobs)
+            return self.streams(samples, request, lambda out: out.logprobs)
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """What the critic expects before each counted token, 0 elsewhere."""
+        return self.streams(samples, Request(names=frozenset({"values"})), lambda out: out.values)
+
+    def generate(self, requests: Sequence[Wanted], sampling: Sampling, *, current: bool = False) -> list[Sample]:
+        """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own."""
+        trunk = self.trunk if current else self.sampler
+        if id(trunk) not in self.engines:
+            self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer)
+        return self.engines[id(trunk)].generate(requests, sampling)
+
+    @torch.no_grad()
+    def refresh_sampler(self) -> None:
+        """Bring the sampler's own weights up to date; where it shares the trainer's there is nothing to do."""
+        if self.sampler is self.trunk:
+            return
+        ours, theirs = self.model.state_dict(), self.sampler.model.state_dict()
+        for name, tensor in theirs.items():
+            tensor.copy_(ours[name])
+
+    def stop_ids(self) -> list[int]:
+        """Tokens that end an answer: the tokenizer's, and those the model's files name."""
+        named = self.model.generation_config.eos_token_id
+        return sorted({*stop_ids(self.tokenizer), *(named if isinstance(named, list) else [named])} - {None})
+
+    def score_statistics(self) -> tuple[float, float]:
+        """Mean and deviation of a reward model's scores, as saved with it."""
+        mean, deviation = (getattr(self.model.config, name, None) for name in ("score_mean", "score_std"))
+        if mean is None or not deviation:
+            raise UsageError("rewards.normalize_models: the reward model was saved without score_mean and score_std")
+        return float(mean), float(deviation)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """The score head's number for each sample."""
         found: dict[int, float] = {}
-        for indices, out, _ in self.look(samples, "scores"):
+        for indices, out, _ in self.look(samples, Request(names=frozenset({"scores"}))):
             assert out.scores is not None
             found |= dict(zip(indices, out.scores.tolist(), strict=True))
         return [found[i] for i in range(len(samples))]
 
     def streams(
-        self, samples: Sequence[Sample], name: str, read: Callable[[Outputs], torch.Tensor | None]
+        self, samples: Sequence[Sample], request: Request, read: Callable[[Outputs], torch.Tensor | None]
     ) -> list[Floats]:
         found: dict[int, Floats] = {}
-        for indices, out, batch in self.look(samples, name):
+        for indices, out, batch in self.look(samples, request):
             stream = read(out)
             assert stream is not None
             parts = np.split(stream.cpu().numpy().astype(np.float32), np.cumsum(batch.lengths)[:-1])
@@ -121,10 +176,10 @@ class Learner:
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
-    def look(self, samples: Sequence[Sample], name: str) -> list[tuple[list[int], Outputs, Batch]]:
+    def look(self, samples: Sequence[Sample], request: Request) -> list[tuple[list[int], Outputs, Batch]]:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
         self.model.eval()
-        request, seen = Request(names=frozenset({name})), []
+        seen = []
         for indices in pack(samples, self.update.tokens_per_device):
             batch = collate([samples[i] for i in indices], self.device)
             seen.append((indices, forward(self.trunk, batch, request), batch))
@@ -147,13 +202,33 @@ class Learner:
         save_tensors(folder / "optimizer.safetensors", self.optimizer.state())
         if self.optimizer.average:
             save_tensors(folder / "ema.safetensors", self.optimizer.average)
+        if self.trunk.value_head is not None:
+            save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: self.trunk.value_head.weight.detach()})
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None
         load_weights(self.model, folder / "model")
+        if self.trunk.value_head is not None:
+            saved = load_tensors(folder / "value-head.safetensors")[VALUE_HEAD]
+            self.trunk.value_head.weight.data.copy_(saved)
         self.optimizer.load_state(load_tensors(folder / "optimizer.safetensors"))
         if self.optimizer.average:
             self.optimizer.load_average(load_tensors(folder / "ema.safetensors"))
+
+    def offload(self, part: Part) -> None:
+        """Move a part to host memory until `onload`; on a CPU it is there already."""
+        self.move(part, torch.device("cpu"))
+
+    def onload(self, part: Part) -> None:
+        self.move(part, self.device)
+
+    def move(self, part: Part, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        if part == "model":
+            self.model.to(device)
+        if self.optimizer is not None:
+            self.optimizer.move(device)
 
 
 class Totals:
@@ -165,6 +240,10 @@ class Totals:
 
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> None:
         total = total.detach().double()
+        if name.startswith(LARGEST):
+            self.sums[name] = torch.maximum(self.sums[name], total) if name in self.sums else total
+            self.counts[name] = torch.ones_like(total)
+            return
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         if count is not None:
             count = count.detach().double()
@@ -190,6 +269,14 @@ def check_teacher(student: Trunk, teacher: Trunk) -> None:
             f"algo.teacher: its vocabulary has {teacher.vocabulary} tokens, the student's {student.vocabulary}. "
             "Choose a teacher and a student of one family, with the same vocabulary."
         )
+
+
+def new_value_head(model: Any, seed: int) -> torch.nn.Linear:
+    """A value for every position, from the trunk's hidden state; small at first."""
+    size, like = model.config.get_text_config().hidden_size, next(model.parameters())
+    head = torch.nn.Linear(size, 1, bias=False)
+    head.weight.data.normal_(0.0, 1 / (size + 1), generator=torch.Generator().manual_seed(seed))
+    return head.to(device=like.device, dtype=like.dtype)
 
 
 def default_device() -> torch.device:

@@ -27,8 +27,8 @@ NOT_TRAINING = ("eval", "save")
 """Phases that do not count in tokens_per_second."""
 
 INSTALL = {
-    "tensorboard": "log.tensorboard needs the package tensorboard: pip install 'tensorboard>=2.19'",
-    "wandb": "log.wandb needs the package wandb: pip install 'wandb>=0.20'",
+    "tensorboard": "log.to tensorboard needs the package tensorboard: pip install 'tensorboard>=2.19'",
+    "wandb": "log.to wandb:PROJECT needs the package wandb: pip install 'wandb>=0.20'",
 }
 
 Metrics = dict[str, float]
@@ -110,7 +110,7 @@ class Log:
         if folder is None:
             return
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        _cut(folder / "metrics.jsonl", start_step)
+        cut_after(folder / "metrics.jsonl", start_step)
         if start_step is not None:
             for path in (folder / "samples").glob("step-*.jsonl"):
                 if int(path.stem.removeprefix("step-")) > start_step:
@@ -287,7 +287,9 @@ class Console:
         if self.terminal:
             full = 20 * step // self.total_steps
             parts.append(f"[{'#' * full}{'-' * (20 - full)}]")
-        if "loss" in row:
+        if "reward" in row:
+            parts += _of_answers(row)
+        elif "loss" in row:
             parts.append(f"loss {row['loss']:.4f}")
         if "tokens_per_second" in row:
             parts.append(f"{_short(row['tokens_per_second'])} tokens/s")
@@ -369,7 +371,7 @@ class WeightsAndBiases:
             )
         except wandb.Error as error:
             raise UsageError(
-                f"log.wandb: {str(error).rstrip('.')}. Run `wandb login`, or set WANDB_MODE=offline"
+                f"log.to wandb: {str(error).rstrip('.')}. Run `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -408,7 +410,7 @@ def _append(file: BinaryIO, text: str) -> None:
         raise PosttrainError(f"{file.name}: cannot write: {error.strerror}. Free some space, then --resume") from error
 
 
-def _cut(path: Path, start_step: int | None) -> None:
+def cut_after(path: Path, start_step: int | None) -> None:
     """Drop a last line that a kill tore, and steps after `start_step`: they will be done again."""
     if not path.exists():
         return
@@ -420,6 +422,21 @@ def _cut(path: Path, start_step: int | None) -> None:
             kept += len(line)
     if kept < path.stat().st_size:
         os.truncate(path, kept)
+
+
+def _of_answers(row: Metrics) -> list[str]:
+    """What matters of a step that learnt from its own answers."""
+    shown = [f"reward {row['reward']:.3f}"]
+    judges = {key.removeprefix("rewards/"): value for key, value in row.items() if key.startswith("rewards/")}
+    if len(judges) > 1:
+        shown.append("(" + " ".join(f"{name} {value:.3f}" for name, value in judges.items()) + ")")
+    shown.append(f"length {row['length']:.0f}")
+    shown += [f"{name} {row[name]:.3g}" for name in ("entropy", "kl") if name in row]
+    shares = {"clipped": "clipped", "no_signal": "no signal", "truncated": "cut off"}
+    shown += [f"{words} {row[name]:.0%}" for name, words in shares.items() if row.get(name)]
+    if row["failures"]:
+        shown.append(f"failed {row['failures']:.0f}")
+    return shown
 
 
 def _short(number: float) -> str:

@@ -27,7 +27,7 @@ Unit = Literal["token", "sample", "group"]
 RowKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what a data row must be for an algorithm
 Head = Literal["token", "score"]
 
-STREAMS = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
+STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
 SCALARS = ("reward", "label", "margin", "baseline")
 
 
@@ -48,7 +48,8 @@ class Sample:
     tokens: Ints
     mask: Bools
     # Streams: one number a token.
-    logprobs: Floats | None = None  # the sampler's, or recomputed with the current weights
+    logprobs: Floats | None = None  # the sampler's, of the distribution it drew from
+    old_logprobs: Floats | None = None  # the trainer's own, before the first of several updates
     ref_logprobs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
@@ -96,6 +97,7 @@ class Batch:
     mask: torch.Tensor  # [T] bool
     counted: torch.Tensor  # [M] indices where mask is True, known on the host beforehand
     logprobs: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -128,7 +130,7 @@ class Outputs:
     """
 
     logprobs: torch.Tensor | None = None  # [T]
-    entropy: torch.Tensor | None = None  # [T], detached: for logs, not for losses
+    entropy: torch.Tensor | None = None  # [T], detached unless the request says otherwise
     divergence: torch.Tensor | None = None  # [T], from the teacher's distribution
     scores: torch.Tensor | None = None  # [B], at each sample's last token
     values: torch.Tensor | None = None  # [T], value of the state before tokens[i]
@@ -140,11 +142,22 @@ class Outputs:
 class Loss:
     """A sum over the algorithm's unit; the learner alone divides, by the global count.
 
-    A metric is a sum over the same unit, or a pair (sum, count) when it speaks of something else.
+    A metric is a sum over the same unit, or a pair (sum, count) when it speaks of something else. One whose name
+    begins with `largest_` is the largest of all packs, not a sum.
     """
 
     total: torch.Tensor
     metrics: dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Drawing:
+    """The distribution that tokens are drawn from, made of the model's own; see ops.tempered."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -155,7 +168,9 @@ class Request:
     choice_ids: tuple[int, ...] = ()  # tokens that `choices` chooses among
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     jsd_beta: float = 0.5
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the divergence
+    drawing: Drawing = Drawing()  # log-probabilities and entropy are of this distribution
+    entropy_gradient: bool = False
     router_loss: float = 0.0  # weight of the mixture-of-experts balance
 
 

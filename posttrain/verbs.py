@@ -11,11 +11,20 @@ TRAINERS = {
     "orpo": "fine-tuning and preference learning in one, by odds ratio",
     "cpo": "contrastive preference optimisation, without a reference model",
     "distill": "learn a teacher's next-token distribution",
+    "grpo": "reinforcement learning: answers to one prompt compete; also Dr. GRPO and DAPO",
+    "gspo": "GRPO with one ratio for a whole answer; steadier for mixtures of experts",
+    "cispo": "GRPO that clips the weight of a token, never its gradient",
+    "rloo": "reinforcement learning: an answer against the mean of the others to its prompt",
+    "reinforce": "REINFORCE++: credit standardized over the batch; one answer to a prompt is enough",
+    "remax": "reinforcement learning: an answer against the greedy one",
+    "ppo": "proximal policy optimisation with a critic, for reward models",
 }
 
 TOOLS = {
-    "demo": "see it work: fine-tune, rank and align a toy model on this machine in 3 minutes",
+    "demo": "see it work: a toy model through SFT, reward model, DPO and GRPO on this machine in 4 minutes",
     "data": "check files before training, or tokenise them once: data check, data preprocess",
+    "rewards": "judge saved answers and see why: rewards check",
+    "samples": "the answers that a run learnt from, with their rewards",
     "plan": "batches, steps and memory of a configuration, without loading the model",
     "export": "a run's model as a plain Hugging Face folder, checked after writing",
     "doctor": "what is installed, what is missing and how to mend it",

@@ -30,6 +30,8 @@ class Algorithm:
     """Fewest rows that a step can be made of."""
     head: ClassVar[Head] = "token"
     """token: a language model; score: a one-number head on the same trunk."""
+    online: ClassVar[bool] = False
+    """Learns from its own answers to the rows' prompts, instead of from the rows."""
     defaults: ClassVar[dict[str, Any]] = {}
     """Options of other sections that this algorithm wants otherwise, as {"update.learning_rate": 5e-7}."""
 
@@ -45,7 +47,7 @@ class Algorithm:
         return {"logprobs"}
 
     def needs(self) -> set[str]:
-        """What helpers must fill before `score`: ref_logprobs, logprobs (of the current policy)."""
+        """What helpers must fill before `score`: ref_logprobs, logprobs or old_logprobs (the policy's own), values."""
         return set()
 
     def reference(self) -> str:

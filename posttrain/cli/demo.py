@@ -20,14 +20,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.cli.curve import draw_curve
 from posttrain.config import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.learner import Learner
 from posttrain.log import quiet_libraries
+from posttrain.loops import train
 from posttrain.loops.folder import RunFolder
-from posttrain.loops.offline import train
 
 HELD_OUT = 500
 PROMPT = {"add_generation_prompt": True, "return_dict": False}
@@ -57,7 +58,7 @@ class Sum:
 
 
 def run_demo(out: str, seed: int) -> int:
-    """SFT, a reward model, DPO; accuracy on held-out sums before and after each."""
+    """SFT, a reward model, DPO, GRPO; accuracy on held-out sums before and after each."""
     quiet_libraries()
     torch.set_num_threads(1)  # pico is too small to share; two threads on two busy cores are many times slower
     started = time.monotonic()
@@ -97,8 +98,19 @@ def run_demo(out: str, seed: int) -> int:
         ]
         own = write_rows(root / "data/mistakes.jsonl", (pair(s, said or "?") for s, said in mistakes))
         dpo = train("dpo", **common(root / "dpo", str(sft), own, seed), **DPO_OPTIONS).folder
-        final = answers(str(dpo), held_out, seed)
-        table.add_row("dpo", "right answers", *shares(sft_accuracy, accuracy(held_out, final)), seconds(began))
+        dpo_accuracy = accuracy(held_out, answers(str(dpo), held_out, seed))
+        table.add_row("dpo", "right answers", *shares(sft_accuracy, dpo_accuracy), seconds(began))
+
+        began = stage("4. GRPO: learn from its own answers, by a rule that knows the sum")
+        asked_rows = write_rows(root / "data/questions.jsonl", (question(s) for s in lessons))
+        rule = root / "right.py"
+        rule.write_text(RULE, encoding="utf-8")
+        options = common(root / "grpo", str(dpo), asked_rows, seed) | {"reward": [f"{rule}:right"]}
+        grpo = train("grpo", **options, **GRPO_OPTIONS).folder
+        final = answers(str(grpo), held_out, seed)
+        table.add_row("grpo", "right answers", *shares(dpo_accuracy, accuracy(held_out, final)), seconds(began))
+        rewards = [json.loads(line)["reward"] for line in (grpo / "metrics.jsonl").read_text().splitlines()]
+        draw_curve(console, rewards, root / "reward.svg")
 
         console.rule("conversations with the same three questions")
         for number in range(3):
@@ -109,23 +121,34 @@ def run_demo(out: str, seed: int) -> int:
             console.print(f"    after   {printable(final[number])}  ({verdict})", highlight=False, markup=False)
         console.print(table)
         console.print(f"{time.monotonic() - started:.0f} seconds in all. Run folder: {root}", highlight=False)
-        console.print(f"next: posttrain export {root}/dpo my-model", highlight=False, markup=False)
+        console.print(f"answers it learnt from: posttrain samples {root}/grpo", highlight=False, markup=False)
+        console.print(f"next: posttrain export {root}/grpo my-model", highlight=False, markup=False)
     return 0
 
 
 SFT_OPTIONS: dict[str, Any] = {
     "steps": 300,
-    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
+    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup": 20, "min_lr_ratio": 0.02},
 }
 REWARD_OPTIONS: dict[str, Any] = {
     "steps": 160,
-    "update": {"rows_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 30},
+    "update": {"rows_per_step": 32, "learning_rate": 5e-4, "warmup": 30},
 }
 DPO_OPTIONS: dict[str, Any] = {
     "steps": 60,
     "update": {"rows_per_step": 32, "learning_rate": 2e-4},
     "algo": {"pref_ftx": 1.0},
 }
+
+GRPO_OPTIONS: dict[str, Any] = {
+    "steps": 30,
+    "update": {"rows_per_step": 32, "learning_rate": 1e-4, "schedule": "cosine", "warmup": 3},
+    "rollout": {"samples_per_prompt": 8, "max_tokens": 24},
+}
+RULE = '''def right(text, answer):
+    """1 if the last part of the worked answer is the sum, else 0."""
+    return float(text.rpartition(";")[2] == answer)
+'''
 
 
 def common(out: Path, model: str, rows: Path, seed: int) -> dict[str, Any]:
@@ -135,6 +158,10 @@ def common(out: Path, model: str, rows: Path, seed: int) -> dict[str, Any]:
 
 def chat(asked: Sum, said: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": asked.question}, {"role": "assistant", "content": said}]}
+
+
+def question(asked: Sum) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": asked.question}], "answer": str(asked.a + asked.b)}
 
 
 def pair(asked: Sum, wrong: str) -> dict[str, Any]:

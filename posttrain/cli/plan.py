@@ -14,7 +14,7 @@ import torch
 
 from posttrain.algos import ALGORITHMS, Algorithm
 from posttrain.cli.doctor import device_memory
-from posttrain.config import Config, ModelConfig
+from posttrain.config import Config, ModelConfig, OnlineConfig
 from posttrain.data.pack import pack
 from posttrain.errors import UsageError
 from posttrain.learner import default_device
@@ -67,11 +67,26 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     packs = Packs(counts=[], largest=[])
     edges = data.rows_at[: STEPS_LOOKED_AT + 1]
     for before, after in pairwise(edges):
-        samples = data.stream.take(after - before)
+        samples = taken(config, data, after - before)
         cut = [[samples[i] for i in part] for part in pack(samples, config.update.tokens_per_device, algo.group_size)]
         packs.counts.append(len(cut))
         packs.largest = max([packs.largest, *cut], key=lambda part: sum(map(len, part)))
     return packs
+
+
+def taken(config: Config, data: Data, rows: int) -> list[Sample]:
+    """The samples of a step; where answers are still to be generated, as long as they may become."""
+    if not isinstance(config, OnlineConfig):
+        return data.stream.take(rows)
+    samples = []
+    for _ in range(rows):
+        prompt = data.stream.rows[data.stream.next_row()[1]][0].tokens
+        answer = np.zeros(config.rollout.max_tokens, dtype=np.int32)
+        sample = Sample(
+            tokens=np.concatenate([prompt, answer]), mask=np.arange(len(prompt) + len(answer)) >= len(prompt)
+        )
+        samples += [sample] * config.rollout.samples_per_prompt
+    return samples
 
 
 def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
@@ -95,19 +110,28 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
     rows, counts = len(data.train.rows), data.train.counts
     lengths, counted = data.train.rows.lengths(), data.train.rows.counted()
     tokens = int(lengths.sum())
+    online = config if isinstance(config, OnlineConfig) else None
     lost = ", ".join(f"{counts[key]:,} {key}" for key in ("truncated", "dropped", "quarantined") if counts[key])
     yield "rows", f"{rows:,}", f"of {counts['read']:,} read" + f" ({lost})" * bool(lost)
-    yield "samples", f"{len(lengths):,}", f"{algo.group_size} a row"
+    if online is None:
+        yield "samples", f"{len(lengths):,}", f"{algo.group_size} a row"
+        count = f"{counted:,} count; "
+    else:
+        answers = update.rows_per_step * online.rollout.samples_per_prompt
+        yield "answers a step", f"{answers:,}", f"{online.rollout.samples_per_prompt} a prompt"
+        count = f"of prompts; an answer has at most {online.rollout.max_tokens:,}; "
+    mean = tokens / len(lengths)
     yield (
         "tokens",
         f"{tokens:,}",
-        f"{counted:,} count; a sample has {tokens / len(lengths):,.0f}, at most {lengths.max():,}",
+        f"{count}a {'prompt' if online else 'sample'} has {mean:,.0f}, at most {lengths.max():,}",
     )
     epochs = data.rows_at[-1] / data.stream.rows_per_epoch
     yield (
         "steps",
         f"{data.steps:,}",
-        f"of {update.rows_per_step} rows: {epochs:.2f} epochs, {data.rows_at[-1] / rows * tokens:,.0f} tokens",
+        f"of {update.rows_per_step} rows: {epochs:.2f} epochs"
+        + f", {data.rows_at[-1] / rows * tokens:,.0f} tokens" * (online is None),
     )
     mean = sum(packs.counts) / len(packs.counts)
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""
@@ -154,7 +178,16 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
         reference=weights(reference),
         reference_stays=not algo.precomputes(),
         teacher=weights(teacher),
+        critic=critic_of(config, algo, dtype),
     )
+
+
+def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
+    """A critic is trained like the policy: weights, masters, gradients, AdamW."""
+    if not (algo.online and algo.has_critic()):
+        return 0
+    own = memory.standing(memory.empty_model(config.model, "score", dtype), average=False)
+    return own.weights + own.masters + own.gradients + own.optimizer
 
 
 def frozen(config: ModelConfig, path: str, dtype: torch.dtype) -> Any:
@@ -184,6 +217,8 @@ def memory_ledger(
         yield "EMA", amount(own.average), "float32"
     if needs.reference:
         yield "reference", amount(needs.reference), "" if needs.reference_stays else "freed before the first step"
+    if needs.critic:
+        yield "critic", amount(needs.critic), "weights, masters, gradients and AdamW, if it is as large as the policy"
     if needs.teacher:
         yield "teacher", amount(needs.teacher), ""
     note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from posttrain.algos import ALGORITHMS, Algorithm
 from posttrain.cli import tools
-from posttrain.config import Config, value_of
+from posttrain.config import Config, OnlineConfig, value_of
 from posttrain.types import RowKind
 from posttrain.verbs import TOOLS, TRAINERS
 
@@ -30,6 +30,7 @@ ROWS: dict[RowKind, str] = {
     "pair": "pairs of a better and a worse answer",
     "labelled": "answers labelled good or bad",
     "stepwise": "answers labelled step by step",
+    "prompt": "prompts, with what their reward functions want to know",
 }
 
 INTRODUCTION = """\
@@ -58,6 +59,9 @@ def page() -> str:
         "## Options of every trainer",
         "",
         *common_options(),
+        "## Options of trainers that learn from their own answers",
+        "",
+        *online_options(),
         *(line for verb in TRAINERS for line in trainer(verb, ALGORITHMS[verb])),
         *(line for verb in TOOLS for line in tool(verb)),
     ]
@@ -79,14 +83,28 @@ def common_options() -> Iterator[str]:
         yield from (f"### {name}", "", *option_table(kind, f"{name}."), "")
 
 
+def online_options() -> Iterator[str]:
+    """The same for what these take besides; in a section that all have, only what is new."""
+    known = get_type_hints(Config)
+    hints = get_type_hints(OnlineConfig).items()
+    sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    yield from option_table(OnlineConfig, without=set(known) | set(sections))
+    yield ""
+    for name, kind in sections.items():
+        if known.get(name) != kind:
+            inherited = {entry.name for entry in dataclasses.fields(known[name])} if name in known else set()
+            yield from (f"### {name}", "", *option_table(kind, f"{name}.", without=inherited), "")
+
+
 def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
     """What is particular about one trainer."""
     yield from (f"## {verb}", "", f"{capital(escaped(TRAINERS[verb]))}.")
     yield f"Rows: {ROWS[algorithm.rows]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
+    usual = OnlineConfig() if algorithm.online else Config()
     changed = [
-        f"`{key}` is {shown(value)} (else {shown(value_of(Config(), key))})"
+        f"`{key}` is {shown(value)} (else {shown(value_of(usual, key))})"
         for key, value in algorithm.defaults.items()
-        if value != value_of(Config(), key)
+        if value != value_of(usual, key)
     ]
     if changed:
         yield f"Other default: {', '.join(changed)}."
@@ -150,7 +168,11 @@ def type_name(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is tuple:
         first, second = get_args(hint)
-        return f"{NAMES[first]}s" if second is ... else f"two {NAMES[first]}s"
+        if get_origin(first) is Literal:
+            return f"any of {type_name(first)}"
+        if second is ...:
+            return f"{NAMES[first]}s"
+        return f"two {NAMES[first]}s" if first == second else f"{NAMES[first]} and {NAMES[second]}"
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     return f"{NAMES[kinds[0]]} or `None`" if kinds else NAMES[hint]
 

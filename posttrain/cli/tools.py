@@ -1,4 +1,4 @@
-"""The verbs that do not train: demo, data, plan, export, doctor."""
+"""The verbs that do not train: demo, data, rewards, samples, plan, export, doctor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ def run(verb: str, args: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "demo": demo,
         "data": data,
+        "rewards": rewards,
+        "samples": samples,
         "plan": plan,
         "export": export,
         "doctor": doctor,
@@ -39,6 +41,18 @@ def data(args: list[str]) -> int:
     from posttrain.cli.data import run as run_data
 
     return run_data(args)
+
+
+def rewards(args: list[str]) -> int:
+    from posttrain.cli.rewards import run as run_rewards
+
+    return run_rewards(args)
+
+
+def samples(args: list[str]) -> int:
+    from posttrain.cli.samples import run as run_samples
+
+    return run_samples(args)
 
 
 def plan(args: list[str]) -> int:

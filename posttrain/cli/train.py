@@ -8,7 +8,7 @@ from posttrain import config as configs
 def run(verb: str, args: list[str]) -> int:
     """Parse, train, report. With --resume and no file, the run folder's own configuration is the start."""
     config = read(verb, args)
-    from posttrain.loops.offline import train_from
+    from posttrain.loops import train_from
 
     train_from(verb, config)
     return 0
@@ -23,7 +23,7 @@ def read(verb: str, args: list[str]) -> configs.Config:
 
         file = find_run(option(args, "--out"), verb) / "config.yaml"
         args = [str(file), *args]
-    config = configs.parse(verb, algorithm.Config, algorithm.defaults, args)
+    config = configs.parse(verb, algorithm, args)
     algorithm(config.algo)  # checks its options
     return config
 

@@ -86,12 +86,8 @@ class ChatRenderer:
             self._refuse_quotes(messages, origin, tools)
             return [Segment((Part(self._render(messages, origin, generate=True, tools=tools), True),))]
         if not self.is_plain:
-            roles = tuple(message["role"] for message in messages)
-            if roles not in self._prompt_plans:
-                pieces = self._marked(messages, origin, generate=True)
-                self._prompt_plans[roles] = Plan((Outline(tuple(pieces)),), prompt_length=1, tail="")
             rendered = self._render(messages, origin, generate=True)
-            filled = self._fill(self._prompt_plans[roles], messages, rendered)
+            filled = self._fill(self._asking(messages, origin), messages, rendered)
             if filled is None:
                 self._refuse_quotes(messages, origin)
                 return [Segment((Part(rendered, True),))]
@@ -99,6 +95,30 @@ class ChatRenderer:
         if plain:
             return [_said(message) for message in messages]
         return _no_template(origin)
+
+    def continuation(self, messages: list[Message], reply: int, ended: str, origin: str) -> Segment:
+        """All that comes between message number `reply`, which the model wrote, and its next: to be appended as it is.
+
+        `ended` is the end-of-turn that the model wrote itself, as text; empty if it wrote none.
+        """
+        if self.is_plain:
+            return Segment(tuple(Part(message["content"], False) for message in messages[reply + 1 :]))
+        # What was said up to here is never written again: marks stand for it, so that no template can look into it.
+        told = [*_marks(messages[: reply + 1]), *messages[reply + 1 :]]
+        rendered = self._render(told, origin, generate=True)
+        pieces = self._asking(messages, origin).outlines[0].pieces
+        if pieces.count(reply) != 1:
+            raise UsageError(f"{origin}: the chat template writes the assistant's message {reply} more than once")
+        contents = _match(pieces, [message["content"] for message in told], rendered)
+        if contents is None:
+            self._refuse_quotes(messages[reply + 1 :], origin)
+            contents, pieces = [], (reply, rendered.partition(f"xMARK{reply}x")[2])
+        at = pieces.index(reply)
+        after = str(pieces[at + 1])
+        if ended:
+            space, written, rest = after.partition(ended)
+            after = rest if written and not space.strip() else after
+        return Outline((after, *pieces[at + 2 :])).fill(contents)
 
     # The tokenizer's chat template
 
@@ -115,6 +135,14 @@ class ChatRenderer:
         if prompt != "".join([segment.text for segment in filled[: plan.prompt_length]]):
             raise DataError(f"{origin}: the chat template's generation prompt depends on the text of this row")
         return filled
+
+    def _asking(self, messages: list[Message], origin: str) -> Plan:
+        """How conversations of this shape look to a model that is to answer: one outline."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._prompt_plans:
+            pieces = self._marked(messages, origin, generate=True)
+            self._prompt_plans[roles] = Plan((Outline(tuple(pieces)),), prompt_length=1, tail="")
+        return self._prompt_plans[roles]
 
     def _plan(self, messages: list[Message], answers_from: int, origin: str) -> Plan:
         pieces = self._marked(messages, origin)

@@ -17,6 +17,7 @@ from posttrain.data.encode import Encoded, Encoder
 from posttrain.data.examples import Example
 from posttrain.data.formats import SourceFormat
 from posttrain.data.mixture import Mixture, split_weights
+from posttrain.data.prompts import PromptBuilder, PromptRows
 from posttrain.data.sources import BadRow, Part, Row, parts_of
 from posttrain.data.store import RowBuilder, RowStore
 from posttrain.errors import DataError, UsageError
@@ -33,9 +34,9 @@ SetAside = Callable[[BadRow], None]
 
 @dataclass(slots=True)
 class Dataset:
-    """Encoded rows: a row is the samples that an algorithm wants side by side, one or the two of a pair."""
+    """Encoded rows: a row is the samples that an algorithm wants side by side, one or the two of a pair; or a prompt."""
 
-    rows: RowStore
+    rows: Any  # RowStore, or PromptRows
     fingerprint: str
     verdicts: list[str]
     counts: dict[str, int]
@@ -68,7 +69,7 @@ def load_dataset(
     if indexed := [name for name in names if is_indexed(name)]:
         raise UsageError(f"{indexed[0]}: tokenised files cannot be put together with others; give them alone")
     sources = [parts_of(name) for name in names]  # a wrong name is said at once, not after the other files are read
-    builder = RowBuilder(cache)
+    builder = PromptBuilder() if encoder.kind == "prompt" else RowBuilder(cache)
     sizes: list[int] = []
     verdicts: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
@@ -178,7 +179,7 @@ def _bad(row: Row, error: DataError) -> BadRow:
     return BadRow(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values)
 
 
-def _keep(encoded: Encoded, encoder: Encoder, builder: RowBuilder, counts: dict[str, int]) -> None:
+def _keep(encoded: Encoded, encoder: Encoder, builder: RowBuilder | PromptBuilder, counts: dict[str, int]) -> None:
     if encoder.kind == "text":
         for sample in encoded.samples:
             builder.add([sample])
@@ -226,7 +227,9 @@ class Quarantine:
         self.of_part, self.read_before, self.first = 0, counts["read"], None
 
 
-def _dataset(rows: RowStore, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None) -> Dataset:
+def _dataset(
+    rows: RowStore | PromptRows, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None
+) -> Dataset:
     fingerprint = rows.fingerprint()
     if mixture is not None:
         fingerprint = hashlib.sha256(f"{fingerprint} {mixture}".encode()).hexdigest()
@@ -270,7 +273,7 @@ class RowStream:
 
     def __init__(
         self,
-        rows: Sequence[list[Sample]],
+        rows: Sequence[list[Any]],
         rows_per_step: int,
         seed: int,
         shuffle: bool = True,
@@ -299,16 +302,20 @@ class RowStream:
         samples: list[Sample] = []
         taken: set[int] = set()
         for _ in range(self.rows_per_step if n_rows is None else n_rows):
-            index = self._index(self.position)
+            position, index = self.next_row()
             row = self.rows[index]
             if index in taken:
                 row = [replace(sample) for sample in row]
             taken.add(index)
             for sample in row:
-                sample.group = self.position
+                sample.group = position
             samples += row
-            self.position += 1
         return samples
+
+    def next_row(self) -> tuple[int, int]:
+        """Its position in the stream, and which of the rows it is."""
+        self.position += 1
+        return self.position - 1, self._index(self.position - 1)
 
     def _index(self, position: int) -> int:
         epoch, at = divmod(position, self.rows_per_epoch)

@@ -29,7 +29,7 @@ MOST_MESSAGES = 4096  # of a conversation; the time to find the mask grows with 
 class Encoded:
     """What became of one example."""
 
-    samples: list[Sample]
+    samples: list[Any]  # of type Sample; for rows of kind prompt the Prompt
     truncated: bool = False
     dropped: bool = False
     quoted: bool = False  # text that looks like a control token was kept as text
@@ -66,6 +66,10 @@ class Encoder:
 
     def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
         """The same for many, which is faster."""
+        if self.kind == "prompt":
+            asked = [example for example in examples if isinstance(example, Question)]
+            assert len(asked) == len(examples), "rows of kind prompt are questions"
+            return [Encoded([prompt] if prompt else [], dropped=prompt is None) for prompt in self.prompts(asked)]
         sequences = [self._sequences(example) for example in examples]
         for example, of_example in zip(examples, sequences, strict=True):
             self._check_size(example, of_example)
@@ -197,7 +201,7 @@ class Encoder:
 
     def _check_filled(self, segment: Segment, ids: list[int], origin: str) -> None:
         """Words that a tokenizer knows nothing of may leave no token but the end-of-turn."""
-        said = any(not part.from_template and part.text.strip() for part in segment.parts)
+        said = any(part.text and not part.from_template and not part.text.isspace() for part in segment.parts)
         if not ids or (said and all(token in self.tokens.special_ids for token in ids)):
             raise DataError(f"{origin}: the tokenizer has no tokens for the response {segment.text[:40]!r}")
 

@@ -117,7 +117,7 @@ def text_of(row: Row, column: str, value: Any) -> str:
 def filled_text(row: Row, column: str, value: Any, what: str) -> str:
     """The value, which must be text and not blank."""
     text = text_of(row, column, value)
-    if not text.strip():
+    if not text or text.isspace():
         raise fault(row, column, f"empty {what}")
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain.data.words import WordCache
@@ -52,7 +53,7 @@ class TokenEncoder:
         # texts are encoded behind an anchor, and the anchor's ids are taken off again.
         self.needs_anchor = any(self._ids([text])[0] != self._behind_anchor(text) for text in PROBES)
 
-    @property
+    @cached_property
     def eos_id(self) -> int:
         if self.tokenizer.eos_token_id is None:
             raise UsageError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")

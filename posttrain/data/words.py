@@ -40,7 +40,7 @@ class WordCache:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.backend = tokenizer.backend_tokenizer
-        self.ids: dict[str, list[int]] = {}
+        self.ids: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> WordCache | None:
@@ -57,7 +57,7 @@ class WordCache:
         new = sorted(set(chain.from_iterable(words)) - self.ids.keys())
         written = [word[1:] if word[0] == FIRST else f" {word}" for word in new]
         encoded = self.backend.encode_batch_fast(written, add_special_tokens=False)
-        self.ids.update(zip(new, (encoding.ids for encoding in encoded), strict=True))
+        self.ids.update(zip(new, (tuple(encoding.ids) for encoding in encoded), strict=True))
         return [list(chain.from_iterable(map(self.ids.__getitem__, of_text))) for of_text in words]
 
 

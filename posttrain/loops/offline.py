@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from posttrain import ops
 from posttrain.algos import ALGORITHMS
-from posttrain.algos.base import Algorithm
-from posttrain.config import Config, from_mapping
+from posttrain.config import Config
 from posttrain.data.dataset import RowStream
-from posttrain.errors import DataError, DivergedError
+from posttrain.errors import DivergedError
 from posttrain.learner import Sums
-from posttrain.loops.run import Run
+from posttrain.loops.helpers import Helpers
+from posttrain.loops.run import Result, Run, due
+from posttrain.loops.update import give_up_if_diverged, update
 from posttrain.runtime.base import LearnerGroup, add_up, averages
-from posttrain.types import Objective, Sample, count
-
-BAD_STEPS_ALLOWED = 3
-
-
-@dataclass(slots=True)
-class Result:
-    """What a finished run hands back to Python."""
-
-    folder: Path
-    steps: int
-    metrics: dict[str, float]  # of the last step
-
-
-def train(verb: str, /, **options: Any) -> Result:
-    """`posttrain <verb>` from Python: options as nested dicts, as in the YAML file."""
-    algorithm = ALGORITHMS[verb]
-    return train_from(verb, from_mapping(verb, algorithm.Config, algorithm.defaults, options))
+from posttrain.types import Objective, count
 
 
 def train_from(verb: str, config: Config) -> Result:
@@ -54,6 +34,7 @@ def train_from(verb: str, config: Config) -> Result:
                 samples = algo.score(samples)
             with run.log.phase("train"):
                 metrics = update(run, policy, samples, objective, step)
+                metrics["epoch"] = run.data.rows_at[step] / run.data.stream.rows_per_epoch
             if run.data.eval and due(step, config.eval.every, run.data.steps):
                 with run.log.phase("eval"):
                     metrics |= evaluate(run, policy, objective, helpers, step)
@@ -73,42 +54,6 @@ def train_from(verb: str, config: Config) -> Result:
             )
         run.log.done(closing_words(run, metrics))
         return Result(run.folder.path, run.data.steps, metrics)
-
-
-def update(run: Run, policy: LearnerGroup, samples: list[Sample], objective: Objective, step: int) -> dict[str, float]:
-    """One optimizer step; the only place where a sum of losses is divided."""
-    config = run.config.update
-    denominator = count(samples, objective.unit)
-    tokens = sum(len(sample) for sample in samples)
-    if not denominator:
-        raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")
-    means = averages(policy.forward_backward(samples, objective, denominator, tokens), denominator)
-    warmup = config.warmup_steps or round(config.warmup_fraction * run.data.steps)
-    rate = ops.learning_rate_at(
-        step, run.data.steps, config.learning_rate, config.schedule, warmup, config.min_lr_ratio
-    )
-    metrics = means | (policy.step(rate) if math.isfinite(means["loss"]) else policy.discard())
-    progress = run.progress
-    if metrics["skipped"]:
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        kept = run.keep_batch(step, samples)
-        run.log.warn(f"step {step}: loss or gradient is not finite; nothing was applied. The batch is in {kept}")
-    else:
-        progress.skipped_in_a_row = 0
-    return metrics | {"tokens": float(tokens), "epoch": run.data.rows_at[step] / run.data.stream.rows_per_epoch}
-
-
-def give_up_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
-    if run.progress.skipped_in_a_row < BAD_STEPS_ALLOWED:
-        return
-    run.progress.skipped_in_a_row = 0  # a resumed run has as many tries again
-    run.save(step, policy)
-    raise DivergedError(
-        f"loss or gradient was not finite in {BAD_STEPS_ALLOWED} steps in a row, up to step {step}. The weights are "
-        f"those of the last good step and are saved; the batches are in {run.folder.bad_batches}. Look at their rows, "
-        f"or lower update.learning_rate ({run.config.update.learning_rate:g}). Go on: {run.resume_command()}"
-    )
 
 
 def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Helpers, step: int) -> dict[str, float]:
@@ -131,10 +76,6 @@ def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Help
     return {f"eval/{name}": value for name, value in means.items()}
 
 
-def due(step: int, every: int, last: int) -> bool:
-    return step == last or bool(every and step % every == 0)
-
-
 def score_statistics(run: Run, policy: LearnerGroup, most_rows: int = 1000) -> dict[str, float]:
     """Mean and standard deviation of a reward model's scores, saved with it so that inference can normalise."""
     rows = (run.data.eval or run.data.train).rows[:most_rows]
@@ -142,49 +83,6 @@ def score_statistics(run: Run, policy: LearnerGroup, most_rows: int = 1000) -> d
     mean = sum(scores) / len(scores)
     variance = sum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
     return {"score_mean": mean, "score_std": math.sqrt(variance)}
-
-
-class Helpers:
-    """Fills samples with what the algorithm needs from other models."""
-
-    def __init__(self, run: Run, algo: Algorithm, policy: LearnerGroup) -> None:
-        self.algo, self.policy = algo, policy
-        self.needs = algo.needs()
-        self.reference: LearnerGroup | None = None
-        # New adapters start as the identity, so the policy without them is the reference, at no cost.
-        self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
-        self.precomputed = algo.precomputes()
-        if "ref_logprobs" in self.needs and not self.adapters_off:
-            self.reference = run.frozen(algo.reference())
-        if self.precomputed:
-            run.log.message("computing the reference's log-probabilities of all rows")
-            datasets = [run.data.train, run.data.eval] if run.data.eval else [run.data.train]
-            for dataset in datasets:
-                dataset.rows.hold()
-            self.fill_reference([sample for dataset in datasets for row in dataset.rows for sample in row])
-            self.reference = None
-
-    def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
-        """`keep` leaves alone what an earlier call filled: right only if the same samples always come together.
-
-        Sums are rounded differently in other company, so a number kept from another batch would make a resumed run
-        differ in its last digits.
-        """
-        if "ref_logprobs" in self.needs and not self.precomputed:
-            self.fill_reference([s for s in samples if s.ref_logprobs is None] if keep else samples)
-        if "logprobs" in self.needs:
-            wanted = [sample for sample in samples if self.algo.fills("logprobs", sample)]
-            for sample, stream in zip(wanted, self.policy.logprobs(wanted), strict=True):
-                sample.logprobs = stream
-
-    def fill_reference(self, samples: list[Sample]) -> None:
-        if self.adapters_off:
-            streams = self.policy.logprobs(samples, adapters=False)
-        else:
-            assert self.reference is not None, "the reference was freed too early"
-            streams = self.reference.logprobs(samples)
-        for sample, stream in zip(samples, streams, strict=True):
-            sample.ref_logprobs = stream
 
 
 def closing_words(run: Run, metrics: dict[str, float]) -> str:

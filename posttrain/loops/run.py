@@ -10,12 +10,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain import config as configs
 from posttrain import log as logs
 from posttrain.algos.base import Algorithm
-from posttrain.config import Config, ModelConfig
+from posttrain.config import Config, ModelConfig, OnlineConfig
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
 from posttrain.data.templates import template_option
 from posttrain.errors import CheckpointError, DataError, Stopped, UsageError
@@ -25,7 +25,7 @@ from posttrain.models import checkpoint
 from posttrain.models.load import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.runtime.base import LearnerGroup
 from posttrain.runtime.local import LocalWorkers
-from posttrain.types import Objective, Sample
+from posttrain.types import Objective, Prompt, Sample
 
 
 @dataclass(slots=True)
@@ -43,6 +43,23 @@ class Data:
 
 
 @dataclass(slots=True)
+class Result:
+    """What a finished run hands back to Python."""
+
+    folder: Path
+    steps: int
+    metrics: dict[str, float]  # of the last step
+
+
+class Part(Protocol):
+    """What a checkpoint holds besides the policy, each in a folder of its own."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@dataclass(slots=True)
 class Progress:
     """What a run remembers from step to step besides weights."""
 
@@ -50,6 +67,7 @@ class Progress:
     best_step: int | None = None
     skipped_in_a_row: int = 0
     skipped: int = 0
+    mismatched_in_a_row: int = 0
 
 
 @dataclass(slots=True)
@@ -67,6 +85,7 @@ class Run:
     data: Data
     fingerprints: dict[str, str]
     progress: Progress = field(default_factory=Progress)
+    parts: dict[str, Part] = field(default_factory=dict)
     saved_step: int = 0
 
     @classmethod
@@ -82,7 +101,7 @@ class Run:
             folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
             data = load_data(config, algo, tokenizer, vocabulary, folder.path)
-            check_lengths(models["model"], data)
+            check_lengths(models["model"], data, config)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
             fingerprints |= {name: fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
@@ -108,7 +127,10 @@ class Run:
         """The model that is trained."""
         teacher = replace(self.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
         template = template_option(self.config.data)
-        return self.start(self.model, head=self.algo.head, trainable=True, teacher=teacher, template=template)
+        extra: dict[str, Any] = {}
+        if isinstance(self.config, OnlineConfig):
+            extra = {"sampler_copy": bool(self.config.rollout.ahead), "value_head": "values" in self.algo.outputs()}
+        return self.start(self.model, head=self.algo.head, trainable=True, teacher=teacher, template=template, **extra)
 
     def frozen(self, path: str) -> LearnerGroup:
         """A model that only looks, as the reference."""
@@ -139,8 +161,8 @@ class Run:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
             else:
-                first = [sample for row in self.data.train.rows[:3] for sample in row]
-                self.log.samples(0, [shown(self.tokenizer, sample) for sample in first])
+                first = [entry for row in self.data.train.rows[:3] for entry in row]
+                self.log.samples(0, [shown(self.tokenizer, entry) for entry in first])
             self.write_config()
             return 0
         state = checkpoint.load_json(newest / "state.json")
@@ -151,6 +173,8 @@ class Run:
                     f"Bring back the {name} it was started with, or start a new run with another --out."
                 )
         policy.load(newest)
+        for name, part in self.parts.items():
+            part.load(newest / name)
         self.progress = Progress(**state["progress"])
         self.data.stream.position = state["position"]
         checkpoint.restore_rng(state["rng"])
@@ -170,6 +194,9 @@ class Run:
         """Write a checkpoint and let go of old ones."""
 
         def write(folder: Path) -> None:
+            for name, part in self.parts.items():  # first: one of them may wait for what moves the position
+                (folder / name).mkdir()
+                part.save(folder / name)
             policy.save(folder)
             checkpoint.save_json(
                 folder / "state.json",
@@ -258,13 +285,21 @@ def helper_models(config: Config, algo: Algorithm) -> dict[str, str]:
     return found
 
 
-def check_lengths(model_folder: str, data: Data) -> None:
+def check_lengths(model_folder: str, data: Data, config: Config) -> None:
     """A model with a table of positions has no place for longer rows; one that computes them (RoPE) has."""
     if is_adapter(model_folder):
         return
     described = read_config(model_folder, "token").get_text_config()
     limit = getattr(described, "max_position_embeddings", None)
     if limit is None or hasattr(described, "rope_parameters"):
+        return
+    if isinstance(config, OnlineConfig):
+        longest, answer = int(data.train.rows.lengths().max()), config.rollout.max_tokens
+        if longest + answer > limit:
+            raise DataError(
+                f"the longest prompt has {longest} tokens and rollout.max_tokens is {answer}, but the model has places "
+                f"for {limit}: lower rollout.max_tokens, or data.max_tokens with data.on_long drop"
+            )
         return
     too_long = [part.rows for part in (data.train, data.eval) if part and part.rows.lengths().max() > limit]
     for sample in (sample for rows in too_long for row in rows for sample in row):
@@ -287,6 +322,10 @@ def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:
     return edges
 
 
+def due(step: int, every: int, last: int) -> bool:
+    return step == last or bool(every and step % every == 0)
+
+
 def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
     """What is about to happen, in numbers."""
     rows, counts = len(data.train.rows), data.train.counts
@@ -294,6 +333,8 @@ def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
     notable = ("truncated", "dropped", "quarantined")
     changed = ", ".join(f"{counts[name]:,} {name}" for name in notable if counts[name])
     size = f"{rows:,} rows, {len(lengths):,} samples, {lengths.sum():,} tokens of which {trained:,} count"
+    if isinstance(config, OnlineConfig):
+        size = f"{rows:,} prompts of {lengths.min()} to {lengths.max()} tokens"
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
         aside = data.eval.counts["quarantined"] if config.data.eval else 0
@@ -304,6 +345,13 @@ def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
         shares = zip(data.train.mixture.counts, data.train.mixture.sizes, strict=True)
         yield "an epoch mixes " + ", ".join(f"{count:,} of {size:,} rows" for count, size in shares)
     epochs = data.rows_at[-1] / data.stream.rows_per_epoch
+    if isinstance(config, OnlineConfig):
+        answers = config.update.rows_per_step * config.rollout.samples_per_prompt
+        updates = -(-answers // (config.algo.mini_batch_size or answers)) * config.algo.epochs_per_batch
+        yield (
+            f"a step: {config.update.rows_per_step} prompts x {config.rollout.samples_per_prompt} answers of at most "
+            f"{config.rollout.max_tokens} tokens = {answers} answers, {updates} optimizer step{'s' * (updates > 1)}"
+        )
     yield (
         f"steps: {data.steps:,} of {config.update.rows_per_step} rows = {epochs:.2f} epochs; "
         f"packs of {config.update.tokens_per_device:,} tokens"
@@ -311,8 +359,11 @@ def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
     yield f"run: {folder}"
 
 
-def shown(tokenizer: Any, sample: Sample) -> dict[str, Any]:
-    """A sample as a person can check it: its whole text, and the part of it that counts."""
+def shown(tokenizer: Any, sample: Sample | Prompt) -> dict[str, Any]:
+    """A sample as a person can check it: its whole text, and the part of it that counts; or a prompt."""
+    if isinstance(sample, Prompt):
+        text = tokenizer.decode(sample.tokens, skip_special_tokens=False)
+        return {"origin": sample.origin, "text": text, "tokens": len(sample.tokens), "columns": sample.columns}
     counted = tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=False)
     whole = tokenizer.decode(sample.tokens, skip_special_tokens=False)
     return {"origin": sample.origin, "text": whole, "counts": counted, "tokens": len(sample)}

@@ -19,6 +19,7 @@ class Trunk:
 
     model: Any
     ragged_kernel: bool
+    value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
 
     @classmethod
     def of(cls, model: Any) -> Trunk:
@@ -51,6 +52,11 @@ class Trunk:
             logits = config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
         return logits
 
+    def values(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, H] -> what the critic expects to gain from there: [n]."""
+        head = self.model.score if self.value_head is None else self.value_head
+        return head(hidden)[:, 0].float()
+
 
 def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None = None) -> Outputs:
     """Compute what the request names, at the positions that count and nowhere else."""
@@ -61,7 +67,8 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
     before = batch.counted - 1  # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted
     if {"logprobs", "entropy"} & request.names:
         states, targets = hidden[before], batch.tokens[batch.counted]
-        logprobs, entropy = ops.token_logprobs(states, targets, trunk.logits, trunk.vocabulary)
+        options = (request.drawing, request.entropy_gradient)
+        logprobs, entropy = ops.token_logprobs(states, targets, trunk.logits, trunk.vocabulary, *options)
         out.logprobs, out.entropy = to_stream(logprobs, batch), to_stream(entropy, batch)
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
@@ -82,6 +89,8 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
         out.choices = trunk.logits(hidden[batch.counted])[:, list(request.choice_ids)].log_softmax(-1)
     if "scores" in request.names:
         out.scores = trunk.model.score(hidden[batch.starts[1:].long() - 1])[:, 0].float()
+    if "values" in request.names:  # of the state before a counted token
+        out.values = to_stream(trunk.values(hidden[before]), batch)
     if request.router_loss:
         experts = trunk.model.config.num_experts_per_tok
         out.router_loss = ops.router_balance(result.router_logits, experts, batch.sample_of, len(batch.lengths))

@@ -71,12 +71,13 @@ class Needs:
     reference: int = 0
     reference_stays: bool = True  # else: it is freed before the first step
     teacher: int = 0
+    critic: int = 0  # with all that its own training holds
 
     @property
     def phases(self) -> dict[str, int]:
         """Bytes at the worst moment of each phase."""
         own, step = self.standing, self.passing
-        loaded = own.weights + own.masters + own.average + self.teacher
+        loaded = own.weights + own.masters + own.average + self.teacher + self.critic
         always = loaded + own.optimizer + self.reference * self.reference_stays
         phases = {
             "reference beforehand": loaded + self.reference + step.forward_only,

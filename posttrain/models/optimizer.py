@@ -69,6 +69,18 @@ class Optimizer:
         for master in self.masters.values():
             master.grad = None
 
+    def move(self, device: torch.device) -> None:
+        """All but the weights to another device; weights in float32 are their own masters and stay."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.data = master.data.to(device, non_blocking=True)
+            for key, value in self.adam.state[master].items():
+                if value.ndim:
+                    self.adam.state[master][key] = value.to(device, non_blocking=True)
+        self.average = {name: tensor.to(device, non_blocking=True) for name, tensor in self.average.items()}
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
     def state(self) -> dict[str, torch.Tensor]:
         """Adam's state and the masters as flat tensors by name."""
         flat: dict[str, torch.Tensor] = {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from posttrain.learner import Sums
-from posttrain.types import Floats, Objective, Sample
+from posttrain.engines.base import Request, Sampling
+from posttrain.learner import LARGEST, PLAIN, Part, Sums
+from posttrain.types import Drawing, Floats, Objective, Sample
+
+T = TypeVar("T")
 
 
 class Workers(Protocol):
@@ -41,8 +44,29 @@ class LearnerGroup:
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
         return add_up(self.workers.scatter("evaluate", self.shards(samples, objective.group_size), objective))
 
-    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True) -> list[Floats]:
-        return joined(self.workers.scatter("logprobs", self.shards(samples), adapters=adapters))
+    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
+        return joined(self.workers.scatter("logprobs", self.shards(samples), adapters=adapters, drawing=drawing))
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        return joined(self.workers.scatter("values", self.shards(samples)))
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]:
+        return joined(self.workers.scatter("generate", self.shards(requests), sampling, current=current))
+
+    def refresh_sampler(self) -> None:
+        self.workers.call("refresh_sampler")
+
+    def stop_ids(self) -> list[int]:
+        return self.workers.call("stop_ids")[0]
+
+    def score_statistics(self) -> tuple[float, float]:
+        return self.workers.call("score_statistics")[0]
+
+    def offload(self, part: Part) -> None:
+        self.workers.call("offload", part)
+
+    def onload(self, part: Part) -> None:
+        self.workers.call("onload", part)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         return joined(self.workers.scatter("scores", self.shards(samples)))
@@ -56,7 +80,7 @@ class LearnerGroup:
     def load(self, folder: Any) -> None:
         self.workers.call("load", folder)
 
-    def shards(self, samples: Sequence[Sample], group_size: int = 1) -> list[list[Sample]]:
+    def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
         """Consecutive whole groups, as evenly as they go."""
         groups, n = len(samples) // group_size, self.workers.size
         edges = [group_size * (groups * rank // n) for rank in range(n + 1)]
@@ -68,6 +92,9 @@ def add_up(parts: Sequence[Sums]) -> Sums:
     total: Sums = {}
     for part in parts:
         for name, (value, count) in part.items():
+            if name.startswith(LARGEST):
+                total[name] = (max(value, total.get(name, (value, 1.0))[0]), 1.0)
+                continue
             value_before, count_before = total.get(name, (0.0, None if count is None else 0.0))
             assert (count is None) == (count_before is None), f"{name} is counted in two ways"
             total[name] = (value_before + value, None if count is None else (count_before or 0.0) + count)

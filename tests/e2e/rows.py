@@ -17,7 +17,20 @@ ROWS = {
         {"prompt": f"{a}*3?", "completions": [f"{a}+{a}={2 * a}", f"so {3 * a + a % 2}"], "labels": [1, 1 - a % 2]}
         for a in range(7)
     ],
+    "prompt": [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(7)],
 }
+
+# A reward that random bytes already differ in.
+JUDGE = """
+def score(text, answer):
+    return sum(ord(letter) % 7 for letter in text) / 20 + (answer in text)
+"""
+
+
+def write_judge(folder):
+    file = folder / "judge.py"
+    file.write_text(JUDGE, encoding="utf-8")
+    return f"{file}:score"
 
 
 def write_rows(kind, folder):

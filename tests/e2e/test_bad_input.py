@@ -235,10 +235,6 @@ def test_commands(argv, words, refused):
 
 
 CONFLICTS = [
-    (
-        sft("--update.warmup_steps", 3, "--update.warmup_fraction", 0.1),
-        ["update.warmup_steps 3", "warmup_fraction 0.1"],
-    ),
     (sft("--model.load_in_4bit"), ["model.load_in_4bit", "--model.lora_rank"]),
     (sft("--data.eval", "chat.jsonl", "--data.eval_fraction", 0.1), ["data.eval and", "data.eval_fraction 0.1"]),
     (sft("--eval.every", 3), ["eval.every is 3", "data.eval or data.eval_fraction"]),

@@ -46,7 +46,7 @@ def test_the_overview_names_every_verb(capsys):
 def test_help_of_a_trainer_names_every_option(verb, capsys):
     assert command(verb, "--help") == 0
     said = capsys.readouterr().out
-    for key in option_keys(with_algorithm(ALGORITHMS[verb].Config, ALGORITHMS[verb].defaults)):
+    for key in option_keys(with_algorithm(ALGORITHMS[verb])):
         assert f"--{key}" in said, key
     assert "CONFIG.yaml" in said and TRAINERS[verb].split(":")[0].split()[0] in said
     assert "(required)" not in said and "UNSET" not in said

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from posttrain.errors import DataError, UsageError
-from posttrain.loops.offline import train
+from posttrain.loops import train
 from posttrain.models.checkpoint import load_json, newest_valid
 from tests.e2e.commands import rows_of
 from tests.e2e.test_resume import bytes_of, metrics_of, stop_after

@@ -130,9 +130,11 @@ def write_stand_ins(folder):
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "bash", "console", "python")])
 def test_everything_shown_runs(document, workplace):
-    for language, body in blocks(document, "bash", "console", "python"):
+    for number, (language, body) in enumerate(blocks(document, "bash", "console", "python")):
         if language == "python":
-            exec(compile(body, document, "exec"), {"__name__": "__main__"})
+            file = workplace / f"block_{number}.py"  # reward functions are found by their file
+            file.write_text(body, encoding="utf-8")
+            runpy.run_path(str(file), run_name="__main__")
             continue
         for words in commands(body, console=language == "console"):
             assert run_words(words) == 0, f"{document}: {shlex.join(words)}"
@@ -144,17 +146,19 @@ def test_every_trainer_and_tool_is_shown_in_the_readme():
     assert "make demo" in text_of("README.md") and "make test" in text_of("README.md")
 
 
-@pytest.mark.parametrize("verb", TRAINERS)
-def test_presets_run(verb, workplace):
-    preset = Path(f"configs/{verb}.yaml")
-    assert verb_of_file(preset) == verb
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "configs").glob("*.yaml")))
+def test_presets_run(name, workplace):
+    preset = Path(f"configs/{name}.yaml")
+    verb = verb_of_file(preset)
+    assert verb == name.split("-")[-1]
     assert command(verb, preset, "--steps", 2, "--quiet", "--out", "run") == 0
     rows = rows_of(Path("run/metrics.jsonl"))
-    assert [row["step"] for row in rows] == [1, 2] and "eval/loss" in rows[-1]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert "reward" in rows[-1] if ALGORITHMS[verb].online else "eval/loss" in rows[-1]
 
 
-def test_there_is_a_preset_for_each_trainer_and_no_other():
-    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} == set(TRAINERS)
+def test_there_is_a_preset_for_each_trainer():
+    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} >= set(TRAINERS)
 
 
 def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
@@ -198,7 +202,7 @@ def test_rows_in_the_data_page_are_what_their_headings_say():
 
 
 def test_options_named_in_the_documentation_exist():
-    known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm.Config, {}))}
+    known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm))}
     sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
     named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+)(?=[`\s,;.)])")
     found = 0

@@ -9,9 +9,9 @@ import pytest
 from posttrain.algos import ALGORITHMS
 from posttrain.errors import CheckpointError, Stopped, UsageError
 from posttrain.log import Log, is_wall_clock
-from posttrain.loops.offline import train
+from posttrain.loops import train
 from posttrain.models.checkpoint import newest_valid, verify
-from tests.e2e.rows import write_rows
+from tests.e2e.rows import write_judge, write_rows
 
 STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5
 
@@ -19,17 +19,26 @@ STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5
 def options(verb, folder, out, **changes):
     rows = write_rows(ALGORITHMS[verb].rows, folder)
     algo = {"distill": {"teacher": "pico"}, "kto": {}}.get(verb, {})
-    return {
-        "model": {"path": "pico"},
-        "data": {"train": [rows], "eval": [rows]},
-        "update": {"rows_per_step": 3, "learning_rate": 1e-3, "ema_decay": 0.9},
-        "eval": {"every": 2},
-        "save": {"every": 2},
-        "steps": STEPS,
-        "out": str(folder / out),
-        "quiet": True,
-        "algo": algo,
-    } | changes
+    online = {
+        "reward": [write_judge(folder)],
+        "rollout": {"samples_per_prompt": 3, "max_tokens": 6},
+        "rewards": {"workers": 1},
+    }
+    return (
+        (online if ALGORITHMS[verb].online else {})
+        | {
+            "model": {"path": "pico"},
+            "data": {"train": [rows], "eval": [rows]},
+            "update": {"rows_per_step": 3, "learning_rate": 1e-3, "ema_decay": 0.9},
+            "eval": {"every": 2},
+            "save": {"every": 2},
+            "steps": STEPS,
+            "out": str(folder / out),
+            "quiet": True,
+            "algo": algo,
+        }
+        | changes
+    )
 
 
 def stop_after(monkeypatch, step):
@@ -55,6 +64,9 @@ def bytes_of(folder):
     verify(newest)
     files = {str(f.relative_to(newest)): f.read_bytes() for f in sorted(newest.rglob("*")) if f.is_file()}
     del files["manifest.json"]
+    if "online/pending.jsonl" in files:  # how long a reward took is another time's business
+        rows = [json.loads(line) for line in files["online/pending.jsonl"].splitlines()]
+        files["online/pending.jsonl"] = [row | {"seconds": 0} for row in rows]
     state = json.loads(files.pop("state.json"))
     state["config"] = {key: value for key, value in state["config"].items() if key not in ("out", "resume")}
     return files, state
@@ -66,7 +78,11 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("dpo", {"algo": {"precompute_reference": True}}),
     ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),
     ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
+    ("grpo", {"rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6, "dynamic_sampling": 2}}),
+    ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl": 0.1, "mini_batch_size": 4}}),
+    ("ppo", {"algo": {"shared_trunk": 1.0, "pretrain_data": ["text.jsonl"]}}),
 ]
+EVERY_STEP = ("grpo", "ppo")  # the loop of the other online ones is the same
 
 
 @pytest.mark.parametrize(
@@ -76,10 +92,14 @@ def test_stopped_and_resumed_equals_uninterrupted(verb, changes, tmp_path, monke
     if changes.get("data") == "balanced":  # both labels in every step
         rows = write_rows("labelled", tmp_path)
         changes = changes | {"data": {"train": [rows], "eval": [rows]}}
+    if "pretrain_data" in changes.get("algo", {}):
+        write_rows("text", tmp_path)
+        monkeypatch.chdir(tmp_path)
     train(verb, **options(verb, tmp_path, "whole", **changes))
     expected_files, expected_state = bytes_of(tmp_path / "whole")
     assert expected_state["step"] == STEPS
-    for step in range(1, STEPS):
+    steps = range(1, STEPS) if verb in EVERY_STEP or not ALGORITHMS[verb].online else [3]
+    for step in steps:
         again = options(verb, tmp_path, f"stopped-{step}", **changes)
         with monkeypatch.context() as patch:
             stop_after(patch, step)

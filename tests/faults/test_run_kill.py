@@ -20,24 +20,32 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.learner import Learner
 from posttrain.log import Log
 from posttrain.models.checkpoint import newest_valid, step_of
 from tests.e2e.commands import PATIENCE
-from tests.e2e.rows import write_rows
+from tests.e2e.rows import write_judge, write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
 
 STEPS = 16
 VARIANTS = {
     "sft": ["--update.ema_decay", "0.9", "--save.every", "1"],
+    "grpo": ["--reward", "../judge.py:score", "--rewards.workers", "1", "--rollout.samples_per_prompt", "2"]
+    + ["--rollout.max_tokens", "4", "--rollout.ahead", "1", "--save.every", "2"],
     "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every", "2"],
 }
 # When a process dies: somewhere in its start; somewhere after so many steps of its own, which may be in a step, an
 # evaluation or a save; or in its second save, when it is about to write that file or to give the folder its name.
 MOMENTS = ["start", 1, "config.json", 2, "state.json", "manifest.json", "rename"]
+IN_ROLLOUT = "generate"  # and those that generate: when they have begun to do so for the third time
+
+
+def moments_of(verb):
+    return [*MOMENTS, IN_ROLLOUT] if verb == "grpo" else MOMENTS
 
 
 def options(verb, out):
-    rows = "../chat.jsonl" if verb == "sft" else "../pair.jsonl"
+    rows = {"sft": "../chat.jsonl", "dpo": "../pair.jsonl", "grpo": "../prompt.jsonl"}[verb]
     given = ["--model.path", "pico", "--data.train", rows, "--data.eval", rows, "--eval.every", "3", "--quiet"]
     small = ["--update.rows_per_step", "3", "--update.learning_rate", "1e-3", "--steps", str(STEPS)]
     return [verb, *given, *small, *VARIANTS[verb], "--out", out]
@@ -48,8 +56,9 @@ def killed_runs(tmp_path_factory):
     """The folders in which the warden was, and what it has to say."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("killed")
-    for kind in ("chat", "pair"):
+    for kind in ("chat", "pair", "prompt"):
         write_rows(kind, folder)
+    write_judge(folder)
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
@@ -66,11 +75,12 @@ def killed_runs(tmp_path_factory):
 def test_killed_again_and_again_and_resumed(verb, killed_runs):
     folder, accounts = killed_runs
     *deaths, last = accounts[verb]
-    assert [death["moment"] for death in deaths] == MOMENTS
+    assert [death["moment"] for death in deaths] == moments_of(verb)
     checkpoints = [death["checkpoint"] for death in (*deaths, last)]
     assert checkpoints == sorted(checkpoints), "a checkpoint was lost"
     assert checkpoints[-2] > checkpoints[2] > 0, "they were killed too early to show anything"
-    assert [death["unfinished"] for death in deaths if isinstance(death["moment"], str)] == [0, 1, 1, 1, 1]
+    unfinished = [death["unfinished"] for death in deaths if isinstance(death["moment"], str)]
+    assert unfinished == [0, 1, 1, 1, 1] + [0] * (verb == "grpo")
 
     whole, killed = folder / verb / "whole", folder / verb / "killed"
     assert metrics_of(killed) == metrics_of(whole) and len(metrics_of(whole)) == STEPS
@@ -78,8 +88,16 @@ def test_killed_again_and_again_and_resumed(verb, killed_runs):
     assert state == expected_state and state["step"] == STEPS
     assert files.keys() == expected_files.keys()
     assert not [name for name in files if files[name] != expected_files[name]]
+    assert recorded(killed) == recorded(whole)
     names = {path.name for path in (killed / "checkpoints").iterdir()}
     assert names == {path.name for path in (whole / "checkpoints").iterdir()}, "something was left behind"
+
+
+def recorded(run):
+    """Every answer that was learnt from, without how long its reward took."""
+    file = run / "rollouts.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) | {"seconds": 0} for line in lines]
 
 
 def train_until(moment, argv, tell, leash):
@@ -111,8 +129,21 @@ def train_until(moment, argv, tell, leash):
             os.write(tell, b".")
             wait()
 
+    generations = 0
+    generate = Learner.generate
+
+    def generated(learner, *arguments, **options):
+        nonlocal generations
+        generations += 1
+        if generations == 3:
+            os.write(tell, b".")
+            wait()
+        return generate(learner, *arguments, **options)
+
     Log.step = logged
-    if isinstance(moment, str):
+    if moment == IN_ROLLOUT:
+        Learner.generate = generated
+    elif isinstance(moment, str):
         sys.addaudithook(watch)
     return main(argv)
 
@@ -158,7 +189,7 @@ def account(moment):
 def warden(verb):
     chance = random.Random(verb)
     accounts = []
-    for moment in MOMENTS:
+    for moment in moments_of(verb):
         resume = ["--resume"] if Path("killed/config.yaml").exists() else []
         accounts.append(kill_at(moment, options(verb, "killed") + resume, chance.uniform(0, 0.05)))
     for argv in ([verb, "--out", "killed", "--resume"], options(verb, "whole")):
@@ -169,7 +200,13 @@ def warden(verb):
 
 
 if __name__ == "__main__":
-    for module in ("posttrain.loops.offline", "tyro", "peft", "torch._inductor"):  # so that the children need not
+    for module in (
+        "posttrain.loops.offline",
+        "posttrain.loops.online",
+        "tyro",
+        "peft",
+        "torch._inductor",
+    ):  # so that the children need not
         importlib.import_module(module)
     reports = {}
     for name in VARIANTS:

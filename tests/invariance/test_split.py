@@ -10,7 +10,7 @@ from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.learner import Learner
 from posttrain.runtime.base import add_up, averages
-from posttrain.types import Objective, Sample, count
+from posttrain.types import Drawing, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
 
 VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
@@ -19,7 +19,14 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("kto", {"variant": "vanilla"}),
     ("reward", {"loss": "logexp", "use_margin": True, "center": 0.01}),
     ("distill", {"divergence": "jsd", "sft_weight": 0.5}),
+    ("grpo", {"kl": 0.1, "entropy": 0.05, "average": "sample", "importance_cap": 1.05}),
+    ("grpo", {"scale_by_std": False, "average": "length", "epochs_per_batch": 2}),
+    ("gspo", {"clip_low": 0.05, "clip_high": 0.05, "mini_batch_size": 4}),
+    ("cispo", {"clip_high": 0.05, "mini_batch_size": 4, "kl": 0.1}),
+    ("reinforce", {"baseline": True, "gamma": 0.9, "mini_batch_size": 4}),
+    ("ppo", {"shared_trunk": 0.5, "average": "sample", "kl_in": "loss"}),
 ]
+DRAWN_FROM = Drawing(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01)
 
 
 def rows_for(algo, seed=0, count_rows=6):
@@ -27,7 +34,7 @@ def rows_for(algo, seed=0, count_rows=6):
     rng = np.random.default_rng(seed)
     samples = []
     for row in range(count_rows):
-        for member in range(2 if algo.rows == "pair" else 1):
+        for member in range({"pair": 2, "prompt": 3}.get(algo.rows, 1)):
             length = int(rng.integers(3, 25))
             prompt = int(rng.integers(1, length))
             mask = np.arange(length) >= prompt
@@ -42,6 +49,9 @@ def rows_for(algo, seed=0, count_rows=6):
                     targets=(rng.random(length) * mask).astype(np.float32),
                     ref_logprobs=(-rng.random(length) * mask).astype(np.float32),
                     logprobs=(-rng.random(length) * mask).astype(np.float32),
+                    values=(rng.normal(0, 1, length) * mask).astype(np.float32),
+                    reward=float(rng.random()),
+                    baseline=float(rng.random()),
                     label=float(row % 2),
                     margin=float(rng.random()),
                     group=row,
@@ -55,8 +65,13 @@ def folder(tmp_path_factory):
     return {name: str(tiny_folder(name, tmp_path_factory.mktemp(name))) for name in ("llama", "mixtral")}
 
 
-def prepared(algo):
+def prepared(algo, learner=None):
     samples = algo.prepare(rows_for(algo))
+    if algo.online:  # policies that differ a little from the one in training
+        rng = np.random.default_rng(1)
+        for sample, stream in zip(samples, learner.logprobs(samples, drawing=algo.drawing), strict=True):
+            for name in ("logprobs", "ref_logprobs", *(["old_logprobs"] if algo.several_updates() else [])):
+                setattr(sample, name, (stream + rng.normal(0, 0.1, len(sample)) * sample.mask).astype(np.float32))
     for sample in samples:
         if sample.ref_logprobs is None:
             sample.ref_logprobs = -0.1 * sample.mask.astype(np.float32)
@@ -68,7 +83,7 @@ def gradients(learner, objective, parts, samples):
     """Loss, metrics and gradients of one step whose rows arrive in several calls."""
     denominator, tokens = count(samples, objective.unit), sum(map(len, samples))
     sums = [learner.forward_backward(part, objective, denominator, tokens) for part in parts]
-    grads = {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in learner.parameters().items() if p.grad is not None}
     learner.discard()
     return averages(add_up(sums), denominator), grads
 
@@ -80,9 +95,12 @@ def gradients(learner, objective, parts, samples):
 def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, model):
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config(**options))
+    if algo.online:
+        algo.max_answer_tokens, algo.drawing = 30, DRAWN_FROM
     config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
     teacher = ModelConfig(path=folder[model], dtype="float32") if verb == "distill" else None
-    learner = Learner(config, UpdateConfig(), head=algo.head, teacher=teacher)
+    value_head = "values" in algo.outputs()
+    learner = Learner(config, UpdateConfig(), head=algo.head, teacher=teacher, value_head=value_head)
     if teacher is not None:  # a teacher that differs from the student
         with torch.no_grad():
             for parameter in learner.teacher.model.parameters():
@@ -90,9 +108,23 @@ def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, mod
                 parameter.add_(0.1 * noise.to(parameter.device))
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
     objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
-    samples = prepared(algo)
-    size = algo.group_size
+    compare(learner, objective, prepared(algo, learner))
 
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_neither_do_they_for_a_critic(folder, model):
+    algo = ALGORITHMS["ppo"](ALGORITHMS["ppo"].Config())
+    policy = Learner(ModelConfig(path=folder[model], dtype="float32"), UpdateConfig(), trainable=False)
+    samples = prepared(algo, policy)
+    config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
+    critic = Learner(config, UpdateConfig(), head="score")
+    request = Request(names=frozenset({"values"}), router_loss=config.router_loss)
+    compare(critic, Objective(request=request, loss=algo.critic_loss, unit="token"), samples)
+
+
+def compare(learner, objective, samples):
+    """Loss, metrics and gradients of the samples at once, and cut, packed and ordered otherwise."""
+    size = objective.group_size
     learner.update = UpdateConfig(tokens_per_device=100_000)
     whole, expected = gradients(learner, objective, [samples], samples)
     assert np.isfinite(whole["loss"]) and any(g.abs().max() > 0 for g in expected.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import Config
+from posttrain.config import Config, OnlineConfig
 from posttrain.types import Loss, Outputs
 
 from .batches import batch_of, random_logprobs, sample, samples
@@ -42,6 +42,7 @@ def random_outputs(rng, batch) -> Outputs:
         divergence=random_logprobs(rng, batch),
         scores=torch.tensor(rng.normal(0, 2, len(batch.lengths))),
         choices=torch.tensor(rng.normal(0, 2, (len(batch.counted), 2))).log_softmax(-1),
+        entropy=random_logprobs(rng, batch),
     )
 
 
@@ -102,6 +103,11 @@ def test_a_batch_is_the_sum_of_its_parts(name):
     rng = np.random.default_rng(2)
     algo = algorithm(name)
     rows = samples(rng, algo.group_size)
+    if algo.online:
+        for row in rows:
+            row.logprobs, row.old_logprobs, row.advantages = (
+                rng.uniform(-2, -0.1, len(row)).astype(np.float32) for _ in range(3)
+            )
     batch = batch_of(rows)
     out = random_outputs(rng, batch)
     whole = algo.loss(out, batch)
@@ -116,6 +122,7 @@ def test_a_batch_is_the_sum_of_its_parts(name):
             divergence=out.divergence[tokens],
             scores=out.scores[first:last],
             choices=out.choices[sum(steps[:first]) : sum(steps[:last])],
+            entropy=out.entropy[tokens],
         )
         parts.append(algo.loss(part, batch_of(rows[first:last])))
 
@@ -123,7 +130,8 @@ def test_a_batch_is_the_sum_of_its_parts(name):
     for key, value in whole.metrics.items():
         for k, component in enumerate(value if isinstance(value, tuple) else (value,)):
             found = [p.metrics[key][k] if isinstance(value, tuple) else p.metrics[key] for p in parts]
-            assert sum(found).item() == pytest.approx(component.item(), rel=1e-12, abs=1e-12), key
+            joined = max(found) if key.startswith("largest_") else sum(found)
+            assert joined.item() == pytest.approx(component.item(), rel=1e-12, abs=1e-12), key
 
 
 @pytest.mark.parametrize("name", [*PAIRWISE, "kto", "sft"])
@@ -155,9 +163,10 @@ def test_extreme_probabilities_stay_finite(name, extreme, dtype):
 def test_every_verb_is_registered_and_its_defaults_are_options():
     assert set(ALGORITHMS) == {
         *("pretrain", "sft", "reward", "prm", "dpo", "kto", "simpo", "orpo", "cpo", "distill"),
+        *("grpo", "gspo", "cispo", "rloo", "reinforce", "remax", "ppo"),
     }
-    sections = {field.name: field.default_factory for field in dataclasses.fields(Config)}
     for cls in ALGORITHMS.values():
+        sections = {f.name: f.default_factory for f in dataclasses.fields(OnlineConfig if cls.online else Config)}
         for key, value in cls.defaults.items():
             section, option = key.split(".")
             known = {field.name: field for field in dataclasses.fields(sections[section]())}

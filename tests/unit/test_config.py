@@ -20,10 +20,21 @@ SPECIAL = {
     "data.eval_fraction": 0.0,  # does not go with data.eval
     "data.input_template": 'Human: {}\n"Assistant": ',
     "update.learning_rate": 3e-07,
-    "update.warmup_fraction": 0.0,  # does not go with update.warmup_steps
     "update.betas": [0.8, 0.999],
     "update.ema_decay": 0.99,
     "algo.reward_tokens": ["#", "-"],
+    "algo.reference": "there",
+    "algo.kl": 0.25,
+    "algo.kl_target": [2.5, 100],
+    "algo.clip_low": 0.45,
+    "reward": ["gsm8k", "a.py:b"],
+    "rollout.top_p": 0.5,
+    "rollout.replay": "",  # does not go with rollout.ahead
+    "rollout.offload": ["critic", "optimizer"],
+    "rewards.weights": [0.5, 2.0],
+    "rewards.max_failure_rate": 0.25,
+    "rewards.overlong": [4, 0.5],
+    "log.to": ["tensorboard", "wandb:project"],
 }
 
 
@@ -40,7 +51,7 @@ def another(annotation, value):
 
 def others(verb):
     """Another value than the default for every option of a verb."""
-    start = configs.with_algorithm(ALGORITHMS[verb].Config, ALGORITHMS[verb].defaults)
+    start = configs.with_algorithm(ALGORITHMS[verb])
     changed = {}
     for key in option_keys(start):
         section, _, name = key.rpartition(".")
@@ -50,11 +61,11 @@ def others(verb):
 
 
 def made(verb, mapping):
-    return from_mapping(verb, ALGORITHMS[verb].Config, ALGORITHMS[verb].defaults, mapping)
+    return from_mapping(verb, ALGORITHMS[verb], mapping)
 
 
 def typed(verb, *args):
-    return parse(verb, ALGORITHMS[verb].Config, ALGORITHMS[verb].defaults, list(map(str, args)))
+    return parse(verb, ALGORITHMS[verb], list(map(str, args)))
 
 
 def flat(config):
@@ -86,6 +97,7 @@ def as_typed(options):
 @pytest.mark.parametrize("verb", ALGORITHMS)
 def test_defaults_survive_too_and_are_the_algorithms(verb, tmp_path):
     mapping = LEAST | ({"algo": {"teacher": "pico"}} if verb == "distill" else {})
+    mapping |= {"reward": ["gsm8k"]} if ALGORITHMS[verb].online else {}
     config = made(verb, mapping)
     file = tmp_path / "c.yaml"
     file.write_text(as_yaml(verb, config), encoding="utf-8")
@@ -126,8 +138,7 @@ BOUNDS = [
     ("update.tokens_per_device", [0]),
     ("update.learning_rate", [-1e-9, float("nan"), float("inf")]),
     ("update.min_lr_ratio", [-0.1, 1.1]),
-    ("update.warmup_steps", [-1]),
-    ("update.warmup_fraction", [-0.1, 1.1]),
+    ("update.warmup", [-0.1]),
     ("update.weight_decay", [-0.1]),
     ("update.max_grad_norm", [-1]),
     ("update.ema_decay", [-0.1, 1.0]),
@@ -168,7 +179,6 @@ def test_what_is_at_the_bound_is_allowed():
 CONFLICTS = [
     ({"model": {"path": ""}}, "model.path is not set"),
     ({"data": {"train": []}}, "data.train is not set"),
-    ({"update": {"warmup_steps": 2, "warmup_fraction": 0.5}}, "update.warmup_steps 2 and update.warmup_fraction 0.5"),
     ({"model": {"path": "pico", "load_in_4bit": True}}, "model.load_in_4bit .* --model.lora_rank"),
     ({"data": {"train": ["a"], "eval": ["b"], "eval_fraction": 0.5}}, "data.eval and data.eval_fraction 0.5"),
     ({"eval": {"every": 2}}, "eval.every is 2 .* data.eval or data.eval_fraction"),
@@ -219,7 +229,7 @@ DEFAULTS = {"steps": 0, "epochs": 1.0, "seed": 0, "quiet": "false", "resume": "f
 
 
 def test_a_key_is_known_or_its_neighbour_is_named():
-    start = configs.with_algorithm(ALGORITHMS["dpo"].Config, {})
+    start = configs.with_algorithm(ALGORITHMS["dpo"])
     check_key("algo.beta", start, "")
     for wrong, meant in (("algo.bta", "algo.beta"), ("data.beta", "algo.beta"), ("uptade.betas", "update.betas")):
         with pytest.raises(UsageError, match=f"^f:1: {wrong}: no such option. Did you mean {meant}"):

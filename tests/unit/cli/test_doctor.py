@@ -57,7 +57,9 @@ def test_a_required_package_that_is_old_or_missing_is_a_problem_with_one_command
 def test_an_optional_package_is_only_noted(monkeypatch):
     installed(monkeypatch, {"wandb": None, "peft": "0.1", "ray": None})
     found = by_name(doctor.packages())
-    assert found["wandb"] == Finding("wandb", "missing, for log.wandb", "note", ">=0.20", "pip install 'wandb>=0.20'")
+    assert found["wandb"] == Finding(
+        "wandb", "missing, for log.to wandb:PROJECT", "note", ">=0.20", "pip install 'wandb>=0.20'"
+    )
     assert (found["peft"].state, found["peft"].found) == ("note", "0.1")
     assert found["ray"].fix == "pip install ray"
 

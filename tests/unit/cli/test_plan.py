@@ -21,7 +21,7 @@ from tests.tiny import tiny_folder
 def settings(verb: str, **options) -> Config:
     """A verb's defaults with some options changed, as {"model.path": "pico"}."""
     algorithm = ALGORITHMS[verb]
-    config = configs.with_algorithm(algorithm.Config, algorithm.defaults)
+    config = configs.with_algorithm(algorithm)
     for key, value in options.items():
         section, _, option = key.rpartition(".")
         setattr(getattr(config, section) if section else config, option, value)

@@ -22,7 +22,7 @@ def test_every_option_is_there_with_a_meaning(verb):
     lines = page().splitlines()
     section = lines[lines.index(f"## {verb}") :]
     algorithm = ALGORITHMS[verb]
-    for key in option_keys(with_algorithm(algorithm.Config, algorithm.defaults)):
+    for key in option_keys(with_algorithm(algorithm)):
         place = section if key.startswith("algo.") else lines
         (row, *_) = [line for line in place if line.startswith(f"| `--{key}` |")]
         assert len(row.split("|")[4].strip()) > 10, row

@@ -1,0 +1,132 @@
+"""Proximal policy optimisation (arXiv:1707.06347) with a critic, in the form that RLHF gave it (arXiv:2203.02155).
+
+The critic is a model of its own, or a second head on the policy (`shared_trunk`). Its values and the advantages made of
+them are those before the batch's first update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from posttrain.algos.base import register
+from posttrain.algos.policy import PolicyGradient, check_bounds, mean, placed, whitened
+from posttrain.errors import UsageError
+from posttrain.ops import gae
+from posttrain.types import Batch, Loss, Outputs, Sample
+
+
+@register("ppo")
+class PPO(PolicyGradient):
+    """A critic says what was to be expected at each token; the policy learns from the difference."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyGradient.Config):
+        kl: float = 0.02
+        """Weight of the KL to the reference model; 0 loads no reference model."""
+        kl_in: Literal["loss", "reward"] = "reward"
+        """Where the KL goes: into the loss, or taken off the reward of each token."""
+        gamma: float = 1.0
+        """How much less a reward counts for each token it comes later."""
+        gae_lambda: float = 0.95
+        """1: trust rewards alone; 0: trust the critic's next value alone."""
+        whiten: bool = True
+        """Standardize advantages over all tokens of the batch."""
+        value_clip: float = 0.2
+        """How far a value may move from the one before the batch's first update; 0: as far as it likes."""
+        critic: str = ""
+        """Where the critic starts; empty: at the first reward model, or else at the policy with a new head."""
+        critic_learning_rate: float = 9e-6
+        """The critic's own learning rate."""
+        freeze_actor_steps: int = 0
+        """Train the critic alone for so many steps first."""
+        shared_trunk: float = 0.0
+        """The critic is a second head on the policy, its loss with this weight; 0: a model of its own."""
+        pretrain_data: tuple[str, ...] = ()
+        """Files of texts whose loss is mixed in, against forgetting (PPO-ptx)."""
+        pretrain_weight: float = 0.05
+        """Weight of that loss."""
+
+    defaults: ClassVar[dict[str, Any]] = PolicyGradient.defaults | {"rollout.samples_per_prompt": 1}
+
+    def check(self) -> None:
+        config = self.config
+        PolicyGradient.check(self)
+        check_bounds(0, 1, gamma=config.gamma, gae_lambda=config.gae_lambda)
+        check_bounds(0, value_clip=config.value_clip, shared_trunk=config.shared_trunk)
+        check_bounds(0, critic_learning_rate=config.critic_learning_rate, freeze_actor_steps=config.freeze_actor_steps)
+        check_bounds(0, pretrain_weight=config.pretrain_weight)
+        if config.shared_trunk and config.critic:
+            raise UsageError(f"algo.shared_trunk leaves no room for algo.critic {config.critic}: keep one of them")
+        if config.shared_trunk and config.freeze_actor_steps:
+            raise UsageError(
+                f"algo.freeze_actor_steps is {config.freeze_actor_steps}, but with algo.shared_trunk policy and critic "
+                "cannot be trained apart: keep one of them"
+            )
+
+    def needs(self) -> set[str]:
+        return super().needs() | {"values"}
+
+    def outputs(self) -> set[str]:
+        return super().outputs() | ({"values"} if self.config.shared_trunk else set())
+
+    def critic_path(self) -> str:
+        """Path of the critic, if the configuration names one."""
+        return self.config.critic
+
+    def has_critic(self) -> bool:
+        return not self.config.shared_trunk
+
+    def pretrain_files(self) -> tuple[str, ...]:
+        return self.config.pretrain_data
+
+    def actor_frozen(self, step: int) -> bool:
+        return step <= self.config.freeze_actor_steps
+
+    def credit(self, samples: list[Sample]) -> None:
+        credits = []
+        for sample in samples:
+            assert sample.values is not None
+            values = sample.values[sample.mask].astype("float64")
+            rewards = self.rewards_of(sample, sample.reward)
+            credits.append(gae(rewards, values, self.config.gamma, self.config.gae_lambda))
+            sample.returns = placed(sample, credits[-1] + values)
+        for sample, credit in zip(samples, whitened(credits) if self.config.whiten else credits, strict=True):
+            sample.advantages = placed(sample, credit)
+
+    def loss(self, out: Outputs, batch: Batch) -> Loss:
+        loss = super().loss(out, batch)
+        if self.config.shared_trunk:
+            errors, metrics = self.value_errors(out, batch)
+            loss.total = loss.total + self.config.shared_trunk * self.summed(errors, batch)
+            loss.metrics |= metrics
+        return loss
+
+    def critic_loss(self, out: Outputs, batch: Batch) -> Loss:
+        """A sum over tokens, whatever `average` says."""
+        errors, metrics = self.value_errors(out, batch)
+        return Loss(total=errors.sum(), metrics=metrics)
+
+    def value_errors(self, out: Outputs, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Half the squared error at each token that counts; the worse one of the free and the clipped value."""
+        assert out.values is not None and batch.values is not None and batch.returns is not None
+        values, old, returns = (stream[batch.counted] for stream in (out.values, batch.values, batch.returns))
+        free = held = (values - returns).square()
+        if self.config.value_clip:
+            clip = self.config.value_clip
+            held = (old + (values - old).clamp(-clip, clip) - returns).square()
+        metrics = {
+            "value": mean(values.detach()),
+            "return": mean(returns),
+            "value_error": mean(free.detach()),
+            "value_clipped": mean((held > free).to(values.dtype)),
+        }
+        return torch.max(free, held) / 2, metrics
+
+    def pretrain_loss(self, out: Outputs, batch: Batch) -> Loss:
+        """The loss on texts, weighted, as a sum over their tokens; the gradient is added to the policy's."""
+        assert out.logprobs is not None
+        nll = -out.logprobs[batch.counted].sum()
+        return Loss(total=self.config.pretrain_weight * nll, metrics={"pretrain_nll": nll.detach()})

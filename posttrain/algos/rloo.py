@@ -1,0 +1,30 @@
+"""REINFORCE, leave one out (arXiv:2402.14740): the other answers to a prompt say what was to be expected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from posttrain.algos.base import register
+from posttrain.algos.grpo import Grouped
+from posttrain.ops import Doubles
+
+
+@register("rloo")
+class RLOO(Grouped):
+    """The baseline of an answer is the mean reward of the others to the same prompt."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Grouped.Config):
+        kl: float = 0.05
+        """Weight of the KL to the reference model; 0 loads no reference model."""
+        kl_in: Literal["loss", "reward"] = "reward"
+        """Where the KL goes: into the loss, or taken off the reward of each token."""
+
+    def gains(self, rewards: Doubles) -> Doubles:
+        if len(rewards) < 2 or np.ptp(rewards) == 0:
+            return np.zeros(len(rewards))
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        return rewards - others

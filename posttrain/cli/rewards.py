@@ -1,0 +1,192 @@
+"""`posttrain rewards check`: what reward functions say of saved completions; `rewards list`: the built-in ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.rewards.base import Completion, Rewards, Verdict
+
+COMMANDS = {
+    "check": "score saved rollouts or rows: verdict, reason and time for each",
+    "list": "the built-in verifiers",
+}
+TEXT_COLUMNS = ("text", "completion", "response", "output", "prediction", "solution_str")
+REASON_WIDTH = 80  # characters of a reason in the table
+AT_ONCE = 256  # rows scored at a time
+
+
+def run(args: list[str]) -> int:
+    """`posttrain rewards check|list ...`."""
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: posttrain rewards COMMAND ...\n")
+        print("\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items()))
+        return 0
+    if args[0] == "check":
+        return check(args[1:])
+    if args[0] == "list":
+        return list_verifiers(args[1:])
+    raise UsageError(f"there is no `posttrain rewards {args[0]}`; there are {', '.join(COMMANDS)}")
+
+
+def list_verifiers(args: list[str]) -> int:
+    argparse.ArgumentParser(prog="posttrain rewards list", description=COMMANDS["list"]).parse_args(args)
+    from posttrain.rewards.verifier import verifiers
+
+    for name, found in verifiers().items():
+        print(f"{name:<22}{found.summary}")
+    return 0
+
+
+def check(args: list[str]) -> int:
+    """0 if every function gave a value for every row, 1 if not."""
+    options = check_parser().parse_args(args)
+    from rich.console import Console
+
+    from posttrain.rewards.base import Rewards
+
+    console = Console(highlight=False, soft_wrap=True)
+    with Rewards(
+        options.reward,
+        options.weights,
+        timeout_seconds=options.timeout_seconds,
+        workers=options.workers,
+        memory_gib=options.memory_gib,
+        max_failure_rate=1.0,  # all rows are to be seen
+        env=options.env,
+    ) as rewards:
+        if rewards.models:
+            raise UsageError(f"model:{rewards.models[0][1]}: reward models are scored in training only; leave it out")
+        origins, completions = read_completions(options.file, options.map_keys, options.limit)
+        rewards.check(sorted(set.intersection(*(set(row.columns) for row in completions))))
+        verdicts: list[list[Verdict | None]] = []
+        for start in range(0, len(completions), AT_ONCE):
+            verdicts += rewards.score(completions[start : start + AT_ONCE])
+        show_rows(rewards, origins, verdicts, options.full, console)
+        show_summary(rewards, origins, verdicts, console)
+    return int(any(verdict is not None and verdict.value is None for row in verdicts for verdict in row))
+
+
+def check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="posttrain rewards check", description=COMMANDS["check"])
+    parser.add_argument("file", metavar="FILE", help="rollouts of a run, or rows with a column text, completion ...")
+    parser.add_argument(
+        "--reward", nargs="+", required=True, metavar="REWARD", help="verifier, file.py:function, http://"
+    )
+    parser.add_argument("--weights", nargs="+", type=float, default=[], help="one for each reward; default: 1 each")
+    parser.add_argument("--limit", type=int, default=None, help="only the first so many rows")
+    parser.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"text": "answer"}')
+    parser.add_argument("--timeout_seconds", type=float, default=10.0, help="for one completion")
+    parser.add_argument("--memory_gib", type=float, default=2.0, help="of one process")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--env", nargs="+", default=[], help="environment variables that functions may see")
+    parser.add_argument("--full", action="store_true", help="reasons in full, not only their last line")
+    return parser
+
+
+def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[str], list[Completion]]:
+    """Origins (file:line) and completions; DataError for a row without an answer."""
+    from posttrain.data.sources import read_rows
+
+    renamed = _renamed(map_keys)
+    origins: list[str] = []
+    completions: list[Completion] = []
+    for number, row in enumerate(read_rows(name)):
+        if limit is not None and number >= limit:
+            break
+        values = row.values | {ours: row.values[theirs] for ours, theirs in renamed.items() if theirs in row.values}
+        origins.append(row.origin)
+        completions.append(completion_of(values, row.origin, "text" if "text" in renamed else None))
+    if not completions:
+        raise UsageError(f"--limit {limit}: no row is left")
+    return origins, completions
+
+
+def _renamed(map_keys: str) -> dict[str, str]:
+    try:
+        renamed = json.loads(map_keys or "{}")
+    except ValueError as error:
+        raise UsageError(f"--map_keys {map_keys!r} is not JSON: {error}") from error
+    if not isinstance(renamed, dict) or not all(isinstance(value, str) for value in renamed.values()):
+        raise UsageError(f'--map_keys {map_keys!r}: expected an object of names, as {{"text": "answer"}}')
+    return renamed
+
+
+def completion_of(values: dict[str, Any], origin: str, column: str | None = None) -> Completion:
+    """A record of a run (`text`, `prompt`, `columns`), or a row with its answer in one of its columns."""
+    from posttrain.rewards.base import Completion
+
+    column = column or next((name for name in TEXT_COLUMNS if name in values), None)
+    if column is None:
+        raise DataError(f"{origin}: no answer to score: none of the columns {', '.join(TEXT_COLUMNS)}; use --map_keys")
+    text, prompt = values[column], values.get("prompt", values.get("question", ""))
+    if isinstance(text, list):  # messages
+        text = "".join(str(message.get("content", "")) for message in text if isinstance(message, dict))
+    if not isinstance(text, str):
+        raise DataError(f"{origin}: {column}: expected a text, found {type(text).__name__}")
+    messages = values.get("messages", prompt if isinstance(prompt, list) else [])
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
+    if not messages:
+        messages = [{"role": "user", "content": str(prompt)}]
+    columns = values.get("columns")
+    if not isinstance(columns, dict):
+        columns = {name: value for name, value in values.items() if name != column}
+    tokens = values.get("tokens", 0)
+    return Completion(
+        prompt=str(prompt),
+        messages=messages,
+        text=text,
+        finish=str(values.get("finish", "")),
+        tokens=len(tokens) if isinstance(tokens, list) else int(tokens or 0),
+        columns=columns,
+    )
+
+
+def show_rows(
+    rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], full: bool, console: Console
+) -> None:
+    """A line for each row and function."""
+    from rich.markup import escape
+
+    where = max(map(len, origins))
+    width = max(map(len, rewards.names))
+    for origin, row in zip(origins, verdicts, strict=True):
+        for name, verdict in zip(rewards.names, row, strict=True):
+            assert verdict is not None
+            shown = f"{verdict.value:8.4g}" if verdict.value is not None else f"{verdict.kind:>8}"
+            reason = verdict.reason.strip()
+            if not full:
+                reason = reason.rpartition("\n")[2][:REASON_WIDTH]
+            line = f"{origin:<{where}}  {name:<{width}}  {shown}  {verdict.seconds * 1000:9.2f} ms  {reason}"
+            console.print(f"[red]{escape(line)}[/]" if verdict.value is None else escape(line))
+
+
+def show_summary(
+    rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], console: Console
+) -> None:
+    """Mean, failures and the slowest row of each function; then the weighted sum."""
+    from posttrain.rewards.base import combine
+
+    console.print()
+    for at, name in enumerate(rewards.names):
+        column = [row[at] for row in verdicts]
+        found = [verdict for verdict in column if verdict is not None]
+        counts = Counter(verdict.kind for verdict in found)
+        values = [verdict.value for verdict in found if verdict.value is not None]
+        mean = f"{sum(values) / len(values):.4f}" if values else "-"
+        slowest = max(range(len(found)), key=lambda index: found[index].seconds)
+        numbers = ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "error", "timeout"))
+        time = f"slowest {found[slowest].seconds * 1000:.2f} ms ({origins[slowest]})"
+        console.print(f"{name}: mean {mean}; {numbers}; {time}", markup=False)
+    sums = [total for row in verdicts if (total := combine(row, rewards.weights)) is not None]
+    mean = f"{sum(sums) / len(sums):.4f}" if sums else "-"
+    console.print(f"reward: mean {mean} over {len(sums)} of {len(verdicts)} rows", markup=False)

@@ -1,0 +1,106 @@
+"""Keys and values of the sequences under way, a slot each, and which code attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.engines import plain
+from posttrain.models.attention import plain_attention
+
+
+def steps_for(device: torch.device) -> ModuleType:
+    """Where the small steps of decoding come from: Triton kernels on a GPU that has Triton, plain PyTorch elsewhere."""
+    if device.type != "cuda":
+        return plain
+    try:
+        from posttrain.engines import kernels
+    except ImportError:
+        return plain
+    return kernels
+
+
+class SlotCache:
+    """For each layer [slots, capacity, kv_heads, d]. A step runs one token in each of the first slots."""
+
+    def __init__(self, slots: int, capacity: int, device: torch.device) -> None:
+        self.slots, self.capacity, self.device = slots, capacity, device
+        self.decoding = False
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.source = self.target = self.positions = torch.empty(0, dtype=torch.long, device=device)
+        self.longest = 0
+
+    def layer(
+        self, index: int, key: Sequence[int], value: Sequence[int], like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; `key` and `value` are (heads, d) of one token."""
+        if index not in self.layers:
+            rooms = (like.new_zeros(self.slots, self.capacity, *shape) for shape in (key, value))
+            self.layers[index] = (next(rooms), next(rooms))
+        return self.layers[index]
+
+    def begin_prefill(self, lengths: Sequence[int], sharing: Sequence[Sequence[int]]) -> None:
+        """The next pass runs prompts of these lengths end to end, each for the slots that share it."""
+        self.decoding = False
+        source, target, start = [], [], 0
+        for length, slots in zip(lengths, sharing, strict=True):
+            places = np.arange(length)
+            for slot in slots:
+                source.append(places + start)
+                target.append(places + slot * self.capacity)
+            start += length
+        self.source, self.target = (
+            torch.as_tensor(np.concatenate(parts), device=self.device) for parts in (source, target)
+        )
+
+    def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Remember a pack's keys and values: [1, kv_heads, T, d]."""
+        streams = [stream[0].transpose(0, 1) for stream in (key, value)]
+        rooms = self.layer(layer, streams[0].shape[1:], streams[1].shape[1:], key)
+        for room, stream in zip(rooms, streams, strict=True):
+            room.flatten(0, 1).index_copy_(0, self.target, stream.index_select(0, self.source))
+
+    def begin_step(self, positions: torch.Tensor, longest: int) -> None:
+        """The next pass runs one token in each of the first slots, at these positions."""
+        self.decoding = True
+        self.positions, self.longest = positions, longest
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [1, heads, n, d]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What stock modules call through models/attention.py: [1, n, heads, d_value]."""
+        keys, values = self.layer(layer, key.shape[1::2], value.shape[1::2], key)
+        q, rows = query[0].transpose(0, 1).contiguous(), torch.arange(len(self.positions), device=self.device)
+        keys[rows, self.positions] = key[0].transpose(0, 1)
+        values[rows, self.positions] = value[0].transpose(0, 1)
+        if softcap is None and sinks is None:
+            return plain.attend(q, keys, values, self.positions, self.longest, scaling, sliding_window)[None]
+        mask = plain.visible(self.positions, self.longest, sliding_window)[:, None, None]
+        k, v = (stream[: len(q), : self.longest].transpose(1, 2) for stream in (keys, values))
+        grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
+        return plain_attention(grouped, k, v, mask, scaling, softcap, sinks).reshape(1, *q.shape[:2], v.shape[3])
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Sequences change their slots."""
+        for rooms in self.layers.values():
+            for room in rooms:
+                room.index_copy_(0, targets, room.index_select(0, sources))
+
+
+def bytes_per_position(config: Any, dtype: torch.dtype) -> int:
+    """Memory of one token's keys and values in all layers, roughly."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize

@@ -1,0 +1,162 @@
+"""The passes of generation through the models that most people train, with few and fat steps.
+
+Llama, Qwen2, Qwen3 and Mistral share one shape: RMS norms, rotated queries and keys, grouped heads, a gated MLP. For
+them the layers are walked here, on the trainer's own weights. Every other model runs its own code (see local.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from posttrain.engines.cache import SlotCache
+from posttrain.models import attention
+from posttrain.types import Batch
+
+Attend = Callable[[int, "Layer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+"""(layer's index, layer, queries and keys and values, cos and sin) -> [n, heads, d]."""
+
+FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+
+
+class Joined:
+    """Linear maps of one input, computed as one: their weights are laid end to end, and stay the modules' own."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self.modules = modules
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        linears: list[Any] = [module for module in modules if type(module) is torch.nn.Linear]
+        biased = [linear.bias is not None for linear in linears]
+        if len(linears) == len(modules) and len(set(biased)) == 1:  # adapters and quantized maps keep their own code
+            self.weight = laid_together([linear.weight for linear in linears])
+            self.bias = laid_together([linear.bias for linear in linears]) if biased[0] else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            return torch.cat([module(x) for module in self.modules], -1)
+        return F.linear(x, self.weight, self.bias)
+
+
+def laid_together(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """One tensor of which the parameters are parts, from now on if not before. Who writes them in place writes it."""
+    first = parameters[0].detach()
+    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
+    in_a_row = [parameter.data_ptr() for parameter in parameters[1:]] == ends[:-1]
+    same_storage = len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+    if in_a_row and same_storage and all(parameter.is_contiguous() for parameter in parameters):
+        rows = sum(parameter.shape[0] for parameter in parameters)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    with torch.inference_mode(False), torch.no_grad():  # training goes on with these weights
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+            parameter.data = part
+    return joined
+
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """The parts of one decoder layer."""
+
+    module: Any
+    qkv: Joined
+    gate_up: Joined
+    norms: tuple[torch.Tensor | None, torch.Tensor | None, float]  # of queries and keys, and their epsilon
+    window: int | None
+    kv_shape: tuple[int, int]
+
+
+class FusedDecoder:
+    """Walks the layers, for whole prompts or for one token a slot."""
+
+    def __init__(self, model: Any, steps: ModuleType) -> None:
+        self.body = getattr(model, model.base_model_prefix)
+        self.head = model.get_output_embeddings()
+        self.steps = steps
+        self.layers = [self.parts(layer) for layer in self.body.layers]
+
+    @staticmethod
+    def knows(model: Any) -> bool:
+        """Whether the model has the shape that is walked here."""
+        layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
+        if layers is None or not all(type(layer) in FAMILIES for layer in layers):
+            return False
+        config = model.config
+        fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
+        return fixed_rope and config.hidden_act in ("silu", "swish")
+
+    def parts(self, layer: Any) -> Layer:
+        own, mlp = layer.self_attn, layer.mlp
+        config = own.config
+        if isinstance(layer, Qwen2DecoderLayer | Qwen3DecoderLayer):
+            window = own.sliding_window
+        else:
+            window = config.sliding_window if isinstance(layer, MistralDecoderLayer) else None
+        norms = (None, None, 0.0)
+        if isinstance(layer, Qwen3DecoderLayer):
+            norms = (own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon)
+        return Layer(
+            module=layer,
+            qkv=Joined([own.q_proj, own.k_proj, own.v_proj]),
+            gate_up=Joined([mlp.gate_proj, mlp.up_proj]),
+            norms=norms,
+            window=window,
+            kv_shape=(config.num_key_value_heads, own.head_dim),
+        )
+
+    def prefill(self, batch: Batch, packing: attention.Packing, cache: SlotCache) -> torch.Tensor:
+        """Run whole prompts, packed; the hidden states behind the last norm: [T, H]."""
+        alone = torch.zeros_like(batch.positions)  # each token's key and value go into a row of its own
+
+        def attend(
+            index: int, layer: Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+        ) -> torch.Tensor:
+            keys, values = (qkv.new_empty(len(qkv), 1, *layer.kv_shape) for _ in range(2))
+            query = self.steps.rotate_and_store(qkv, *angles, alone, keys, values, *layer.norms)
+            query, key, value = (stream.transpose(0, 1)[None] for stream in (query, keys[:, 0], values[:, 0]))
+            own = layer.module.self_attn
+            how = {"packing": packing, "cache": cache, "scaling": own.scaling, "sliding_window": layer.window}
+            return attention.packed_attention(own, query, key, value, None, **how)[0][0]
+
+        return self.walk(batch.tokens, batch.positions, attend)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Run one token in each of the first slots; the hidden states behind the last norm: [n, H]."""
+
+        def attend(
+            index: int, layer: Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+        ) -> torch.Tensor:
+            keys, values = cache.layer(index, layer.kv_shape, layer.kv_shape, qkv)
+            query = self.steps.rotate_and_store(qkv, *angles, positions, keys, values, *layer.norms)
+            scaling = layer.module.self_attn.scaling
+            return self.steps.attend(query, keys, values, positions, cache.longest, scaling, layer.window)
+
+        return self.walk(tokens, positions, attend)
+
+    def walk(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """All layers, whatever attention does."""
+        steps = self.steps
+        x = self.body.embed_tokens(tokens)
+        cos, sin = (angle[0] for angle in self.body.rotary_emb(x, positions[None]))
+        total = None
+        for index, layer in enumerate(self.layers):
+            norm, next_norm = layer.module.input_layernorm, layer.module.post_attention_layernorm
+            normed, total = steps.add_norm(x, total, norm.weight, norm.variance_epsilon)
+            heads = attend(index, layer, layer.qkv(normed), (cos, sin))
+            x = layer.module.self_attn.o_proj(heads.flatten(1))
+            normed, total = steps.add_norm(x, total, next_norm.weight, next_norm.variance_epsilon)
+            x = layer.module.mlp.down_proj(steps.gated(layer.gate_up(normed)))
+        return steps.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] -> [n, V] in the weights' own precision: these families put no scaling behind their head."""
+        return self.head(hidden)

@@ -1,0 +1,320 @@
+"""The small steps of decoding as Triton kernels; plain.py has the same names and says what each one does.
+
+Imported only where there is a GPU with Triton. A row's work is one program (or one a head), so that nothing a row
+computes depends on the others.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN201, N803, N806  (what Triton compiles follows its own habits)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+PROGRAMS = 264  # a GPU wants so many; long caches of few rows are split to get there
+SPLIT_FROM = 512  # positions that are worth a split
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x.shape
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    warps = 4 if block <= 2048 else 8
+    add_norm_kernel[(rows,)](
+        x, residual, weight, normed, total, width, eps, WITH_RESIDUAL=residual is not None, BLOCK=block, num_warps=warps
+    )
+    return normed, total
+
+
+@triton.jit
+def add_norm_kernel(
+    x, residual, weight, normed, total, width, eps, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    kind = x.dtype.element_ty
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if WITH_RESIDUAL:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + at, value.to(kind), mask=inside)
+        value = value.to(kind).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+    unit = (value * scale).to(kind).to(tl.float32)
+    out = unit * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, out.to(kind), mask=inside)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    rows, (capacity, kv_heads, width) = len(qkv), keys.shape[1:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    query = qkv.new_empty(rows, heads, width)
+    rotate_and_store_kernel[(rows,)](
+        qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, ALL_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
+        BLOCK=triton.next_power_of_2(width // 2), NORM=q_norm is not None, num_warps=4,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def rotate_and_store_kernel(
+    qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = WIDTH // 2
+    kind = qkv.dtype.element_ty
+    head, low = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    high = low + HALF
+    inside = low < HALF
+    real = inside & (head < HEADS + 2 * KV_HEADS)
+    source = qkv + row * (HEADS + 2 * KV_HEADS) * WIDTH + head * WIDTH
+    first = tl.load(source + low, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(source + high, mask=real, other=0.0).to(tl.float32)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    turned_1, turned_2 = first, second
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + eps)[:, None]
+        query_1 = tl.load(q_norm + low, mask=inside, other=0.0).to(tl.float32)
+        query_2 = tl.load(q_norm + high, mask=inside, other=0.0).to(tl.float32)
+        key_1 = tl.load(k_norm + low, mask=inside, other=0.0).to(tl.float32)
+        key_2 = tl.load(k_norm + high, mask=inside, other=0.0).to(tl.float32)
+        turned_1 = (first * scale).to(kind).to(tl.float32) * tl.where(is_query, query_1, key_1)
+        turned_2 = (second * scale).to(kind).to(tl.float32) * tl.where(is_query, query_2, key_2)
+        turned_1, turned_2 = turned_1.to(kind).to(tl.float32), turned_2.to(kind).to(tl.float32)
+    angle = row * WIDTH
+    cos_1 = tl.load(cos + angle + low, mask=inside, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + angle + high, mask=inside, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + angle + low, mask=inside, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + angle + high, mask=inside, other=0.0).to(tl.float32)
+    out_1 = (turned_1 * cos_1).to(kind).to(tl.float32) - (turned_2 * sin_1).to(kind).to(tl.float32)
+    out_2 = (turned_2 * cos_2).to(kind).to(tl.float32) + (turned_1 * sin_2).to(kind).to(tl.float32)
+    to_query = query + row * HEADS * WIDTH + head * WIDTH
+    tl.store(to_query + low, out_1.to(kind), mask=inside & is_query)
+    tl.store(to_query + high, out_2.to(kind), mask=inside & is_query)
+    spot = (row * capacity + tl.load(positions + row).to(tl.int64)) * KV_HEADS * WIDTH
+    to_key = keys + spot + (head - HEADS) * WIDTH
+    is_key = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    tl.store(to_key + low, out_1.to(kind), mask=is_key)
+    tl.store(to_key + high, out_2.to(kind), mask=is_key)
+    to_value = values + spot + (head - HEADS - KV_HEADS) * WIDTH
+    tl.store(to_value + low, first.to(kind), mask=real & is_value)
+    tl.store(to_value + high, second.to(kind), mask=real & is_value)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    longest: int,  # not used: a captured graph must serve every length
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    rows, heads, width = query.shape
+    capacity, kv_heads = keys.shape[1:3]
+    group, width_block = heads // kv_heads, max(16, triton.next_power_of_2(width))
+    splits = max(1, min(-(-PROGRAMS // (rows * kv_heads)), capacity // SPLIT_FROM))
+    out = torch.empty_like(query)
+    partial = query.new_empty(splits, rows, heads, width, dtype=torch.float32) if splits > 1 else out
+    weights = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else out
+    block, warps, stages = tile(query.element_size() * width)
+    attend_kernel[(rows, kv_heads, splits)](
+        query, keys, values, positions, partial, weights, width**-0.5 if scaling is None else scaling, capacity, rows,
+        window or capacity, splits, KV_HEADS=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        WIDTH=width, WIDTH_BLOCK=width_block, BLOCK=block, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(rows * heads,)](
+            partial, weights, out, rows * heads, splits, WIDTH=width, BLOCK=width_block, num_warps=1
+        )
+    return out
+
+
+def tile(bytes_per_key: int) -> tuple[int, int, int]:
+    """(keys a turn, warps, turns in flight), as measured; what is in flight must fit the chip's own memory."""
+    return (64, 4, 2) if bytes_per_key <= 256 else (32, 4, 2)
+
+
+@triton.jit(do_not_specialize=["capacity", "rows", "window", "splits"])
+def attend_kernel(
+    query, keys, values, positions, out, weights, scaling, capacity, rows, window, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, WIDTH_BLOCK)
+    head = kv_head * GROUP + member
+    at = (row * KV_HEADS * GROUP + head)[:, None] * WIDTH + column[None, :]
+    real = (member < GROUP)[:, None] & (column < WIDTH)[None, :]
+    q = tl.load(query + at, mask=real, other=0.0)
+    end = tl.load(positions + row).to(tl.int32) + 1
+    begin = tl.maximum(end - window, 0)
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK) * BLOCK
+        begin += split * share
+        end = tl.minimum(begin + share, end)
+    most = tl.full([GROUP_BLOCK], -1.0e30, tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    gathered = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
+    slot = row * capacity * KV_HEADS * WIDTH + kv_head * WIDTH
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        there = (place < end)[:, None] & (column < WIDTH)[None, :]
+        spot = slot + place.to(tl.int64)[:, None] * (KV_HEADS * WIDTH) + column[None, :]
+        k = tl.load(keys + spot, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        scores = tl.where((place < end)[None, :], scores, -1.0e30)
+        higher = tl.maximum(most, tl.max(scores, 1))
+        mass = tl.exp(scores - higher[:, None])
+        fade = tl.exp(most - higher)
+        v = tl.load(values + spot, mask=there, other=0.0)
+        total = total * fade + tl.sum(mass, 1)
+        gathered = gathered * fade[:, None] + tl.dot(mass.to(v.dtype), v, input_precision="ieee")
+        most = higher
+    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + split * rows * KV_HEADS * GROUP * WIDTH + at, gathered.to(out.dtype.element_ty), mask=real)
+    if SPLIT:
+        flat = (split * rows + row) * KV_HEADS * GROUP + head
+        tl.store(weights + flat, most, mask=member < GROUP)
+        tl.store(weights + splits * rows * KV_HEADS * GROUP + flat, total, mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["items", "splits"])
+def combine_kernel(partial, weights, out, items, splits, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The parts of one head's attention, each weighed by its share of the softmax."""
+    item, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    most, total = -1.0e30, 0.0
+    gathered = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        flat = split * items + item
+        part = tl.load(weights + flat)
+        higher = tl.maximum(most, part)
+        share = tl.exp(part - higher) * tl.load(weights + splits * items + flat)
+        fade = tl.exp(most - higher)
+        gathered = gathered * fade + share * tl.load(partial + flat * WIDTH + column, mask=inside, other=0.0)
+        total = total * fade + share
+        most = higher
+    tl.store(out + item * WIDTH + column, (gathered / total).to(out.dtype.element_ty), mask=inside)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def gated_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
+
+
+def draw(
+    logits: torch.Tensor, temperature: float, least: torch.Tensor | None, seeds: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    largest = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
+    tokens = torch.empty(rows, dtype=torch.long, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    truncated = least is not None
+    block_sums_kernel[(rows, blocks)](
+        logits, least, largest, sums, vocabulary, blocks, temperature, TRUNCATED=truncated, BLOCK=BLOCK, num_warps=8
+    )
+    pick_kernel[(rows,)](
+        logits, least, largest, sums, seeds, places, tokens, logprobs, vocabulary, blocks, temperature,
+        TRUNCATED=truncated, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+@triton.jit
+def tempered_block(logits, least, row, column, vocabulary, temperature, TRUNCATED: tl.constexpr):
+    """Tempered logits of a row, -inf where nothing is drawn."""
+    z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+    z = z / temperature
+    if TRUNCATED:
+        z = tl.where(z < tl.load(least + row), -float("inf"), z)
+    return z
+
+
+@triton.jit
+def block_sums_kernel(
+    logits, least, largest, sums, vocabulary, blocks, temperature, TRUNCATED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    z = tempered_block(logits, least, row, column, vocabulary, temperature, TRUNCATED)
+    top = tl.max(z)
+    tl.store(largest + row * blocks + block, top)
+    tl.store(sums + row * blocks + block, tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top))))
+
+
+@triton.jit
+def pick_kernel(
+    logits, least, largest, sums, seeds, places, tokens, logprobs, vocabulary, blocks, temperature,
+    TRUNCATED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCKS)
+    tops = tl.load(largest + row * blocks + index, mask=index < blocks, other=-float("inf"))
+    parts = tl.load(sums + row * blocks + index, mask=index < blocks, other=0.0)
+    top = tl.max(tops)
+    mass = (parts * tl.exp(tops - top)).to(tl.float64)
+    total = tl.sum(mass)
+    wanted = uniform(tl.load(seeds + row), tl.load(places + row)) * total
+    reached = tl.cumsum(mass, 0)
+    found = (reached > wanted) & (mass > 0)
+    last = tl.max(tl.where(mass > 0, index, 0))  # where rounding leaves none
+    block = tl.minimum(tl.min(tl.where(found, index, BLOCKS)), last)
+    wanted -= tl.sum(tl.where(index < block, mass, 0.0))
+    inner = tl.arange(0, BLOCK)
+    z = tempered_block(logits, least, row, block * BLOCK + inner, vocabulary, temperature, TRUNCATED)
+    likely = tl.exp(z - top)
+    found = (tl.cumsum(likely, 0) > wanted.to(tl.float32)) & (likely > 0)
+    last = tl.max(tl.where(likely > 0, inner, 0))
+    chosen = tl.minimum(tl.min(tl.where(found, inner, BLOCK)), last)
+    tl.store(tokens + row, (block * BLOCK + chosen).to(tl.int64))
+    tl.store(logprobs + row, tl.sum(tl.where(inner == chosen, z, 0.0)) - top - tl.log(total).to(tl.float32))
+
+
+@triton.jit
+def uniform(seed, place):
+    """As plain.uniforms."""
+    x = seed.to(tl.uint64, bitcast=True) * GOLDEN + place.to(tl.uint64, bitcast=True)
+    for _ in tl.static_range(2):
+        x = x + GOLDEN
+        x = (x ^ (x >> 30)) * MIX_1
+        x = (x ^ (x >> 27)) * MIX_2
+        x = x ^ (x >> 31)
+    return (x >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2**-53

@@ -1,0 +1,143 @@
+"""The models beside the policy: they fill samples with what the algorithm needs, and score answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.algos.base import Algorithm
+from posttrain.config import OnlineConfig
+from posttrain.errors import UsageError
+from posttrain.learner import PLAIN
+from posttrain.loops.run import Run
+from posttrain.models.load import load_tokenizer, read_config, resolve_path
+from posttrain.rollout.record import Rollout
+from posttrain.runtime.base import LearnerGroup
+from posttrain.types import Drawing, Objective, Request, Sample
+
+
+class Helpers:
+    """Fills samples with what the algorithm needs from other models."""
+
+    def __init__(self, run: Run, algo: Algorithm, policy: LearnerGroup, drawing: Drawing = PLAIN) -> None:
+        self.algo, self.policy, self.drawing = algo, policy, drawing
+        self.needs = algo.needs()
+        self.reference: LearnerGroup | None = None
+        # New adapters start as the identity, so the policy without them is the reference, at no cost.
+        self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
+        self.precomputed = algo.precomputes()
+        self.offloaded = run.config.rollout.offload if isinstance(run.config, OnlineConfig) else ()
+        if "ref_logprobs" in self.needs and not self.adapters_off:
+            self.reference = run.frozen(algo.reference())
+            self.away("reference", self.reference)
+        if self.precomputed:
+            run.log.message("computing the reference's log-probabilities of all rows")
+            datasets = [run.data.train, run.data.eval] if run.data.eval else [run.data.train]
+            for dataset in datasets:
+                dataset.rows.hold()
+            self.fill_reference([sample for dataset in datasets for row in dataset.rows for sample in row])
+            self.reference = None
+
+    def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
+        """`keep` leaves alone what an earlier call filled: right only if the same samples always come together.
+
+        Sums are rounded differently in other company, so a number kept from another batch would make a resumed run
+        differ in its last digits.
+        """
+        if "ref_logprobs" in self.needs and not self.precomputed:
+            self.fill_reference([s for s in samples if s.ref_logprobs is None] if keep else samples)
+        for name in ("logprobs", "old_logprobs"):
+            if name in self.needs:
+                wanted = [sample for sample in samples if self.algo.fills(name, sample)]
+                for sample, stream in zip(wanted, self.policy.logprobs(wanted, drawing=self.drawing), strict=True):
+                    setattr(sample, name, stream)
+
+    def fill_reference(self, samples: list[Sample]) -> None:
+        if self.adapters_off:
+            streams = self.policy.logprobs(samples, adapters=False, drawing=self.drawing)
+        else:
+            assert self.reference is not None, "the reference was freed too early"
+            with self.here("reference", self.reference):
+                streams = self.reference.logprobs(samples, drawing=self.drawing)
+        for sample, stream in zip(samples, streams, strict=True):
+            sample.ref_logprobs = stream
+
+    # Host memory between the phases
+
+    def away(self, role: str, model: LearnerGroup) -> None:
+        if role in self.offloaded:
+            model.offload("optimizer" if role == "optimizer" else "model")
+
+    @contextmanager
+    def here(self, role: str, model: LearnerGroup) -> Iterator[None]:
+        """The model is on the device inside; afterwards in host memory again, if rollout.offload says so."""
+        if role in self.offloaded:
+            model.onload("optimizer" if role == "optimizer" else "model")
+        try:
+            yield
+        finally:
+            self.away(role, model)
+
+
+class Critic:
+    """The value model of PPO: a score head on a trunk of its own, or on the policy's."""
+
+    def __init__(self, run: Run, helpers: Helpers, first_reward_model: str) -> None:
+        algo: Any = run.algo
+        self.helpers, self.rate = helpers, algo.config.critic_learning_rate
+        path = algo.critic_path() or first_reward_model or run.model.path
+        self.model = run.start(replace(run.model, path=path, router_loss=0.0), head="score", trainable=True)
+        helpers.away("critic", self.model)
+        self.objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
+
+    def fill(self, samples: list[Sample]) -> None:
+        with self.helpers.here("critic", self.model):
+            fill_values(self.model, samples)
+
+
+def fill_values(model: LearnerGroup, samples: list[Sample]) -> None:
+    for sample, values in zip(samples, model.values(samples), strict=True):
+        sample.values = values
+
+
+def check_reward_model(path: str) -> None:
+    """Before any model is loaded: is there one, and is it one?"""
+    try:
+        described = read_config(resolve_path(path), "score")
+    except UsageError as error:
+        raise UsageError(str(error).replace("model.path", "reward", 1)) from error
+    if not any("SequenceClassification" in name for name in described.architectures or ()):
+        raise UsageError(f"reward: model:{path}: no reward model: it has no score head. Train one: posttrain reward")
+
+
+class RewardModel:
+    """A score for each answer by a model that `posttrain reward` made, or any with a score head."""
+
+    def __init__(self, run: Run, path: str, helpers: Helpers, *, normalize: bool) -> None:
+        self.helpers = helpers
+        config = replace(run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_loss=0.0)
+        self.tokenizer: Any = load_tokenizer(config)
+        # Another tokenizer means another spelling of the same conversation.
+        self.same_tokens = self.tokenizer.get_vocab() == run.tokenizer.get_vocab()
+        self.model = run.start(config, head="score", trainable=False)
+        self.mean, self.deviation = self.model.score_statistics() if normalize else (0.0, 1.0)
+        helpers.away("reward", self.model)
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
+        samples = [rollout.sample if self.same_tokens else self.spelled(rollout) for rollout in rollouts]
+        with self.helpers.here("reward", self.model):
+            return [(score - self.mean) / self.deviation for score in self.model.scores(samples)]
+
+    def spelled(self, rollout: Rollout) -> Sample:
+        """The conversation in the reward model's own tokens."""
+        messages = rollout.messages or [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]
+        if self.tokenizer.chat_template:
+            ids = self.tokenizer.apply_chat_template(messages, return_dict=False)
+        else:
+            ids = self.tokenizer("".join(str(message["content"]) for message in messages))["input_ids"]
+        tokens = np.array(ids, dtype=np.int32)
+        return Sample(tokens=tokens, mask=np.zeros(len(tokens), dtype=np.bool_), origin=rollout.sample.origin)

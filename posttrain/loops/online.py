@@ -1,0 +1,364 @@
+"""The loop of every trainer that learns from its own answers: take, fill, score, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import DataConfig, OnlineConfig
+from posttrain.data.dataset import Encoder, RowStream, load_dataset
+from posttrain.engines.base import Sampling
+from posttrain.errors import DataError, DivergedError, PosttrainError, UsageError
+from posttrain.loops.evaluate import Examination
+from posttrain.loops.helpers import Critic, Helpers, RewardModel, check_reward_model, fill_values
+from posttrain.loops.run import Result, Run, due
+from posttrain.loops.update import Besides, give_up_if_diverged, update
+from posttrain.rewards.base import Rewards
+from posttrain.rollout import record
+from posttrain.rollout.dialogue import Dialogues
+from posttrain.rollout.environment import Environments
+from posttrain.rollout.judge import Judge
+from posttrain.rollout.record import Rollout
+from posttrain.rollout.rollouts import Generator, Rollouts, by_group, has_signal
+from posttrain.types import Drawing, Objective, Request, Sample
+
+MISMATCHES_ALLOWED = 3
+BEFORE_FIRST_STEP = (
+    "loss near 0 is normal here: advantages of a batch cancel each other out. Watch reward, length and entropy instead."
+)
+
+
+def train_from(verb: str, config: OnlineConfig) -> Result:
+    """Train until all steps are done."""
+    with opened(verb, config) as trainer:
+        return trainer.train()
+
+
+@contextmanager
+def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
+    """A trainer with its models loaded, at the step it has to go on from."""
+    algo: Any = ALGORITHMS[verb](config.algo)
+    drawn = config.rollout
+    algo.drawing = Drawing(temperature=drawn.temperature, top_p=drawn.top_p, top_k=drawn.top_k, min_p=drawn.min_p)
+    algo.max_answer_tokens = drawn.max_tokens
+    if drawn.samples_per_prompt < algo.fewest_samples():
+        raise UsageError(
+            f"rollout.samples_per_prompt is {drawn.samples_per_prompt}, but {verb} compares the answers to a prompt: "
+            f"give it at least {algo.fewest_samples()}"
+        )
+    with ExitStack() as stack:
+        rewards = stack.enter_context(reward_functions(config))
+        rewards.check()  # before anything else is read or loaded
+        for _, path in rewards.models:
+            check_reward_model(path)
+        if config.rollout.replay:
+            record.file_of(Path(config.rollout.replay))
+        environments = environments_of(config)
+        if environments is not None:
+            stack.enter_context(environments).check()
+        run = stack.enter_context(Run.open(verb, config, algo))
+        yield Trainer(run, rewards, environments)
+
+
+def reward_functions(config: OnlineConfig) -> Rewards:
+    limits = config.rewards
+    return Rewards(
+        config.reward,
+        limits.weights,
+        timeout_seconds=limits.timeout_seconds,
+        workers=limits.workers,
+        max_failure_rate=limits.max_failure_rate,
+    )
+
+
+def environments_of(config: OnlineConfig) -> Environments | None:
+    limits = config.rewards
+    if not config.rollout.environment:
+        return None
+    return Environments(
+        config.rollout.environment,
+        workers=limits.workers,
+        timeout_seconds=limits.timeout_seconds,
+        max_failure_rate=limits.max_failure_rate,
+    )
+
+
+class Trainer:
+    """The pieces of the loop, to be called in turn; `train` does so."""
+
+    def __init__(self, run: Run, rewards: Rewards, environments: Environments | None = None) -> None:
+        assert isinstance(run.config, OnlineConfig)
+        self.run, self.config = run, run.config
+        self.algo: Any = run.algo
+        algo: Any = self.algo
+        self.policy = run.learner()
+        self.helpers = Helpers(run, algo, self.policy, algo.drawing)
+        self.judge = self.make_judge(rewards)
+        self.critic: Critic | None = None
+        if algo.has_critic():
+            self.critic = Critic(run, self.helpers, next((path for _, path in rewards.models), ""))
+        self.sampling = sampling_of(self.config, self.policy.stop_ids())
+        self.environments = environments
+        self.rollouts = Rollouts(
+            self.policy,
+            self.judge,
+            run.data.stream,
+            self.config,
+            self.sampling,
+            run.tokenizer,
+            phase=run.log.phase,
+            greedy_baseline=algo.greedy_baseline,
+            environment=self.dialogues(self.policy, self.sampling),
+            recorded=record.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
+        )
+        self.pretraining = Pretraining(run) if algo.pretrain_files() else None
+        self.objective = run.objective()
+        run.parts = {"online": self} | ({"critic": self.critic.model} if self.critic else {})
+        self.step = run.resume(self.policy)
+        self.rollouts.version = self.step
+        if self.rollouts.recorded is not None:
+            for _ in range(self.step):
+                next(self.rollouts.recorded, None)
+        self.records = record.append_after(run.folder.path, self.step)
+
+    def train(self) -> Result:
+        run, metrics = self.run, dict[str, float]()
+        if self.step == 0:
+            run.log.message(BEFORE_FIRST_STEP)
+        while self.step < run.data.steps:
+            rollouts = self.make_experience()
+            metrics = self.train_step(rollouts)
+            if run.data.eval and due(self.step, self.config.eval.every, run.data.steps):
+                with run.log.phase("eval"):
+                    metrics |= self.evaluate()
+            run.log.step(self.step, metrics)
+            self.check_mismatch(metrics)
+            give_up_if_diverged(run, self.policy, self.step)
+            if due(self.step, self.config.save.every, run.data.steps) or run.progress.best_step == self.step:
+                with run.log.phase("save"):
+                    run.save(self.step, self.policy)
+            run.stop_if_asked(self.step, self.policy)
+        run.log.done(closing_words(run, metrics))
+        return Result(run.folder.path, run.data.steps, metrics)
+
+    def make_experience(self) -> list[Rollout]:
+        """A batch of judged answers, filled with what the algorithm needs and scored."""
+        rollouts = self.rollouts.take()
+        samples = usable(rollouts, self.step + 1)
+        with self.run.log.phase("logprobs"):
+            self.helpers.fill(samples)
+            if self.critic is not None:
+                self.critic.fill(samples)
+            elif "values" in self.helpers.needs:
+                fill_values(self.policy, samples)
+        self.algo.score(samples)
+        return rollouts
+
+    def train_step(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Learn from a batch; its metrics."""
+        self.step += 1
+        samples = usable(rollouts, self.step)
+        metrics = summary(rollouts, self.step - 1)
+        with self.run.log.phase("train"), self.helpers.here("optimizer", self.policy):
+            metrics |= self.update(samples)
+        self.algo.observe(metrics, len(samples))
+        metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
+        metrics["tokens"] = float(sum(len(sample) for sample in samples))
+        self.rollouts.version = self.step
+        with self.run.log.phase("record"):
+            self.records.write(record.as_lines(rollouts, self.step).encode())
+        return metrics
+
+    def update(self, samples: list[Sample]) -> dict[str, float]:
+        """Passes over shuffled mini-batches; an optimizer step each, of the policy and of the critic."""
+        run, step, algo = self.run, self.step, self.algo.config
+        found: list[dict[str, float]] = []
+        for chosen in mini_batches(samples, algo, (self.config.seed, step)):
+            part: dict[str, float] = {}
+            if self.critic is not None:
+                with self.helpers.here("critic", self.critic.model):
+                    fitted = update(
+                        run, self.critic.model, chosen, self.critic.objective, step, peak_rate=self.critic.rate
+                    )
+                part |= {f"critic/{name}": value for name, value in fitted.items() if name != "tokens"}
+            if not self.algo.actor_frozen(step):
+                besides = self.pretraining.take() if self.pretraining else None
+                part |= update(run, self.policy, chosen, self.objective, step, besides=besides)
+            found.append(part)
+        return averaged(found) | {"updates": float(len(found))}
+
+    def evaluate(self) -> dict[str, float]:
+        """The policy as it is now on the evaluation prompts."""
+        assert self.run.data.eval is not None, "there is no evaluation data: set data.eval"
+        exam = Examination(self.config, self.sampling, self.judge, self.run.tokenizer, self.dialogues)
+        found = exam.hold(self.policy, [row[0] for row in self.run.data.eval.rows])
+        progress = self.run.progress
+        if progress.best is None or found["reward"] > progress.best:
+            progress.best, progress.best_step = found["reward"], self.step
+        return {f"eval/{name}": value for name, value in found.items()}
+
+    def dialogues(self, policy: Generator, sampling: Sampling) -> Dialogues | None:
+        if self.environments is None:
+            return None
+        return Dialogues(self.environments, policy, self.config, sampling, self.run.tokenizer)
+
+    def check_mismatch(self, metrics: dict[str, float]) -> None:
+        """Sampler and trainer must agree on what was sampled, or the gradient is of something else."""
+        limit, progress = self.config.rollout.max_mismatch, self.run.progress
+        found = metrics.get("sampler_kl", 0.0)
+        if self.config.rollout.replay or not limit or found < limit / 10:
+            progress.mismatched_in_a_row = 0
+            return
+        self.run.log.warn(
+            f"step {self.step}: sampler and trainer disagree by a KL of {found:.3g} a token "
+            f"(ratio {metrics['sampler_ratio']:.3f}); the run stops at {limit:g} (rollout.max_mismatch)"
+        )
+        progress.mismatched_in_a_row = progress.mismatched_in_a_row + 1 if found >= limit else 0
+        if progress.mismatched_in_a_row >= MISMATCHES_ALLOWED:
+            progress.mismatched_in_a_row = 0
+            self.run.save(self.step, self.policy)
+            raise DivergedError(
+                f"sampler and trainer disagreed by more than rollout.max_mismatch = {limit:g} (KL a token) in "
+                f"{MISMATCHES_ALLOWED} steps in a row: what is trained is not what was sampled. Lower "
+                f"update.learning_rate or rollout.ahead, or use model.dtype float32. Go on: {self.run.resume_command()}"
+            )
+
+    # What a checkpoint holds besides weights
+
+    def save(self, folder: Path) -> None:
+        pending = self.rollouts.state()
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
+        (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
+        state = {"algo": self.algo.state(), "pretraining": self.pretraining.position if self.pretraining else 0}
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        with (folder / "pending.jsonl").open(encoding="utf-8") as lines:
+            self.rollouts.load_state([json.loads(line) for line in lines])
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        self.algo.load_state(state["algo"])
+        if self.pretraining:
+            self.pretraining.position = state["pretraining"]
+
+    def make_judge(self, rewards: Rewards) -> Judge:
+        normalize = self.config.rewards.normalize_models
+        models: dict[int, Any] = {
+            place: RewardModel(self.run, path, self.helpers, normalize=normalize) for place, path in rewards.models
+        }
+        return Judge(rewards, models, self.config, self.run.tokenizer)
+
+
+class Pretraining:
+    """PPO's mix-in: the loss of plain text or conversations, added to every step (arXiv:2203.02155, eq. 2)."""
+
+    def __init__(self, run: Run) -> None:
+        algo: Any = run.algo
+        files = algo.pretrain_files()
+        data = replace(run.config.data, train=files, eval=(), map_keys="")
+        self.stream = RowStream(load_rows(files, data, run.tokenizer), run.config.update.rows_per_step, run.config.seed)
+        self.objective = Objective(request=Request(), loss=algo.pretrain_loss, unit="token")
+
+    @property
+    def position(self) -> int:
+        return self.stream.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.stream.position = value
+
+    def take(self) -> Besides:
+        return Besides(self.stream.take(), self.objective)
+
+
+def load_rows(files: tuple[str, ...], data: DataConfig, tokenizer: Any) -> Any:
+    """Text if the files have it, else conversations."""
+    try:
+        return load_dataset(files, Encoder(tokenizer, data, "text", len(tokenizer))).rows
+    except DataError:
+        return load_dataset(files, Encoder(tokenizer, data, "chat", len(tokenizer))).rows
+
+
+def sampling_of(config: OnlineConfig, stop_ids: list[int]) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_ids=tuple(stop_ids),
+        stop_texts=rollout.stop,
+    )
+
+
+def usable(rollouts: list[Rollout], step: int) -> list[Sample]:
+    """Samples of the answers that could be scored."""
+    samples = [rollout.sample for rollout in rollouts if not rollout.failure]
+    if not samples:
+        raise PosttrainError(f"step {step}: no answer could be scored; the first: {rollouts[0].failure}")
+    return samples
+
+
+def mini_batches(samples: list[Sample], algo: Any, seed: tuple[int, ...]) -> Iterator[list[Sample]]:
+    """`epochs_per_batch` passes over the samples in parts of `mini_batch_size`, in an order that the seed decides."""
+    size = algo.mini_batch_size or len(samples)
+    for epoch in range(algo.epochs_per_batch):
+        order = np.arange(len(samples))
+        if algo.shuffle_mini_batch and size < len(samples):
+            order = np.random.default_rng((*seed, epoch)).permutation(len(samples))
+        for start in range(0, len(samples), size):
+            yield [samples[i] for i in order[start : start + size]]
+
+
+def averaged(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; of `largest_...` the largest, of `skipped` the sum."""
+    reduced: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        if name.startswith("largest_"):
+            reduced[name] = max(values)
+        else:
+            reduced[name] = sum(values) / (1 if name.endswith("skipped") else len(values))
+    return reduced
+
+
+def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
+    """What a batch of answers looks like."""
+    scored = [rollout for rollout in rollouts if not rollout.failure]
+    rewards = np.array([rollout.sample.reward for rollout in scored])
+    groups = [group for group in by_group(rollouts) if len(group) > 1]
+    found = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "length": float(np.mean([rollout.answer_tokens for rollout in scored])),
+        "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
+        "failures": float(len(rollouts) - len(scored)),
+        "staleness": float(np.mean([version - rollout.sample.version for rollout in scored])),
+    }
+    if groups:  # where a prompt has one answer there is nothing to compare
+        found["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
+    for name in dict.fromkeys(name for rollout in scored for name in rollout.parts):
+        found[f"rewards/{name}"] = float(np.mean([r.parts[name] for r in scored if name in r.parts]))
+    return found
+
+
+def closing_words(run: Run, metrics: dict[str, float]) -> str:
+    names = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl")
+    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
+    folder = shlex.quote(str(run.folder.path))
+    return (
+        f"done: {run.data.steps} steps; {shown or 'nothing left to do'}. Run folder: {run.folder.path}\n"
+        f"answers: posttrain samples {folder}    export: posttrain export {folder} OUT    "
+        f"train more: {run.resume_command()} --steps N"
+    )
+
+
+__all__ = ["Trainer", "opened", "train_from"]

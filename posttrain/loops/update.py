@@ -1,0 +1,71 @@
+"""One optimizer step, and what happens when it cannot be made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from posttrain import ops
+from posttrain.errors import DataError, DivergedError
+from posttrain.loops.run import Run
+from posttrain.runtime.base import LearnerGroup, averages
+from posttrain.types import Objective, Sample, count
+
+BAD_STEPS_ALLOWED = 3
+
+
+@dataclass(slots=True, frozen=True)
+class Besides:
+    """Other samples with a loss of their own, whose gradient is added to that of a step."""
+
+    samples: list[Sample]
+    objective: Objective
+
+
+def update(
+    run: Run,
+    learner: LearnerGroup,
+    samples: list[Sample],
+    objective: Objective,
+    step: int,
+    *,
+    peak_rate: float | None = None,
+    besides: Besides | None = None,
+) -> dict[str, float]:
+    """One optimizer step; the only place where a sum of losses is divided."""
+    config = run.config.update
+    denominator = count(samples, objective.unit)
+    tokens = sum(len(sample) for sample in samples)
+    if not denominator:
+        raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")
+    means = averages(learner.forward_backward(samples, objective, denominator, tokens), denominator)
+    if besides is not None:
+        by = count(besides.samples, besides.objective.unit)
+        sums = learner.forward_backward(besides.samples, besides.objective, by, tokens)
+        means["pretrain_loss"] = averages(sums, by)["loss"]
+    finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
+    warmup = round(config.warmup if config.warmup >= 1 else config.warmup * run.data.steps)
+    peak = config.learning_rate if peak_rate is None else peak_rate
+    rate = ops.learning_rate_at(step, run.data.steps, peak, config.schedule, warmup, config.min_lr_ratio)
+    metrics = means | (learner.step(rate) if finite else learner.discard())
+    progress = run.progress
+    if metrics["skipped"]:
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        kept = run.keep_batch(step, samples)
+        run.log.warn(f"step {step}: loss or gradient is not finite; nothing was applied. The batch is in {kept}")
+    else:
+        progress.skipped_in_a_row = 0
+    return metrics | {"tokens": float(tokens)}
+
+
+def give_up_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
+    if run.progress.skipped_in_a_row < BAD_STEPS_ALLOWED:
+        return
+    run.progress.skipped_in_a_row = 0  # a resumed run has as many tries again
+    run.save(step, policy)
+    raise DivergedError(
+        f"loss or gradient was not finite in {BAD_STEPS_ALLOWED} steps in a row, up to step {step}. The weights are "
+        f"those of the last good step and are saved; the batches are in {run.folder.bad_batches}. Look at their rows, "
+        f"or lower update.learning_rate ({run.config.update.learning_rate:g}). Go on: {run.resume_command()}"
+    )

@@ -1,0 +1,239 @@
+"""Reward functions as other libraries write them: which form a function has is read off its parameters' names."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.rewards.verdict import LABELS, Completion, label_of
+
+FORMS = """\
+  score(text, ground_truth=None, **columns)                         any of text, prompt, messages, finish, tokens,
+                                                                    columns, and names of columns of the data
+  f(prompts, completions, **columns) -> list                        TRL, MindRLHF
+  compute_score(data_source, solution_str, ground_truth, extra_info=None)   verl
+  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list   verl, in batches
+  reward_func(queries, prompts, labels) -> list                     OpenRLHF
+  f(completion, answer, **kwargs), f(prompt, completion, state ...) verifiers"""
+OWN_FIELDS = tuple(field.name for field in fields(Completion))
+SCORE_KEYS = ("score", "reward", "rewards", "scores", "value")
+
+Offer = Callable[[Completion], dict[str, Any]]
+
+
+@dataclass(slots=True, frozen=True)
+class Form:
+    """A way of asking: what a function of this form may have as arguments, for one completion."""
+
+    name: str
+    mark: str  # the parameter that gives it away
+    batch: bool  # arguments and result are lists with an element for each completion
+    offer: Offer
+
+
+@dataclass(slots=True, frozen=True)
+class Adapted:
+    """A function that can be asked about completions."""
+
+    form: Form
+    function: Callable[..., Any]
+    parameters: tuple[inspect.Parameter, ...]
+
+    def missing(self, columns: Sequence[str]) -> list[str]:
+        """Parameters that rows with these columns cannot fill."""
+        asked = Completion(prompt="", messages=[], text="", finish="", tokens=0, columns=dict.fromkeys(columns, ""))
+        return [p.name for p in self.parameters if _required(p) and p.name not in self.form.offer(asked)]
+
+    def call(self, completions: Sequence[Completion]) -> Any:
+        """What the function returns; a function of one completion is asked about the first."""
+        offers = [self.form.offer(completion) for completion in completions]
+        if self.form.batch:
+            names = dict.fromkeys(name for offer in offers for name in offer)
+            offered: dict[str, Any] = {name: [offer.get(name) for offer in offers] for name in names}
+        else:
+            offered = offers[0]
+        result = self.function(*self._positional(offered), **self._named(offered))
+        return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
+
+    def _positional(self, offered: dict[str, Any]) -> list[Any]:
+        only = [p for p in self.parameters if p.kind is p.POSITIONAL_ONLY]
+        return [_take(p, offered) for p in only if _required(p) or p.name in offered]
+
+    def _named(self, offered: dict[str, Any]) -> dict[str, Any]:
+        plain = [p for p in self.parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = {p.name: _take(p, offered) for p in plain if _required(p) or p.name in offered}
+        if any(p.kind is p.VAR_KEYWORD for p in self.parameters):
+            taken = {p.name for p in self.parameters if p.kind is p.POSITIONAL_ONLY}
+            named |= {name: value for name, value in offered.items() if name not in named and name not in taken}
+        return named
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+
+
+def _take(parameter: inspect.Parameter, offered: dict[str, Any]) -> Any:
+    if parameter.name not in offered:
+        raise LookupError(f"the function asks for {parameter.name!r}; there is only {', '.join(offered)}")
+    return offered[parameter.name]
+
+
+def adapt(function: Any, name: str) -> Adapted:
+    """The function with the form that its parameters show; UsageError if they show none."""
+    if not callable(function) or inspect.isclass(function):
+        raise UsageError(f"{name} is a {type(function).__name__}, not a function")
+    try:
+        parameters = tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name}: its parameters cannot be read: {error}") from error
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for form in FOREIGN:
+        if form.mark in names:
+            return Adapted(form, function, parameters)
+    if names & set(OWN_FIELDS):
+        return Adapted(OWN, function, parameters)
+    shown = inspect.signature(function)
+    raise UsageError(f"{name}{shown}: parameters that say nothing of a completion. These forms are known:\n{FORMS}")
+
+
+# What each form offers
+
+
+def _columns(completion: Completion) -> dict[str, Any]:
+    """The row's columns; the right answer also under the other names it goes by."""
+    label = label_of(completion.columns)
+    known = {} if label is None else dict.fromkeys(LABELS, label)
+    return known | {str(name): value for name, value in completion.columns.items()}
+
+
+def _is_conversation(completion: Completion) -> bool:
+    """The data row holds messages, not a text: other libraries then hand messages to rewards, too."""
+    return isinstance(completion.columns.get("prompt"), list) or "messages" in completion.columns
+
+
+def _asked(completion: Completion) -> Any:
+    if _is_conversation(completion):
+        return completion.messages
+    text = completion.columns.get("prompt")
+    return text if isinstance(text, str) else completion.prompt
+
+
+def _answered(completion: Completion) -> Any:
+    return [{"role": "assistant", "content": completion.text}] if _is_conversation(completion) else completion.text
+
+
+def _own(completion: Completion) -> dict[str, Any]:
+    return _columns(completion) | {name: getattr(completion, name) for name in OWN_FIELDS}
+
+
+def _trl(completion: Completion) -> dict[str, Any]:
+    columns = {name: value for name, value in _columns(completion).items() if name not in ("prompt", "completion")}
+    return columns | {"prompts": _asked(completion), "completions": _answered(completion)}
+
+
+def _verl(completion: Completion) -> dict[str, Any]:
+    columns = completion.columns
+    return _columns(completion) | {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": completion.text,
+        "ground_truth": label_of(columns),
+        "extra_info": columns.get("extra_info") or {},
+    }
+
+
+def _verl_batch(completion: Completion) -> dict[str, Any]:
+    one = _verl(completion)
+    plural = {f"{name}s": one[name] for name in ("data_source", "solution_str", "ground_truth", "extra_info")}
+    return _columns(completion) | plural
+
+
+def _openrlhf(completion: Completion) -> dict[str, Any]:
+    query = completion.prompt + completion.text
+    label = label_of(completion.columns)
+    return _columns(completion) | {"queries": query, "prompts": completion.prompt, "labels": label}
+
+
+def _verifiers(completion: Completion) -> dict[str, Any]:
+    columns = _columns(completion)
+    shown = {
+        "prompt": _asked(completion),
+        "completion": _answered(completion),
+        "answer": columns.get("answer", ""),
+        "task": columns.get("task", "default"),
+        "info": columns.get("info", {}),
+    }
+    return columns | shown | {"state": dict(shown)}
+
+
+OWN = Form("posttrain", "", False, _own)
+FOREIGN = (
+    Form("TRL", "completions", True, _trl),
+    Form("verl", "solution_str", False, _verl),
+    Form("verl, in batches", "solution_strs", True, _verl_batch),
+    Form("OpenRLHF", "queries", True, _openrlhf),
+    Form("verifiers", "completion", False, _verifiers),
+)
+
+
+# What functions return
+
+
+def number(value: Any) -> float:
+    """A finite number out of what a function returned: a number, or a numpy or torch scalar."""
+    if not isinstance(value, bool | int | float) and hasattr(value, "item"):
+        value = value.item()
+    if value is None:
+        raise ValueError("the reward function returned None; return a number for every completion")
+    if not isinstance(value, bool | int | float):
+        raise TypeError(f"the reward function returned a {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"the reward function returned {value}")
+    return float(value)
+
+
+def one_result(result: Any) -> tuple[float, str]:
+    """Value and reason out of a number, (number, reason), or a dictionary with the key `score` or `reward`."""
+    result = _unpack(result)
+    reason = ""
+    if isinstance(result, tuple) and len(result) == 2:
+        result, reason = result[0], str(result[1])
+    if isinstance(result, list) and len(result) == 1:
+        result = result[0]
+    return number(result), reason
+
+
+def many_results(result: Any, expected: int) -> list[Any]:
+    """One element for each completion out of a list, an array, a tensor, or a dictionary with `rewards`."""
+    result = _unpack(result)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], list):  # MindRLHF: (rewards, answers)
+        result = list(zip(result[0], result[1], strict=True))
+    if not isinstance(result, list | tuple) and hasattr(result, "tolist"):
+        result = result.tolist()
+    if expected == 1 and isinstance(result, int | float):
+        return [result]
+    if not isinstance(result, list | tuple):
+        raise TypeError(f"the reward function returned a {type(result).__name__}, not a list")
+    if len(result) != expected:
+        raise ValueError(f"the reward function returned {len(result)} rewards for {expected} completions")
+    return list(result)
+
+
+def _unpack(result: Any) -> Any:
+    if not isinstance(result, dict):
+        return result
+    for key in SCORE_KEYS:
+        if key in result:
+            return result[key]
+    raise ValueError(f"the reward function returned a dictionary without any of {', '.join(SCORE_KEYS)}")

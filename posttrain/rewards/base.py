@@ -1,0 +1,122 @@
+"""Rewards of completions: any mix of verifiers, functions, services and reward models, each with a weight.
+
+with Rewards(["gsm8k", "my.py:score"], weights=[1.0, 0.2]) as rewards:
+    rewards.check()
+    verdicts = rewards.score(completions)      # [completion][reward]
+    rewards.check_failures(verdicts)
+    values = [combine(row, rewards.weights) for row in verdicts]
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from types import TracebackType
+
+from posttrain.errors import RewardError, UsageError
+from posttrain.rewards.pool import CHUNK, Job, Pool
+from posttrain.rewards.process import Limits
+from posttrain.rewards.specs import parse_specs
+from posttrain.rewards.verdict import Completion, Verdict, combine
+from posttrain.rewards.verifier import verifiers
+
+__all__ = ["Completion", "Rewards", "Verdict", "combine"]
+
+SHOWN_FAULTS = 3  # different ones in a message
+
+
+class Rewards:
+    """Scores completions in child processes; start it as a context manager, which ends them."""
+
+    def __init__(
+        self,
+        specs: Sequence[str],
+        weights: Sequence[float] = (),
+        *,
+        timeout_seconds: float = 10.0,
+        workers: int = 2,
+        memory_gib: float = 2.0,
+        max_failure_rate: float = 0.1,
+        env: Sequence[str] = (),
+    ) -> None:
+        if weights and len(weights) != len(specs):
+            raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight for each, or none")
+        if not all(math.isfinite(weight) for weight in weights):
+            raise UsageError(f"weights of rewards must be finite numbers, not {list(weights)}")
+        for name, value in (("timeout_seconds", timeout_seconds), ("workers", workers), ("memory_gib", memory_gib)):
+            if value <= 0:
+                raise UsageError(f"rewards.{name} is {value}: it must be more than 0")
+        if not 0 <= max_failure_rate <= 1:
+            raise UsageError(f"rewards.max_failure_rate is {max_failure_rate}: it must lie between 0 and 1")
+        self.specs = parse_specs(specs)
+        self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
+        self.max_failure_rate = max_failure_rate
+        self._pool = Pool(workers, Limits(seconds=timeout_seconds, memory_gib=memory_gib, env=tuple(env)))
+
+    @property
+    def names(self) -> list[str]:
+        """One for each reward, all different; for metrics."""
+        return [spec.name for spec in self.specs]
+
+    @property
+    def models(self) -> list[tuple[int, str]]:
+        """Place and path of each reward model; the trainer scores these."""
+        return [(at, spec.place) for at, spec in enumerate(self.specs) if spec.kind == "model"]
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all child processes and what they left behind."""
+        self._pool.stop()
+
+    def check(self, columns: Sequence[str] = ()) -> None:
+        """UsageError if a reward cannot be loaded or asks for a column that is not among these (if any are given)."""
+        known = verifiers()
+        for spec in self.specs:
+            if spec.kind == "verifier":
+                known[spec.place].check()
+        self._pool.check([spec for spec in self.specs if spec.kind != "model"], columns)
+
+    def score(self, completions: Sequence[Completion]) -> list[list[Verdict | None]]:
+        """[completion][reward]; None where a reward model is to fill in. Fails never; verdicts say what failed."""
+        jobs = {
+            (at, start): Job(spec, completions[start : start + CHUNK])
+            for at, spec in enumerate(self.specs)
+            if spec.kind != "model"
+            for start in range(0, len(completions), CHUNK)
+        }
+        self._pool.run(list(jobs.values()), hangs=int(self.max_failure_rate * len(completions)))
+        verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
+        for (at, start), job in jobs.items():
+            for offset, verdict in enumerate(job.verdicts):
+                assert verdict is not None
+                verdicts[start + offset][at] = verdict
+        return verdicts
+
+    def check_failures(self, verdicts: Sequence[Sequence[Verdict | None]]) -> None:
+        """RewardError with the first texts if more than `max_failure_rate` of these completions failed."""
+        faults: dict[tuple[str, str], list[str]] = defaultdict(list)
+        failed = 0
+        for row in verdicts:
+            bad = [(at, verdict) for at, verdict in enumerate(row) if verdict is not None and verdict.value is None]
+            failed += bool(bad)
+            for at, verdict in bad:
+                faults[self.specs[at].name, verdict.reason.strip().rpartition("\n")[2]].append(verdict.reason)
+        if failed <= self.max_failure_rate * len(verdicts):
+            return
+        most = sorted(faults.items(), key=lambda item: -len(item[1]))
+        lines = [
+            f"reward functions failed for {failed} of {len(verdicts)} completions, more than "
+            f"rewards.max_failure_rate = {self.max_failure_rate:g} allows"
+        ]
+        for (name, _), texts in most[:SHOWN_FAULTS]:
+            lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")
+        if len(most) > SHOWN_FAULTS:
+            lines.append(f"and {len(most) - SHOWN_FAULTS} other faults")
+        lines.append("posttrain rewards check FILE --reward ... shows them row by row")
+        raise RewardError("\n\n".join(lines))

@@ -1,0 +1,65 @@
+"""What an answer is worth: reward functions, reward models, and what the configuration does to their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from posttrain.config import OnlineConfig
+from posttrain.rewards.base import Completion, Rewards, Verdict, combine
+from posttrain.rollout.record import Rollout
+
+ModelScores = Callable[[Sequence[Rollout]], list[float]]
+"""A reward model: a score for each answer."""
+
+
+class Judge:
+    """Writes rewards into rollouts. One that cannot be scored is marked as failed, and never scored 0."""
+
+    def __init__(self, rewards: Rewards, models: dict[int, ModelScores], config: OnlineConfig, tokenizer: Any) -> None:
+        """`models`: reward models by their place among the rewards."""
+        self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
+        self.weights = list(config.rewards.weights or [1.0] * len(config.reward))
+        self.clip = config.rewards.clip
+        self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
+
+    def judge(self, rollouts: Sequence[Rollout]) -> None:
+        """Score them all; past rewards.max_failure_rate the run stops with what went wrong."""
+        asked = [rollout for rollout in rollouts if not rollout.failure]
+        verdicts = self.rewards.score([self.completion(rollout) for rollout in asked])
+        for place, scores_of in self.models.items():
+            for of_answer, score in zip(verdicts, scores_of(asked), strict=True):
+                of_answer[place] = Verdict(value=score, kind="ok")
+        self.rewards.check_failures(verdicts)
+        for rollout, of_answer in zip(asked, verdicts, strict=True):
+            self.write(rollout, of_answer)
+
+    def write(self, rollout: Rollout, verdicts: Sequence[Verdict | None]) -> None:
+        said = [verdict for verdict in verdicts if verdict is not None]  # all: models have filled their places
+        named = list(zip(self.rewards.names, said, strict=True))
+        rollout.parts |= {name: verdict.value for name, verdict in named if verdict.value is not None}
+        rollout.failure = "; ".join(f"{name}: {v.kind}: {v.reason}" for name, v in named if v.value is None)
+        rollout.seconds = sum(verdict.seconds for verdict in said)
+        total = combine(said, self.weights)
+        if total is None:
+            return
+        total += rollout.parts.get("environment", 0.0)
+        if penalty := self.penalty(len(rollout.sample) - len(rollout.prompt.tokens)):
+            rollout.parts["overlong"] = -penalty
+            total -= penalty
+        rollout.sample.reward = max(-self.clip, min(self.clip, total)) if self.clip else total
+
+    def penalty(self, tokens: int) -> float:
+        """DAPO's soft punishment (arXiv:2503.14476, eq. 13): from 0 up to the whole at the longest allowed answer."""
+        buffer, whole, longest = self.overlong
+        return whole * min(1.0, max(0, tokens - (longest - buffer)) / buffer) if buffer else 0.0
+
+    def completion(self, rollout: Rollout) -> Completion:
+        return Completion(
+            prompt=self.tokenizer.decode(rollout.prompt.tokens),
+            messages=rollout.messages or rollout.prompt.messages,
+            text=rollout.text,
+            finish=rollout.sample.finish,
+            tokens=rollout.answer_tokens,
+            columns=rollout.prompt.columns,
+        )

@@ -1,0 +1,192 @@
+"""A rollout: an answer, the prompt it belongs to and what became of it; as a line of a file and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from posttrain.errors import DataError, UsageError
+from posttrain.types import Prompt, Sample
+
+FILE = "rollouts.jsonl"
+ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend
+STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
+STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """One answer. `sample.reward` is the sum that is trained on, `parts` what each reward said."""
+
+    sample: Sample
+    prompt: Prompt
+    text: str  # of the answer; of its last turn, if there are several
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation with an environment, all of it
+    turns: int = 1
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str = ""  # why it could not be scored; it is then left out
+    seconds: float = 0.0  # that its rewards took
+
+    @property
+    def answer_tokens(self) -> int:
+        return int(self.sample.mask.sum())
+
+
+def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
+    """All that is known of it, as JSON can hold it."""
+    sample = rollout.sample
+    row: dict[str, Any] = {
+        "step": step,
+        "group": sample.group,
+        "origin": sample.origin,
+        "version": sample.version,
+        "finish": sample.finish,
+        "reward": sample.reward,
+        "baseline": sample.baseline,
+        "rewards": rollout.parts,
+        "failure": rollout.failure,
+        "seconds": round(rollout.seconds, 6),
+        "turns": rollout.turns,
+        "prompt": rollout.prompt.messages,
+        "text": rollout.text,
+        "columns": rollout.prompt.columns,
+        "prompt_tokens": rollout.prompt.tokens.tolist(),
+        "tokens": sample.tokens.tolist(),
+        "mask": sample.mask.astype(int).tolist(),
+    }
+    if rollout.messages:
+        row["messages"] = rollout.messages
+    for name in STREAMS:
+        stream = getattr(sample, name)
+        if stream is not None:
+            row[name] = stream.tolist()  # a float32 as the shortest decimal that is it, once read as a float32
+    return row
+
+
+def from_row(row: dict[str, Any]) -> Rollout:
+    """The inverse of `as_row`."""
+    streams: dict[str, Any] = {name: np.array(row[name], dtype=np.float32) for name in STREAMS if name in row}
+    prompt = Prompt(
+        tokens=np.array(row["prompt_tokens"], dtype=np.int32),
+        messages=row["prompt"],
+        columns=row["columns"],
+        origin=row["origin"],
+    )
+    sample = Sample(
+        tokens=np.array(row["tokens"], dtype=np.int32),
+        mask=np.array(row["mask"], dtype=np.bool_),
+        reward=row["reward"],
+        baseline=row["baseline"],
+        group=row["group"],
+        version=row["version"],
+        finish=row["finish"],
+        origin=row["origin"],
+        **streams,
+    )
+    return Rollout(
+        sample=sample,
+        prompt=prompt,
+        text=row["text"],
+        messages=row.get("messages", []),
+        turns=row["turns"],
+        parts=row["rewards"],
+        failure=row["failure"],
+        seconds=row["seconds"],
+    )
+
+
+def unjudged(rollout: Rollout) -> Rollout:
+    """A recorded answer as it was when it was sampled: what was found out later is to be found out again.
+
+    What an environment said of it stays, as it cannot be asked again.
+    """
+    blamed = rollout.failure.startswith(ENVIRONMENT_FAILED)
+    said = {name: value for name, value in rollout.parts.items() if name == "environment"}
+    later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
+    sample = replace(rollout.sample, reward=0.0, **later)
+    return replace(rollout, sample=sample, parts=said, failure=rollout.failure if blamed else "", seconds=0.0)
+
+
+def as_lines(rollouts: Sequence[Rollout], step: int) -> str:
+    return "".join(json.dumps(as_row(rollout, step), ensure_ascii=False, default=str) + "\n" for rollout in rollouts)
+
+
+def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
+    """The recorded batches of a run, step by step."""
+    path, step = file_of(folder), -1
+    batch: list[Rollout] = []
+    for number, row in read_rows(path):
+        if row is None:  # torn: its batch is not whole
+            return
+        try:
+            rollout = from_row(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not a recorded answer: {error!r}") from error
+        if row["step"] != step and batch:
+            yield step, batch
+            batch = []
+        step = row["step"]
+        batch.append(rollout)
+    if batch:
+        yield step, batch
+
+
+def file_of(folder: Path) -> Path:
+    """The record of a run folder, or the file itself; it must be there."""
+    path = folder / FILE if folder.is_dir() else folder
+    if not path.is_file():
+        raise UsageError(f"{folder}: no recorded answers there (a run of reinforcement learning has {FILE})")
+    return path
+
+
+def read_rows(path: Path, only: int | None = None) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Line numbers and rows, one in memory at a time; None in the place of a last line that a kill tore.
+
+    With `only` the rows of that step: others are passed over without being read, which is quick.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                yield number, None
+                return
+            if only is not None and (found := STEP.match(line)) and int(found[1]) != only:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not a recorded answer: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise DataError(f"{path}:{number}: not a recorded answer: it has no step")
+            yield number, row
+
+
+def newest_step(path: Path) -> int:
+    """Of the last whole line; -1 if there is none."""
+    newest = -1
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n") and (found := STEP.match(line)):
+                newest = int(found[1])
+    return newest
+
+
+def append_after(folder: Path, step: int) -> BinaryIO:
+    """The record of a run that goes on after this step; what was written after it is dropped: it is done again."""
+    path = folder / FILE
+    if path.exists():
+        kept = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+                kept += len(line)
+        if kept < path.stat().st_size:
+            os.truncate(path, kept)
+    return path.open("ab", buffering=0)

@@ -1,0 +1,115 @@
+"""Training in conversations with an environment: the same twice, the same after a resume, and rewarded as it says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from posttrain.log import is_wall_clock
+from posttrain.rollout import record
+from tests.e2e.commands import command, rows_of
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+class Pair:
+    def start(self, row):
+        self.said = []
+        return [{"role": "system", "content": "Say two words."}, *row["messages"]]
+
+    def step(self, reply):
+        self.said.append(reply)
+        if len(self.said) == 2:
+            return None, float(len(set("".join(self.said))))
+        return [{"role": "user", "content": "and?"}], 0.5
+"""
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("pair.py").write_text(CODE)
+    with Path("rows.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(6))
+    given = {
+        "model.path": "pico",
+        "data.train": "rows.jsonl",
+        "rollout.environment": "pair.py:Pair",
+        "rollout.samples_per_prompt": 2,
+        "rollout.max_tokens": 48,
+        "update.rows_per_step": 2,
+        "update.learning_rate": 1e-3,
+        "steps": 4,
+        "save.every": 2,
+        "seed": 3,
+    }
+    # A random model seldom ends its turn: any vowel does.
+    stops = ["--rollout.stop", *"aeiou"]
+    return [*(word for name, value in given.items() for word in (f"--{name}", value)), *stops, "--quiet"]
+
+
+def numbers(run):
+    return [
+        {key: value for key, value in row.items() if not is_wall_clock(key)} for row in rows_of(run / "metrics.jsonl")
+    ]
+
+
+def answers(run):
+    return [{**row, "seconds": 0} for row in rows_of(run / record.FILE)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_resumed_run_is_the_uninterrupted_one(options, tmp_path, ahead):
+    options += ["--rollout.ahead", ahead]
+    assert command("grpo", *options, "--out", "whole") == 0
+    shutil.copytree("whole", "resumed")
+    shutil.rmtree("resumed/checkpoints/step-00000004")  # as if killed before it was saved
+    assert command("grpo", *options, "--out", "resumed", "--resume") == 0
+    assert numbers(Path("resumed")) == numbers(Path("whole"))
+    assert answers(Path("resumed")) == answers(Path("whole"))
+    rows = answers(Path("whole"))
+    assert len(rows) == 4 * 2 * 2 and {row["turns"] for row in rows} == {1, 2}
+
+
+def test_what_is_recorded_is_the_conversation(options):
+    assert command("grpo", *options, "--out", "run") == 0
+    for row in rows_of(Path("run") / record.FILE):
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert row["messages"][0]["content"] == "Say two words." and row["text"] == said[-1]
+        assert len(said) == row["turns"]
+        expected = 0.5 + (len(set("".join(said))) if len(said) == 2 else 0)
+        assert row["reward"] == row["rewards"]["environment"] == expected
+        assert sum(row["mask"]) + len(row["prompt_tokens"]) <= len(row["tokens"]) <= len(row["prompt_tokens"]) + 48
+    last = rows_of(Path("run/metrics.jsonl"))[-1]
+    assert last["sampler_kl"] < 1e-4  # sampler and trainer agree, whatever stands between the turns
+
+
+def test_evaluation_is_played_too(options):
+    evaluation = ["--data.eval", "rows.jsonl", "--eval.every", 2, "--eval.samples_per_prompt", 2]
+    assert command("grpo", *options, *evaluation, "--eval.temperature", 1, "--out", "run") == 0
+    rows = rows_of(Path("run/metrics.jsonl"))
+    assert [row["eval/reward"] >= 0.5 for row in rows if "eval/reward" in row] == [True, True]
+    assert all(0 <= row["eval/accuracy"] <= 1 for row in rows if "eval/accuracy" in row)
+
+
+def test_other_rewards_are_added(options):
+    reward = ["--reward", f"{ROOT}/examples/reward.py:short", "--rewards.weights", 4]
+    assert command("grpo", *options, *reward, "--steps", 1, "--out", "run") == 0
+    for row in rows_of(Path("run") / record.FILE):
+        assert row["reward"] == row["rewards"]["environment"] + 4 * row["rewards"]["reward.short"]
+
+
+def test_an_environment_that_fails_stops_the_run(options, capsys):
+    Path("pair.py").write_text(CODE.replace("self.said.append(reply)", "self.sad.append(reply)"))
+    assert command("grpo", *options, "--out", "run") == 1
+    said = capsys.readouterr().err
+    assert "failed in 4 of 4 conversations" in said and "no attribute 'sad'" in said
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"), [("pair.py:Pear", "no class 'Pear'"), ("pear.py:Pair", "there is no file pear.py")]
+)
+def test_wrong_use_is_found_before_anything_is_loaded(options, capsys, spec, complaint):
+    assert command("grpo", *options, "--rollout.environment", spec, "--out", "run") == 2
+    assert complaint in capsys.readouterr().err
+    assert not Path("run").exists()

@@ -1,0 +1,186 @@
+"""The online loop: what is sampled is what is trained, at every setting; failures, evaluation, replay, Python."""
+
+import json
+
+import numpy as np
+import pytest
+
+from posttrain import GRPOTrainer
+from posttrain.errors import DivergedError, RewardError, UsageError
+from posttrain.loops import train
+from tests.e2e.rows import ROWS, write_judge, write_rows
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.7},
+    {"top_p": 0.8},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01},  # MindSpeed-RL's own
+]
+
+
+def options(folder, **changes):
+    chosen = {
+        "model": {"path": "pico"},
+        "data": {"train": [write_rows("prompt", folder)]},
+        "reward": [write_judge(folder)],
+        "rollout": {"samples_per_prompt": 4, "max_tokens": 6},
+        "rewards": {"workers": 1},
+        "update": {"rows_per_step": 3, "learning_rate": 1e-3},
+        "save": {"every": 0},
+        "steps": 2,
+        "out": str(folder / "run"),
+        "quiet": True,
+    }
+    for key, value in changes.items():
+        chosen[key] = chosen[key] | value if isinstance(value, dict) and key in chosen else value
+    return chosen
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def records_of(folder):
+    return [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_text().splitlines()]
+
+
+def is_one(row, tolerance):
+    assert abs(row["sampler_ratio"] - 1) < tolerance
+    assert row["largest_sampler_ratio"] < 1 + 20 * tolerance  # one token in float32
+    assert row["largest_sampler_ratio_inverse"] < 1 + 20 * tolerance
+    assert abs(row["sampler_kl"]) < tolerance
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(s) or "plain")
+@pytest.mark.parametrize("updates", [{}, {"epochs_per_batch": 2, "mini_batch_size": 5}], ids=["one", "several"])
+def test_the_ratio_is_one_at_equal_weights(sampling, updates, tmp_path):
+    train("grpo", **options(tmp_path, rollout=sampling, algo=updates))
+    for row in metrics_of(tmp_path):
+        is_one(row, 1e-6)
+
+
+def test_it_stays_one_for_fifty_steps_without_learning(tmp_path):
+    train("grpo", **options(tmp_path, rollout=SAMPLINGS[-1], update={"learning_rate": 0.0}, steps=50))
+    rows = metrics_of(tmp_path)
+    assert len(rows) == 50
+    for row in rows:
+        is_one(row, 1e-6)
+
+
+def test_the_ratio_shows_sampling_that_the_trainer_is_not_told_of(tmp_path, monkeypatch):
+    """The tests above mean nothing if a mismatch would not show; and it stops the run."""
+    from posttrain.loops import online
+    from posttrain.types import Drawing
+
+    monkeypatch.setattr(online, "Drawing", lambda **_: Drawing())
+    with pytest.raises(DivergedError, match=r"rollout.max_mismatch = 0.1"):
+        train("grpo", **options(tmp_path, rollout={"temperature": 0.3}, steps=5))
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+
+
+def test_every_prompt_comes_up_once_an_epoch_and_is_recorded(tmp_path):
+    train("grpo", **options(tmp_path, steps=7))
+    rows = records_of(tmp_path)
+    assert len(rows) == 7 * 3 * 4
+    asked = [(row["step"], row["origin"]) for row in rows[::4]]
+    lines = [int(origin.rpartition(":")[2]) for _, origin in asked]
+    for epoch in range(3):
+        assert sorted(lines[epoch * 7 : epoch * 7 + 7]) == list(range(1, 8))
+    for row in rows:
+        assert row["finish"] in ("stop", "length") and row["version"] == row["step"] - 1
+        answer = row["tokens"][len(row["prompt_tokens"]) :]
+        assert 1 <= len(answer) <= 6 and row["mask"] == [0] * len(row["prompt_tokens"]) + [1] * len(answer)
+        assert row["rewards"] == {"judge.score": row["reward"]}
+    groups = [rows[at : at + 4] for at in range(0, len(rows), 4)]
+    for group in groups:
+        gains = [row["advantages"][-1] for row in group]
+        assert len({row["group"] for row in group}) == 1 and abs(sum(gains)) < 1e-5
+        rewards = np.array([row["reward"] for row in group])
+        if np.ptp(rewards):
+            expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            np.testing.assert_allclose(gains, expected, atol=1e-5)
+
+
+def test_phases_sum_to_the_wall_time_and_have_the_names_of_the_loop(tmp_path):
+    train("grpo", **options(tmp_path, algo={"kl": 0.1}, data={"eval": [write_rows("prompt", tmp_path)]}))
+    for row in metrics_of(tmp_path):
+        phases = {key.removeprefix("time/") for key in row if key.startswith("time/")}
+        assert {"generate", "reward", "logprobs", "train", "sync"} <= phases
+
+
+FAILING = """
+def score(text, answer):
+    if answer in ("0", "2"):
+        raise ValueError(f"cannot judge {answer}")
+    return sum(ord(letter) % 7 for letter in text) / 20
+"""
+
+
+def test_answers_that_cannot_be_scored_are_left_out_and_counted(tmp_path):
+    (tmp_path / "half.py").write_text(FAILING)
+    chosen = options(tmp_path, reward=[f"{tmp_path}/half.py:score"], rewards={"max_failure_rate": 0.9}, steps=3)
+    train("grpo", **chosen)
+    failed = [row for row in records_of(tmp_path) if row["failure"]]
+    assert {row["columns"]["answer"] for row in failed} <= {"0", "2"} and len(failed) >= 4
+    assert all("advantages" not in row and "cannot judge" in row["failure"] for row in failed)
+    assert sum(row["failures"] for row in metrics_of(tmp_path)) == len(failed)
+    strict = chosen | {"rewards": {"max_failure_rate": 0.01, "workers": 1}, "out": str(tmp_path / "strict")}
+    with pytest.raises(RewardError, match=r"(?s)max_failure_rate.*cannot judge"):
+        train("grpo", **strict)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (["gsm8"], "gsm8k"),
+        (["nowhere.py:score"], "nowhere.py"),
+        ([], "reward is not set"),
+        (["model:nowhere"], "nowhere"),
+        (["model:pico"], "no score head"),
+    ],
+)
+def test_wrong_rewards_are_refused(reward, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        train("grpo", **options(tmp_path, reward=reward))
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_counts_and_repeats_itself(tmp_path):
+    chosen = options(
+        tmp_path,
+        data={"eval": [write_rows("prompt", tmp_path)]},
+        eval={"every": 1, "samples_per_prompt": 4, "temperature": 1.0, "max_rows": 5},
+        update={"learning_rate": 0.0},
+    )
+    train("grpo", **chosen)
+    first, second = metrics_of(tmp_path)
+    keys = [key for key in first if key.startswith("eval/")]
+    assert {"eval/accuracy", "eval/accuracy_interval", "eval/pass@2", "eval/pass@4", "eval/reward"} <= set(keys)
+    assert [first[key] for key in keys] == [second[key] for key in keys]
+    assert 0 <= first["eval/accuracy"] <= first["eval/pass@2"] <= first["eval/pass@4"] <= 1
+
+
+def judged(text, answer):
+    return sum(ord(letter) % 7 for letter in text) / 20 + (answer in text)
+
+
+def test_the_trainer_from_python_equals_the_command(tmp_path):
+    chosen = options(tmp_path)
+    train("grpo", **chosen)
+    settings = {key: chosen[key] for key in ("rollout", "rewards", "update", "save", "steps", "quiet")}
+    settings["out"] = str(tmp_path / "again")
+    with GRPOTrainer("pico", rewards=judged, data=ROWS["prompt"], eval_data=ROWS["prompt"], config=settings) as trainer:
+        for row in metrics_of(tmp_path):
+            experience = trainer.make_experience()
+            assert len(experience) == 12 and experience[0].sample.advantages is not None
+            metrics = trainer.train_step(experience)
+            assert (metrics["reward"], metrics["loss"]) == (row["reward"], row["loss"])
+        assert 0 <= trainer.evaluate()["eval/accuracy"] <= 1
+        saved = trainer.save()
+    newest = next((tmp_path / "run/checkpoints").iterdir())
+    weights = "model/model.safetensors"
+    assert (saved / weights).read_bytes() == (newest / weights).read_bytes()
+    with pytest.raises(UsageError, match="top level of a file"):
+        GRPOTrainer("pico", rewards=lambda text: 0.0, data=ROWS["prompt"])

@@ -1,0 +1,222 @@
+"""Policy gradients as their papers write them, in loops over single tokens with Python floats.
+
+`rows` are the current log-probabilities of each sample's tokens and may be moved to find a gradient; `now` are the same
+numbers at rest, for what a paper puts behind a stop-gradient. None of this shares a line with the package.
+"""
+
+import math
+
+
+def counted(sample):
+    return [i for i, counts in enumerate(sample.mask.tolist()) if counts]
+
+
+def clip(x, low, high):
+    return max(low, min(high, x))
+
+
+def kl_k(log_ratio, estimator):
+    """http://joschu.net/blog/kl-approx.html, with r = reference / policy and x drawn from the policy."""
+    r = math.exp(-log_ratio)
+    return {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[estimator]
+
+
+def old_of(sample, row_now):
+    return row_now if sample.old_logprobs is None else sample.old_logprobs.tolist()
+
+
+def token_terms(kind, sample, row, row_now, low, high, cap):
+    """What is to be made large at each counted token, without KL and entropy."""
+    old, sampled = old_of(sample, row_now), sample.logprobs.tolist()
+    advantages = sample.advantages.tolist()
+    where = counted(sample)
+    terms = {}
+    for t in where:
+        if kind == "gspo":  # s = (pi(y|x) / pi_old(y|x)) ** (1 / |y|)
+            ratio = math.exp(sum(row[k] - old[k] for k in where) / len(where))
+            weight = math.exp(sum(old[k] - sampled[k] for k in where) / len(where))
+        else:
+            ratio = math.exp(row[t] - old[t])
+            weight = math.exp(old[t] - sampled[t])
+        if kind == "cispo":
+            at_rest = math.exp(row_now[t] - old[t])
+            term = (clip(at_rest, 1 - low, 1 + high) if low or high else at_rest) * advantages[t] * row[t]
+        elif low or high:
+            term = min(ratio * advantages[t], clip(ratio, 1 - low, 1 + high) * advantages[t])
+        else:
+            term = ratio * advantages[t]
+        terms[t] = term * (min(weight, cap) if cap else 1.0)
+    return terms
+
+
+def policy(
+    samples,
+    rows,
+    now,
+    entropies,
+    kind="ppo",
+    clip_low=0.2,
+    clip_high=0.2,
+    importance_cap=2.0,
+    kl=0.0,
+    kl_estimator="k3",
+    kl_in="loss",
+    entropy=0.0,
+    average="token",
+    longest=0,
+):
+    """The loss of a batch, summed over tokens (average: token) or answers."""
+    result = 0.0
+    for sample, row, row_now, chaos in zip(samples, rows, now, entropies, strict=True):
+        terms = token_terms(kind, sample, row, row_now, clip_low, clip_high, importance_cap)
+        answer = 0.0
+        for t, term in terms.items():
+            if kl and kl_in == "loss":
+                term -= kl * kl_k(row[t] - sample.ref_logprobs.tolist()[t], kl_estimator)
+            answer -= term + entropy * chaos[t]
+        if average == "sample":
+            answer /= max(1, len(terms))
+        elif average == "length":
+            answer /= longest
+        result += answer
+    return result
+
+
+def mindrlhf(samples, rows, now, beta=0.01):
+    """exp(lp - stop_gradient(lp)) A - beta (exp(d) - d - 1), d = log(reference / policy): mean of a row, then sum."""
+    result = 0.0
+    for sample, row, row_now in zip(samples, rows, now, strict=True):
+        where, answer = counted(sample), 0.0
+        for t in where:
+            d = sample.ref_logprobs.tolist()[t] - row[t]
+            answer += math.exp(row[t] - row_now[t]) * sample.advantages.tolist()[t] - beta * (math.exp(d) - d - 1)
+        if where:
+            result -= answer / len(where)
+    return result
+
+
+def values(samples, rows, value_clip=0.2, average="token", longest=0):
+    """Half the squared error, the worse of free and clipped."""
+    result = 0.0
+    for sample, row in zip(samples, rows, strict=True):
+        answer, where = 0.0, counted(sample)
+        for t in where:
+            old, target = sample.values.tolist()[t], sample.returns.tolist()[t]
+            error = (row[t] - target) ** 2
+            if value_clip:
+                error = max(error, (clip(row[t], old - value_clip, old + value_clip) - target) ** 2)
+            answer += error / 2
+        if average == "sample":
+            answer /= max(1, len(where))
+        elif average == "length":
+            answer /= longest
+        result += answer
+    return result
+
+
+# Credit
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def std(numbers):
+    """Unbiased."""
+    centre = mean(numbers)
+    return math.sqrt(sum((x - centre) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def standardize(numbers, epsilon):
+    if len(set(numbers)) < 2:
+        return [0.0] * len(numbers)
+    centre, width = mean(numbers), std(numbers)
+    return [(x - centre) / (width + epsilon) for x in numbers]
+
+
+def token_rewards(sample, reward, kl, estimator):
+    """{position: reward}: the KL taken off every token, the answer's reward at the last."""
+    where = counted(sample)
+    drawn = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+    found = {
+        t: -kl * kl_k(drawn.tolist()[t] - sample.ref_logprobs.tolist()[t], estimator) if kl else 0.0 for t in where
+    }
+    if where:
+        found[where[-1]] += reward
+    return found
+
+
+def groups_of(samples):
+    found = {}
+    for sample in samples:
+        found.setdefault(sample.group, []).append(sample)
+    return list(found.values())
+
+
+def whole_reward(sample, kl, estimator):
+    return sample.reward + sum(token_rewards(sample, 0.0, kl, estimator).values())
+
+
+def group_credit(samples, gains, kl=0.0, estimator="k1"):
+    """{id of sample: {position: advantage}}"""
+    credit = {}
+    for group in groups_of(samples):
+        rewards = [whole_reward(sample, kl, estimator) for sample in group]
+        for sample, gain in zip(group, gains(rewards), strict=True):
+            credit[id(sample)] = dict.fromkeys(counted(sample), gain)
+    return credit
+
+
+def leave_one_out(rewards):
+    if len(rewards) == 1:
+        return [0.0]
+    return [r - mean([other for j, other in enumerate(rewards) if j != i]) for i, r in enumerate(rewards)]
+
+
+def batch_standardized(credit):
+    flat = [(key, t, x) for key, tokens in credit.items() for t, x in tokens.items()]
+    numbers = standardize([x for _, _, x in flat], 1e-6)
+    result = {key: {} for key in credit}
+    for (key, t, _), x in zip(flat, numbers, strict=True):
+        result[key][t] = x
+    return result
+
+
+def to_go(rewards, gamma):
+    places = list(rewards)
+    return {t: sum(gamma ** (j - i) * rewards[places[j]] for j in range(i, len(places))) for i, t in enumerate(places)}
+
+
+def reinforce_credit(samples, gamma=1.0, baseline=False, kl=0.0, estimator="k1"):
+    credit = {}
+    for group in groups_of(samples):
+        usual = mean([sample.reward for sample in group]) if baseline else 0.0
+        for sample in group:
+            credit[id(sample)] = to_go(token_rewards(sample, sample.reward - usual, kl, estimator), gamma)
+    return batch_standardized(credit)
+
+
+def remax_credit(samples, kl=0.0, estimator="k1"):
+    return {
+        id(sample): {
+            t: x - sample.baseline for t, x in to_go(token_rewards(sample, sample.reward, kl, estimator), 1.0).items()
+        }
+        for sample in samples
+    }
+
+
+def gae_credit(samples, gamma=1.0, gae_lambda=0.95, whiten=True, kl=0.0, estimator="k1"):
+    """A_t = sum_l (gamma lambda)^l delta_{t+l}, and the returns A + V."""
+    credit, returns = {}, {}
+    for sample in samples:
+        rewards, where, expected = token_rewards(sample, sample.reward, kl, estimator), counted(sample), sample.values
+        delta = []
+        for i, t in enumerate(where):
+            following = expected.tolist()[where[i + 1]] if i + 1 < len(where) else 0.0
+            delta.append(rewards[t] + gamma * following - expected.tolist()[t])
+        credit[id(sample)] = {
+            t: sum((gamma * gae_lambda) ** (j - i) * delta[j] for j in range(i, len(delta)))
+            for i, t in enumerate(where)
+        }
+        returns[id(sample)] = {t: x + expected.tolist()[t] for t, x in credit[id(sample)].items()}
+    return (batch_standardized(credit) if whiten else credit), returns

@@ -1,0 +1,103 @@
+"""Names, weights, reward models and the verifiers in their processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import UsageError
+from posttrain.rewards.base import Completion, Rewards, Verdict, combine
+from posttrain.rewards.verifier import verifiers
+
+ROOT = Path(__file__).parents[3]
+
+
+def asked(*texts, **columns):
+    return [Completion(prompt="?", messages=[], text=text, finish="stop", tokens=1, columns=columns) for text in texts]
+
+
+def test_names_are_unique_and_models_are_left_to_the_trainer(tmp_path):
+    file = tmp_path / "my.py"
+    file.write_text("def score(text): return float(text)\n", encoding="utf-8")
+    with Rewards(["gsm8k", "model:runs/rm", f"{file}:score", "gsm8k"], [1, 2, 3, 4]) as rewards:
+        assert rewards.names == ["gsm8k", "model.rm", "my.score", "gsm8k_2"]
+        assert rewards.models == [(1, "runs/rm")] and rewards.weights == [1, 2, 3, 4]
+        rewards.check()
+        (row,) = rewards.score(asked("5", ground_truth="5"))
+        assert row[1] is None and [verdict.value for verdict in (row[0], row[2], row[3])] == [1, 5, 1]
+        rewards.check_failures([row])
+        row[1] = Verdict(value=0.5, kind="ok")
+        assert combine(row, rewards.weights) == 1 + 1 + 15 + 4
+    assert Rewards(["format", "step"]).weights == [1, 1]
+
+
+def test_the_sum_of_a_failed_one_is_none():
+    good, bad = Verdict(value=1.0, kind="ok"), Verdict(value=None, kind="error")
+    assert combine([good, good], [0.5, -2]) == -1.5
+    assert combine([good, bad], [1, 0]) is None and combine([good, None], [1, 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "message"),
+    [
+        (["gsm8"], {}, "Did you mean gsm8k\\? There are acc, "),
+        (["missing.py:score"], {}, "there is no file missing.py"),
+        (["file.py"], {}, "name the function"),
+        (["a b:score"], {}, "neither a file that ends in .py nor a module"),
+        (["file.py:1+1"], {}, "is not the name of a function"),
+        (["http://:80/"], {}, "names no host"),
+        (["http://host:port/"], {}, "not an address"),
+        (["model:"], {}, "name the reward model"),
+        (["format"], {"weights": [1, 2]}, "1 rewards but 2 weights"),
+        (["format"], {"weights": [float("nan")]}, "finite"),
+        (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),
+        (["format"], {"workers": 0}, "rewards.workers is 0"),
+        (["format"], {"max_failure_rate": 2}, "rewards.max_failure_rate is 2"),
+    ],
+)
+def test_wrong_use_is_refused_at_once(specs, options, message):
+    with pytest.raises(UsageError, match=message):
+        Rewards(specs, **options)
+
+
+def test_a_module_and_a_file_beside_the_reward_can_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "helper.py").write_text("BONUS = 2.0\n", encoding="utf-8")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("from helper import BONUS\ndef f(text): return BONUS\n")
+    (tmp_path / "file.py").write_text("import helper\ndef f(text): return helper.BONUS\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with Rewards(["package.inner:f", "file.py:f"]) as rewards:
+        rewards.check()
+        assert [verdict.value for verdict in rewards.score(asked("x"))[0]] == [2, 2]
+        assert rewards.names == ["inner.f", "file.f"]
+    for spec in ("package.nothing:f", "nothing:f"):
+        with Rewards([spec]) as rewards, pytest.raises(UsageError, match="there is no module"):
+            rewards.check()
+
+
+def test_large_completions_and_odd_columns_travel(tmp_path):
+    import numpy as np
+
+    file = tmp_path / "my.py"
+    file.write_text("def score(text, array, word): return len(text) + sum(array) + (word == '\\ud800')\n")
+    with Rewards([f"{file}:score"]) as rewards:
+        rows = asked(*["y" * 300_000] * 40, array=np.arange(3), word="\ud800")
+        assert {row[0].value for row in rewards.score(rows)} == {300_004}
+        assert rewards.score([]) == []
+
+
+def test_verifiers_run_in_the_pool():
+    columns = {"ground_truth": "42", "numbers": [40, 2], "target": 42, "tests": ["assert f() == 1"]}
+    names = list(verifiers())
+    with Rewards(names, timeout_seconds=60) as rewards:
+        rewards.check()
+        (row,) = rewards.score(asked(r"\boxed{42}<answer>40+2</answer>", **columns))
+    found = {name: verdict.value for name, verdict in zip(names, row, strict=True)}
+    assert found["acc"] == found["math"] == found["gsm8k"] == found["countdown"] == 1
+    assert found["strict_format"] == -0.5 and found["format"] == found["code"] == 0
+
+
+def test_the_page_lists_every_verifier():
+    text = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    section = text.partition("## Built-in verifiers")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == list(verifiers())

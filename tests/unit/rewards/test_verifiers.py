@@ -1,0 +1,306 @@
+"""The built-in verifiers: exact values, and extractors that no text can upset."""
+
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.rewards.code import find_tests, program_of
+from posttrain.rewards.countdown import evaluate
+from posttrain.rewards.format import strict_structure
+from posttrain.rewards.math import assistant_part, gsm8k_answer, last_boxed, last_number, math_equal
+from posttrain.rewards.verdict import Completion
+from posttrain.rewards.verifier import verifiers
+
+GOOD = r"<think>First, add.</think> <answer>\boxed{\frac{1}{2}}</answer>"
+
+
+def judge(name, text, **columns):
+    completion = Completion(prompt="", messages=[], text=text, finish="stop", tokens=1, columns=columns)
+    return verifiers()[name].judge(completion)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "value"),
+    [
+        (r"so \boxed{34}", "34", 1.0),
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{x+1}", "1+x", 1.0),
+        (r"first \boxed{3}, no: \boxed{34}", "34", 1.0),
+        (r"so \boxed{35}", "34", -0.5),
+        (r"so \boxed{34}, or \boxed{35}", "34", -0.5),
+        ("so 34", "34", -1.0),
+        (r"so \boxed{34", "34", -1.0),
+        (r"<|im_start|>user \boxed{1}<|im_start|>assistant \boxed{34}<|im_end|>\boxed{35}", "34", 1.0),
+        (r"so 34</s>\boxed{34}", "34", -1.0),
+    ],
+)
+def test_acc(text, label, value):
+    assert judge("acc", text, ground_truth=label) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("<think>a\nb</think>\n\n<answer>\nb\n</answer>", 1),
+        ("<think>a</think> so <answer>b</answer>", 0),
+        (" <think>a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b", 0),
+        ("<think>a</think><answer>b</answer> yes", 0),
+        ("", 0),
+    ],
+)
+def test_format(text, value):
+    assert judge("format", text) == judge("format_reward", text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (GOOD, 1),
+        (GOOD + "\n", -0.5),
+        ("So " + GOOD, -0.5),
+        (GOOD.replace("</think>", "</think></think>"), -0.5),
+        (GOOD.replace(r"\boxed", r"\boxed{2} \boxed"), -0.5),
+        (r"<think>a</think>\boxed{1}<answer></answer>", -0.5),
+        (r"<answer>\boxed{1}</answer><think>a</think>", -0.5),
+        ("<think>a</think><answer>1</answer>", -0.5),
+    ],
+)
+def test_strict_format(text, value):
+    assert judge("strict_format", text) == value
+
+
+def test_base_acc_needs_form_and_value():
+    assert judge("base_acc", GOOD, ground_truth="0.5") == 1
+    assert judge("base_acc", GOOD, ground_truth="0.6") == 0
+    assert judge("base_acc", GOOD + " ", ground_truth="0.5") == 0
+    assert judge("base_acc", r"\boxed{0.5}", ground_truth="0.5") == 0
+
+
+def test_step():
+    assert judge("step", "no marks") == 0
+    assert judge("step", "Step 1: add") == pytest.approx(1 / 3)
+    assert judge("step", "1. a\n2. b\n- c") == pytest.approx(2 / 3)  # only a number at the very beginning counts
+    assert judge("step", "First, a. Second, b. Next, c. Finally, d.") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("it is 1,234", 1),
+        ("it is 1234.", 1),
+        ("1234 or 5", 0),
+        ("none", 0),
+        (r"\boxed{1234} is more than 5", 0),
+    ],
+)
+def test_accuracy_reward(text, value):
+    assert judge("accuracy_reward", text, solution="1,234 pens") == value
+
+
+def test_the_other_accuracy_rewards():
+    assert judge("qwen_accuracy_reward", r"\boxed{1234} is more than 5", solution="1,234") == 1
+    assert judge("qwen_accuracy_reward", "1234", solution="1,234") == 0
+    assert judge("accuracy_reward_2", r"so \boxed{\frac{2}{4}}", solution=r"$\frac{1}{2}$") == 1
+    assert judge("accuracy_reward_2", r"so $\frac{3}{4}$", solution=r"$\frac{1}{2}$") == 0
+    assert judge("accuracy_reward_2", "so one half", solution=r"$\frac{1}{2}$") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("16 - 3 - 4 = 9, times 2 is 18", 1),
+        ("#### 18", 1),
+        ("#### $18.00", 1),
+        ("#### 18\nThat took 3 steps.", 1),
+        (r"\boxed{18} since 2 * 9", 1),
+        (r"\boxed{\$18}", 1),
+        ("The answer is 18.", 1),
+        ("The answer is -18", 0),
+        ("18 or 17", 0),
+        ("#### 17, not 18", 0),
+        ("nothing", 0),
+        ("", 0),
+    ],
+)
+def test_gsm8k(text, value):
+    assert judge("gsm8k", text, ground_truth="18") == value
+    assert judge("gsm8k", text, answer="9 * 2 = <<9*2=18>>18\n#### 18") == value
+
+
+def test_numbers():
+    assert last_number("it costs $1,234.50.") == Decimal("1234.5")
+    assert last_number("from 5-4") == 4 and last_number("is -4") == -4 and last_number("x = −4") == -4
+    assert gsm8k_answer("####") is None and last_number("9" * 5000) is None
+
+
+def test_math():
+    assert judge("math", r"the set \boxed{\{1, 2\}}", ground_truth=r"\{2, 1\}") == 1
+    assert judge("math", r"hence $x = \frac{3}{6}$.", ground_truth="1/2") == 1
+    assert judge("math", r"\boxed{2}", ground_truth="3") == 0
+    assert judge("math", "no idea", ground_truth="3") == 0
+    assert math_equal("2x", "x") is False and math_equal("x=2", "2")
+    assert judge("math", "It costs $5 and $6.\n#### 11", ground_truth="11") == 1
+
+
+def test_a_row_without_a_right_answer_is_an_error_not_a_zero():
+    for name in ("gsm8k", "math", "acc", "accuracy_reward", "countdown", "code"):
+        with pytest.raises(LookupError, match="its columns are question"):
+            judge(name, r"\boxed{1} <answer>1</answer>", question="?")
+    with pytest.raises(ValueError, match="no number"):
+        judge("gsm8k", "1", ground_truth="many")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{a}{b}", "a"),
+        (r"\boxed {5}", "5"),
+        (r"$\boxed 5$ yes", "5"),
+        (r"\boxed{a} \boxed{b", None),
+        ("boxes", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_boxed_balances_braces(text, found):
+    assert last_boxed(text) == found
+
+
+PARTS = ["\\boxed", "{", "}", "<think>", "</think>", "<answer>", "</answer>", "1,0", "-", ".", "$", "####", "٣"]
+PIECES = st.lists(st.sampled_from(PARTS) | st.text(max_size=4)).map("".join)
+
+
+@given(PIECES)
+def test_extractors_never_fail(text):
+    for extract in (last_boxed, gsm8k_answer, last_number, assistant_part, strict_structure, program_of):
+        extract(text)
+    for name in ("format", "strict_format", "step", "gsm8k", "accuracy_reward", "qwen_accuracy_reward"):
+        assert -1 <= judge(name, text, ground_truth="1") <= 1
+
+
+@given(st.text(alphabet="ab{}\\ ", max_size=20).filter(lambda t: t.count("{") == t.count("}")))
+def test_what_is_boxed_comes_out(inner):
+    depth = 0
+    for letter in inner:
+        depth += (letter == "{") - (letter == "}")
+        if depth < 0:
+            return
+    assert last_boxed(f"so \\boxed{{{inner}}} done") == inner.strip()
+
+
+# Countdown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<answer> 44 + (19 + 35) </answer>", 1),
+        ("<answer>19 + 35 + 44</answer>", 1),
+        ("<answer>1</answer> no: <answer>44 + 19 + 35</answer>", 1),
+        ("44 + 19 + 35", 0),
+        ("<answer>44 + 19</answer>", 0),
+        ("<answer>44 + 19 + 35 + 0</answer>", 0),
+        ("<answer>44 + 44 + 19 + 35 - 44</answer>", 0),
+        ("<answer>98</answer>", 0),
+        ("<answer>44 + 19 + 35 = 98</answer>", 0),
+        ("<answer>__import__('os')</answer>", 0),
+        ("<answer></answer>", 0),
+    ],
+)
+def test_countdown(text, value):
+    assert judge("countdown", text, ground_truth={"numbers": [44, 19, 35], "target": 98}) == value
+    assert judge("countdown", text, nums=[44, 19, 35], target=98) == value
+
+
+def test_countdown_computes_exactly():
+    assert evaluate("(1 + 2) / 3") == (1, [1, 2, 3])
+    assert evaluate("1/3*3 - 1") == (0, [1, 3, 3, 1])
+    assert evaluate("-(2 - 5) × 4 ÷ 6") == (2, [2, 5, 4, 6])
+    assert evaluate("8 - 4 - 2")[0] == 2 and evaluate("8 / 4 / 2")[0] == 1 and evaluate("2 + 3 * 4")[0] == 14
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("9**9**9", "1/0", "1/(2-2)", "(", ")", "1 2", "1,000", "abs(1)", "a", "1.5", "1e9", "0x1", ""),
+        *("(" * 200 + "1", "-" * 250, "9" * 50, "1+" * 5000 + "1"),
+    ],
+)
+def test_countdown_refuses(text):
+    with pytest.raises(ArithmeticError):
+        evaluate(text)
+
+
+@given(st.text(alphabet="0123456789+-*/() ._a'", max_size=60) | st.text(max_size=30))
+def test_countdown_parser_only_computes_or_refuses(text):
+    try:
+        value, used = evaluate(text)
+    except ArithmeticError:
+        return
+    assert isinstance(value, Fraction) and used
+    assert not any(letter.isalpha() or letter in "._'" for letter in text)
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda part: st.tuples(part, st.sampled_from("+-*"), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+    max_leaves=8,
+)
+
+
+@given(EXPRESSIONS)
+def test_countdown_parser_agrees_with_python(text):
+    assert evaluate(text)[0] == eval(text)
+
+
+# Code
+
+
+@pytest.mark.parametrize(
+    ("program", "value"),
+    [
+        ("def add(a, b):\n    return a + b", 1),
+        ("def add(a, b):\n    return a - b", 0),
+        ("def add(a, b:", 0),
+        ("import sys\nsys.exit(0)", 0),
+        ("import os\nos._exit(0)", 0),
+        ("def add(a, b):\n    return len(bytearray(2**31))", 0),
+        ("", 0),
+    ],
+)
+def test_code_with_asserts(program, value):
+    text = f"Here it is:\n```python\n{program}\n```\nDone."
+    assert judge("code", text, tests=["assert add(1, 2) == 3", "assert add(0, 0) == 0"]) == value
+    assert judge("code", text, test="def check(f):\n    assert f(1, 2) == 3", entry_point="add") == value
+
+
+def test_code_with_inputs_and_outputs():
+    columns = {"ground_truth": '{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7"]}'}
+    assert judge("code", "```py\nprint(sum(map(int, input().split())))\n```", **columns) == 1
+    assert judge("code", "```\nprint(3)\n```", **columns) == 0
+    assert judge("code", "print(sum(map(int, input().split())))  ", **columns) == 1  # no fence: all of it
+
+
+def test_a_program_that_hangs_is_wrong_not_failed(monkeypatch):
+    monkeypatch.setattr("posttrain.rewards.verifier._seconds", 2.0)
+    before = time.monotonic()
+    assert judge("code", "while True: pass", inputs=[""], outputs=[""]) == 0
+    assert judge("code", "import os\nos.fork()\nwhile True: print('x' * 1000)", inputs=[""], outputs=[""]) == 0
+    assert time.monotonic() - before < 60  # it ended at all
+
+
+def test_tests_are_found_as_data_sets_keep_them():
+    assert find_tests({"test_list": ["assert f() == 1"], "test_setup_code": "import math"}).statements == (
+        "import math",
+        "assert f() == 1",
+    )
+    assert find_tests({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}).pairs == (("1\n2", "3"),)
+    with pytest.raises(LookupError, match="no tests"):
+        find_tests({"tests": []})

@@ -1,0 +1,69 @@
+"""Prompts, a policy that says what it is told to, and configurations, for the tests of rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.config import OnlineConfig
+from posttrain.engines.base import Sampling
+from posttrain.models.pico import build_tokenizer
+from posttrain.types import Prompt, Sample
+
+TOKENIZER = build_tokenizer()
+END = TOKENIZER.eos_token_id
+SAMPLING = Sampling(max_tokens=64, stop_ids=(END,), stop_texts=("STOP",))
+
+
+def ids(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def prompt(text, **columns):
+    return Prompt(
+        tokens=np.array(ids(f"<s><|user|>{text}<|end|><|assistant|>"), dtype=np.int32),
+        messages=[{"role": "user", "content": text}],
+        columns={"question": text, **columns},
+        origin=f"rows.jsonl:{text}",
+    )
+
+
+class Speaker:
+    """Answers with a function of (request, how many answers the conversation has); keeps what it was asked."""
+
+    def __init__(self, words):
+        self.words = words
+        self.asked = []
+        self.samplings = []
+        self.refreshed = 0
+
+    def generate(self, requests, sampling):
+        self.asked += requests
+        self.samplings.append(sampling)
+        return [self.answer(request, sampling) for request in requests]
+
+    def answer(self, request, sampling):
+        tokens = ids(self.words(request))[: sampling.max_tokens]
+        said = np.array(tokens, dtype=np.int32)
+        before = len(request.prompt)
+        stopped = tokens[-1] in sampling.stop_ids or any(
+            TOKENIZER.decode(tokens).endswith(text) for text in sampling.stop_texts
+        )
+        return Sample(
+            tokens=np.concatenate([request.prompt, said]),
+            mask=np.arange(before + len(said)) >= before,
+            logprobs=np.concatenate([np.zeros(before), -0.01 * (1 + np.arange(len(said)))]).astype(np.float32),
+            group=request.group,
+            finish="stop" if stopped else "length",
+        )
+
+    def refresh_sampler(self):
+        self.refreshed += 1
+
+
+def online(**options):
+    """A configuration; `section__option=value`."""
+    config = OnlineConfig()
+    for key, value in options.items():
+        section, _, option = key.rpartition("__")
+        setattr(getattr(config, section) if section else config, option, value)
+    return config

@@ -1,0 +1,226 @@
+"""Whatever an environment does, it costs its own conversation, and the others go on as if nothing had happened."""
+
+import textwrap
+
+import pytest
+
+from posttrain.errors import RewardError, UsageError
+from posttrain.rollout.environment import Environments, Talk
+
+FAULTY = textwrap.dedent(
+    """
+    import ctypes, os, weakref
+
+    class Echo:
+        alive = weakref.WeakSet()
+        poisoned = False
+
+        def start(self, row):
+            self.alive.add(self)
+            self.steps = 0
+            if row["do"] == "count":
+                return say(str(len(self.alive)))
+            if row["do"] == "pid":
+                return say(str(os.getpid()))
+            return act(row["do"]) or say("hello")
+
+        def step(self, reply):
+            self.steps += 1
+            if Echo.poisoned:
+                os._exit(5)
+            if reply == "poison":
+                Echo.poisoned = True
+            if reply == "enough":
+                return None, 10
+            return act(reply) or (say(f"{self.steps}: {reply}"), self.steps)
+
+    held = []
+
+    def say(text):
+        return [{"role": "user", "content": text}]
+
+    def act(what):
+        if what == "raise": raise ValueError("over my head")
+        if what == "exit": raise SystemExit(0)
+        if what == "die": os._exit(3)
+        if what == "crash": ctypes.string_at(0)
+        if what == "hang": print("so tired", flush=True); exec("while True: pass")
+        if what == "eat": return bytearray(3 * 2**30)
+        if what == "hoard": held.append(bytearray(3 * 2**29)); bytearray(2**30)
+        if what == "need": bytearray(2**30)
+        if what == "number": return 5
+        if what == "nan": return say("x"), float("nan")
+        if what == "role": return [{"role": "assistant", "content": "I say"}], 0.0
+        if what == "empty": return [], 0.0
+        if what == "text": return [{"role": "user", "content": 7}], 0.0
+        if what == "half": return [{"role": "user", "content": "\\ud800"}], 0.0
+
+    class NoStep:
+        def start(self, row): return []
+
+    class WantsMore:
+        def __init__(self, size): pass
+        def start(self, row): return []
+        def step(self, reply): return None, 0
+
+    thing = 3
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environments") / "faulty.py"
+    path.write_text(FAULTY)
+    return path
+
+
+@pytest.fixture
+def environments(file):
+    with Environments(f"{file}:Echo", workers=1, timeout_seconds=3.0) as found:
+        found.check()
+        yield found
+
+
+def talks(*doing):
+    return [Talk({"do": what}) for what in doing]
+
+
+def say(environments, going, *replies):
+    for talk, reply in zip(going, replies, strict=True):
+        talk.replies.append(reply)
+    environments.advance(going)
+
+
+def contents(talk):
+    return [outcome.messages[0]["content"] if outcome.messages else None for outcome in talk.outcomes]
+
+
+def test_a_conversation(environments):
+    going = talks("", "")
+    environments.advance(going)
+    say(environments, going, "a", "b")
+    say(environments, going, "c", "enough")
+    assert [contents(talk) for talk in going] == [["hello", "1: a", "2: c"], ["hello", "1: b", None]]
+    assert [[outcome.reward for outcome in talk.outcomes] for talk in going] == [[0, 1, 2], [0, 1, 10]]
+    assert not any(talk.failure for talk in going)
+
+
+FAULTS = {
+    "raise": 'raise ValueError("over my head")',
+    "exit": "SystemExit",
+    "die": "exit code 3",
+    "crash": "SIGSEGV",
+    "hang": "no answer within 3 s; it printed at last:\nso tired",
+    "eat": "MemoryError",
+    "number": "not (messages, reward)",
+    "nan": "must be a finite number",
+    "role": "'assistant'",
+    "empty": "None ends the conversation",
+    "text": "must be text",
+    "half": "surrogates not allowed",
+}
+
+
+def test_a_fault_costs_its_own_conversation(environments):
+    doing = [name for fault in FAULTS for name in ("", fault)]
+    going = talks(*[""] * len(doing))
+    environments.advance(going)
+    say(environments, going, *["first"] * len(going))
+    say(environments, going, *[what or "second" for what in doing])
+    for what, talk in zip(doing, going, strict=True):
+        if what:
+            assert FAULTS[what] in talk.failure, (what, talk.failure)
+            assert contents(talk) == ["hello", "1: first"]
+        else:
+            assert not talk.failure and contents(talk) == ["hello", "1: first", "2: second"]
+    assert "faulty.py" in going[1].failure and "environment_child" not in going[1].failure  # the user's frames alone
+    left = [talk for talk in going if not talk.failure]
+    say(environments, left, *["third"] * len(left))
+    assert {contents(talk)[-1] for talk in left} == {"3: third"}
+
+
+def test_a_fault_at_the_start(environments):
+    going = talks("", "raise", "die", "number", "")
+    environments.advance(going)
+    assert [bool(talk.failure) for talk in going] == [False, True, True, True, False]
+    assert "where a list of messages belongs" in going[3].failure
+
+
+def test_what_another_left_behind_is_not_held_against_it(environments):
+    going = talks("", "", "")
+    environments.advance(going)
+    say(environments, going, "poison", "a", "b")  # the next step of anybody in that process ends it
+    assert not any(talk.failure for talk in going)
+    assert [contents(talk)[-1] for talk in going] == ["1: poison", "1: a", "1: b"]
+
+
+def test_memory_that_one_holds_is_there_for_the_others(environments):
+    going = talks("", "", "")
+    environments.advance(going)
+    say(environments, going, "a", "hoard", "need")
+    assert [bool(talk.failure) for talk in going] == [False, True, False]
+    assert "MemoryError" in going[1].failure and contents(going[2])[-1] == "1: need"
+
+
+def test_one_that_goes_otherwise_the_second_time_is_lost(environments):
+    going = talks("pid", "")
+    environments.advance(going)
+    say(environments, going, "a", "die")
+    say(environments, going[:1], "b")
+    assert "depend on its row and the replies alone" in going[0].failure
+    assert "exit code 3" in going[1].failure
+
+
+def test_what_is_over_is_let_go(environments):
+    first = talks("", "", "")
+    environments.advance(first)
+    environments.end(first)
+    [next_one] = second = talks("count")
+    environments.advance(second)
+    assert contents(next_one) == ["1"]
+
+
+def test_several_processes_share_the_work(file):
+    with Environments(f"{file}:Echo", workers=2) as environments:
+        going = talks("pid", "pid", "pid", "pid")
+        environments.advance(going)
+        say(environments, going, *"abcd")
+        assert [contents(talk)[1] for talk in going] == ["1: a", "1: b", "1: c", "1: d"]
+        assert len({contents(talk)[0] for talk in going}) == 2
+
+
+def test_too_many_failures_stop_the_run(environments):
+    going = talks("", *["raise"] * 2)
+    environments.advance(going)
+    with pytest.raises(RewardError, match=r"(?s)failed in 2 of 3 conversations.*2 times:.*over my head"):
+        environments.check_failures(going)
+    environments.max_failure_rate = 0.7
+    environments.check_failures(going)
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("{}:Eco", "no class 'Eco'; it has Echo, NoStep, WantsMore"),
+        ("{}:thing", "thing is a int, not a class"),
+        ("{}:NoStep", r"no step\(reply\)"),
+        ("{}:WantsMore", r"called without arguments.*size"),
+        ("{}x.py:Echo", "there is no file"),
+        ("{}", "write FILE.py:CLASS"),
+        ("no.such.module:Echo", "there is no module 'no.such.module'"),
+        ("a b:Echo", "neither a file that ends in .py nor a module"),
+    ],
+)
+def test_wrong_use(file, spec, complaint):
+    with pytest.raises(UsageError, match=complaint), Environments(spec.format(file)) as environments:
+        environments.check()
+
+
+def test_a_file_that_does_not_load_is_shown(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\n1 / 0\n")
+    with (
+        pytest.raises(UsageError, match=r"(?s)rollout.environment .*broken.py:X: Traceback.*line 2.*ZeroDivisionError"),
+        Environments(f"{tmp_path / 'broken.py'}:X") as environments,
+    ):
+        environments.check()

@@ -1,0 +1,111 @@
+"""Rewards in numbers: weights, the clip, the penalty of long answers; a failure is never a 0."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.errors import RewardError
+from posttrain.rewards.base import Rewards
+from posttrain.rollout.judge import Judge
+from posttrain.rollout.record import Rollout
+from posttrain.types import Sample
+from tests.unit.rollout.made import TOKENIZER, ids, online, prompt
+
+CODE = """
+def words(text): return len(text.split())
+def letters(text):
+    if text == "bad": raise ValueError("no letters")
+    return len(text)
+def wanted(text, ground_truth, finish, tokens, prompt, messages):
+    told = (ground_truth, finish, tokens, prompt, messages[0]["content"])
+    return 100.0 if told == ("g", "stop", 4, "<s><|user|>q<|end|><|assistant|>", "q") else 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "r.py"
+    file.write_text(CODE)
+    with Rewards([f"{file}:words", f"{file}:letters"], workers=1, max_failure_rate=0.5) as found:
+        yield found
+
+
+def rollout(text, **options):
+    asked = prompt("q", ground_truth="g")
+    said = np.array([*ids(text), TOKENIZER.eos_token_id], dtype=np.int32)
+    tokens = np.concatenate([asked.tokens, said])
+    sample = Sample(tokens=tokens, mask=np.arange(len(tokens)) >= len(asked.tokens), finish="stop")
+    return Rollout(sample=sample, prompt=asked, text=text, **options)
+
+
+def judge(rewards, **options):
+    return Judge(rewards, {}, online(reward=("words", "letters"), rollout__max_tokens=20, **options), TOKENIZER)
+
+
+def test_a_weighted_sum_and_its_parts(rewards):
+    rollouts = [rollout("a bc"), rollout("d")]
+    judge(rewards, rewards__weights=(2.0, 0.5)).judge(rollouts)
+    assert [r.sample.reward for r in rollouts] == [2 * 2 + 0.5 * 4, 2 * 1 + 0.5 * 1]
+    assert [r.parts for r in rollouts] == [{"r.words": 2, "r.letters": 4}, {"r.words": 1, "r.letters": 1}]
+    assert all(r.seconds > 0 and not r.failure for r in rollouts)
+
+
+def test_the_environment_and_reward_models_count_too(rewards):
+    rollouts = [rollout("a", parts={"environment": 0.25}), rollout("b")]
+    place = 1
+    rewards_and_model = judge(rewards, rewards__weights=(1.0, 10.0))
+    rewards_and_model.models = {place: lambda asked: [7.0 for _ in asked]}
+    rewards_and_model.judge(rollouts)
+    assert [r.sample.reward for r in rollouts] == [1 + 70 + 0.25, 1 + 70]
+
+
+def test_the_clip_holds_the_sum(rewards):
+    rollouts = [rollout("a b c"), rollout("a")]
+    judge(rewards, rewards__weights=(1.0, -2.0), rewards__clip=3.0).judge(rollouts)
+    assert [r.sample.reward for r in rollouts] == [-3.0, -1.0]
+
+
+def test_a_failure_is_never_a_zero(rewards):
+    bad, good, lost = rollout("bad"), rollout("good"), rollout("lost", failure="environment: no")
+    bad.sample.reward = good.sample.reward = 77.0
+    judge(rewards).judge([bad, good, lost])
+    assert bad.failure.startswith("r.letters: error:") and "no letters" in bad.failure
+    assert bad.parts == {"r.words": 1.0} and bad.sample.finish == "stop"  # how it ended is another matter
+    assert good.sample.reward == 1 + 4
+    assert lost.parts == {} and lost.failure == "environment: no"  # not even asked
+    with pytest.raises(RewardError, match="no letters"):
+        judge(rewards).judge([rollout("bad")])
+
+
+def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):
+    (tmp_path / "r.py").write_text(CODE)
+    with Rewards([f"{tmp_path / 'r.py'}:wanted"], workers=1) as rewards:
+        asked = rollout("abc")
+        Judge(rewards, {}, online(reward=("wanted",)), TOKENIZER).judge([asked])
+    assert asked.sample.reward == 100.0
+
+
+@given(st.integers(1, 300), st.integers(1, 100), st.floats(0.1, 4), st.integers(0, 400))
+def test_long_answers_cost_what_dapo_says(longest, buffer, whole, tokens):
+    """arXiv:2503.14476, eq. 13, times the penalty factor."""
+    buffer = min(buffer, longest)
+    tokens = min(tokens, longest)
+    config = online(rollout__max_tokens=longest, rewards__overlong=(buffer, whole))
+    if tokens <= longest - buffer:
+        expected = 0.0
+    elif tokens <= longest:
+        expected = ((longest - buffer) - tokens) / buffer
+    else:
+        expected = -1.0
+    with Rewards([]) as none:
+        assert Judge(none, {}, config, TOKENIZER).penalty(tokens) == pytest.approx(-expected * whole)
+
+
+def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
+    rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
+    rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
+    judge(rewards, rewards__overlong=(10, 2.0)).judge(rollouts)
+    assert "overlong" not in rollouts[0].parts
+    assert [r.parts["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
+    assert rollouts[1].sample.reward == 1 + 14 - 1

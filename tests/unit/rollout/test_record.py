@@ -1,0 +1,141 @@
+"""A rollout as a line of a file and back; files that were torn by a kill; what a replay forgets."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.errors import DataError, UsageError
+from posttrain.rollout import record
+from posttrain.rollout.record import STREAMS, Rollout, as_lines, from_row, unjudged
+from posttrain.types import Prompt, Sample
+
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+SINGLE = st.floats(width=32, allow_nan=False)
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | NUMBER | st.text(), st.lists, max_leaves=4)
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text()})
+
+
+@st.composite
+def rollouts(draw):
+    size = draw(st.integers(2, 8))
+    stream = st.lists(SINGLE, min_size=size, max_size=size).map(lambda values: np.array(values, dtype=np.float32))
+    mask = [False, *draw(st.lists(st.booleans(), min_size=size - 1, max_size=size - 1))]
+    tokens = st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)
+    origin = draw(st.text())
+    sample = Sample(
+        tokens=np.array(draw(tokens), dtype=np.int32),
+        mask=np.array(mask),
+        reward=draw(NUMBER),
+        baseline=draw(NUMBER),
+        group=draw(st.integers(0, 2**40)),
+        version=draw(st.integers(0, 2**40)),
+        finish=draw(st.sampled_from(["stop", "length", "error"])),
+        origin=origin,
+        **{name: draw(st.none() | stream) for name in STREAMS},
+    )
+    prompt = Prompt(
+        tokens=np.array(draw(tokens), dtype=np.int32),
+        messages=draw(st.lists(MESSAGE, max_size=2)),
+        columns=draw(st.dictionaries(st.text(), JSON, max_size=3)),
+        origin=origin,
+    )
+    return Rollout(
+        sample=sample,
+        prompt=prompt,
+        text=draw(st.text()),
+        messages=draw(st.lists(MESSAGE, max_size=2)),
+        turns=draw(st.integers(1, 9)),
+        parts=draw(st.dictionaries(st.text(), NUMBER, max_size=3)),
+        failure=draw(st.text()),
+        seconds=draw(st.integers(0, 10**9)) / 10**6,
+    )
+
+
+def plain(value):
+    """Anything as values that can be compared, the bits of floats included."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tobytes())
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts(), st.integers(0, 10**6))
+def test_there_and_back(rollout, step):
+    [line] = as_lines([rollout], step).encode().decode().split("\n")[:-1]
+    row = json.loads(line)
+    assert row["step"] == step and record.STEP.match(line.encode())[1] == b"%d" % step
+    assert plain(from_row(row)) == plain(rollout)
+
+
+def made(step, group=0, **options):
+    sample = Sample(
+        tokens=np.array([1, 2, 3], dtype=np.int32), mask=np.array([False, True, True]), group=group, finish="stop"
+    )
+    prompt = Prompt(tokens=np.array([1], dtype=np.int32), messages=[], origin=f"rows:{group}")
+    return Rollout(sample=sample, prompt=prompt, text=f"answer {step}", **options)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with record.append_after(tmp_path, 0) as file:
+        for step in (1, 2, 3):
+            file.write(as_lines([made(step, group) for group in (0, 1)], step).encode())
+    return tmp_path
+
+
+def steps(folder):
+    return [(step, [rollout.sample.group for rollout in batch]) for step, batch in record.read_steps(folder)]
+
+
+def test_batches_come_back_step_by_step(run):
+    assert steps(run) == steps(run / record.FILE) == [(1, [0, 1]), (2, [0, 1]), (3, [0, 1])]
+    assert record.newest_step(run / record.FILE) == 3
+    assert [number for number, _ in record.read_rows(run / record.FILE, only=2)] == [3, 4]
+
+
+@pytest.mark.parametrize("lost", [1, 100])
+def test_a_batch_that_is_not_whole_is_left_out(run, lost):
+    file = run / record.FILE
+    file.write_bytes(file.read_bytes()[:-lost])
+    assert steps(run) == [(1, [0, 1]), (2, [0, 1])]
+
+
+def test_going_on_drops_what_is_done_again(run):
+    file = run / record.FILE
+    file.write_bytes(file.read_bytes()[:-50])  # a kill
+    with record.append_after(run, 1) as going_on:
+        going_on.write(as_lines([made(2, 7)], 2).encode())
+    assert steps(run) == [(1, [0, 1]), (2, [7])]
+    assert [row["step"] for _, row in record.read_rows(file)] == [1, 1, 2]
+
+
+def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
+    file = run / record.FILE
+    for line, complaint in ((b"{}\n", "no step"), (b"hello\n", "Expecting value"), (b'{"step": 4}\n', "KeyError")):
+        whole = file.read_bytes()
+        file.write_bytes(whole + line)
+        with pytest.raises(DataError, match=rf"{record.FILE}:7: not a recorded answer: .*{complaint}"):
+            steps(run)
+        file.write_bytes(whole)
+    with pytest.raises(UsageError, match="no recorded answers there"):
+        steps(tmp_path / "elsewhere")
+
+
+def test_a_replay_forgets_what_is_to_be_found_out_again():
+    rollout = made(1, parts={"old": 1.0, "environment": 0.5, "overlong": -1.0}, failure="old: error: no")
+    ones = np.ones(3, dtype=np.float32)
+    for name in STREAMS:
+        setattr(rollout.sample, name, ones)
+    rollout.sample.reward = 3.0
+    again = unjudged(rollout)
+    assert again.parts == {"environment": 0.5} and again.failure == "" and again.sample.reward == 0.0
+    assert again.sample.logprobs is ones  # the sampler's, which nobody can find out again
+    assert all(getattr(again.sample, name) is None for name in STREAMS if name != "logprobs")
+    assert rollout.sample.reward == 3.0  # a copy
+    assert unjudged(made(1, failure="environment: no")).failure == "environment: no"

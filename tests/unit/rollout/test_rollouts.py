@@ -1,0 +1,258 @@
+"""Batches of judged answers: groups, seeds, dynamic sampling, failures, baselines, batches ahead, and their state."""
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from posttrain.data.dataset import RowStream
+from posttrain.data.prompts import PromptRows
+from posttrain.errors import DataError
+from posttrain.rewards.base import Rewards
+from posttrain.rollout.judge import Judge
+from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_of
+from tests.unit.rollout.made import SAMPLING, TOKENIZER, Speaker, online, prompt
+
+CODE = """
+def number(text):
+    return float(text)
+
+def hard(text, question):
+    if text == "3":
+        raise ValueError("three is too much")
+    return float(text) if question in "02468" else 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "r.py"
+    file.write_text(CODE)
+    options = {"workers": 1, "max_failure_rate": 0.9}
+    with Rewards([f"{file}:number"], **options) as number, Rewards([f"{file}:hard"], **options) as hard:
+        yield {"number": number, "hard": hard}
+
+
+def digit(request):
+    """A number from 0 to 3 that the seed decides."""
+    return f"{request.seed % 4}<|end|>"
+
+
+def rollouts(rewards, speaker=None, rows=10, reward="number", **options):
+    given = {"update__rows_per_step": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
+    config = online(**given | options)
+    stream = RowStream(PromptRows([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
+    judge = Judge(rewards[reward], {}, config, TOKENIZER)
+    return Rollouts(speaker or Speaker(digit), judge, stream, config, SAMPLING, TOKENIZER)
+
+
+def groups(batch):
+    return [rollout.sample.group for rollout in batch]
+
+
+def asked(batch):
+    return [rollout.prompt.messages[0]["content"] for rollout in batch]
+
+
+def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
+    speaker = Speaker(digit)
+    made = rollouts(rewards, speaker)
+    first, second = made.take(), made.take()
+    assert groups(first) == [0, 0, 0, 1, 1, 1] and groups(second) == [2, 2, 2, 3, 3, 3]
+    assert asked(first) == ["0", "0", "0", "1", "1", "1"]
+    assert [rollout.sample.origin for rollout in second] == ["rows.jsonl:2"] * 3 + ["rows.jsonl:3"] * 3
+    seeds = [request.seed for request in speaker.asked]
+    assert len(set(seeds)) == 12
+    assert seeds == [seed_of(0, position, k) for position in range(4) for k in range(3)]
+    assert [rollout.sample.reward for rollout in first + second] == [seed % 4 for seed in seeds]
+    assert speaker.refreshed == 2
+
+
+def test_another_seed_of_the_run_gives_other_seeds():
+    some = [[seed_of(run, position, k) for position in range(50) for k in range(8)] for run in range(3)]
+    assert len({seed for seeds in some for seed in seeds}) == 3 * 400
+    assert all(0 <= seed < 2**63 for seeds in some for seed in seeds)
+
+
+def test_dynamic_sampling_keeps_groups_with_signal(rewards):
+    """Odd questions are worth 0 whatever is said."""
+    speaker = Speaker(digit)
+    made = rollouts(rewards, speaker, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
+    batch = made.take()
+    assert all(has_signal(group) for group in by_group(batch))
+    assert {int(question) % 2 for question in asked(batch)} == {0}
+    assert len(list(by_group(batch))) == 2 and groups(batch) == sorted(groups(batch))
+    assert made.stream.position == len(speaker.asked) // 4  # prompts that were asked are used up
+
+
+def test_dynamic_sampling_gives_up(rewards):
+    speaker = Speaker(lambda _: "1<|end|>")
+    made = rollouts(rewards, speaker, rollout__dynamic_sampling=3)
+    batch = made.take()
+    assert len(speaker.asked) == 3 * 2 * 3  # three batches of two prompts with three answers
+    assert groups(batch) == [4, 4, 4, 5, 5, 5]  # the last, so that the log can say that there is no signal
+
+
+def test_without_dynamic_sampling_groups_stay(rewards):
+    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).take()
+    assert len(batch) == 6 and not any(has_signal(group) for group in by_group(batch))
+
+
+def test_failures_are_marked_and_no_signal(rewards):
+    batch = rollouts(rewards, reward="hard", rollout__samples_per_prompt=16).take()
+    texts = {rollout.text for rollout in batch}
+    assert texts == {"0", "1", "2", "3"}
+    for rollout in batch:
+        assert bool(rollout.failure) == (rollout.text == "3")
+    failed_or_one = [rollout for rollout in batch if rollout.text in "13" and rollout.sample.group == 0]
+    assert len({rollout.text for rollout in failed_or_one}) == 2
+    assert not has_signal(failed_or_one) and has_signal([r for r in batch if r.sample.group == 0])
+
+
+def test_the_greedy_answer_is_the_baseline(rewards):
+    def words(request):
+        return f"{9 - request.group}<|end|>" if speaker.samplings[-1].temperature == 0 else digit(request)
+
+    speaker = Speaker(words)
+    made = rollouts(rewards, speaker)
+    made.greedy_baseline = True
+    batch = made.take()
+    assert [rollout.sample.baseline for rollout in batch] == [9, 9, 9, 8, 8, 8]
+    assert len(batch) == 6 and len(speaker.asked) == 6 + 2
+    assert [sampling.temperature for sampling in speaker.samplings] == [1.0, 0.0]
+
+
+def test_a_group_without_baseline_has_failed(rewards):
+    speaker = Speaker(lambda request: "3<|end|>" if speaker.samplings[-1].temperature == 0 else "2<|end|>")
+    made = rollouts(rewards, speaker, reward="hard")
+    made.greedy_baseline = True
+    assert all("three is too much" in rollout.failure for rollout in made.take())
+
+
+def trained(made, steps):
+    """As the loop does: take, train, and the weights have a new version."""
+    batches = []
+    for step in range(1, steps + 1):
+        batches.append(made.take())
+        made.version = step
+    return batches
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_batches_ahead_are_as_old_as_agreed(rewards, ahead):
+    weights = Speaker(digit)
+    seen = []
+    weights.refresh_sampler = lambda: seen.append(made.version)
+    made = rollouts(rewards, weights, rollout__ahead=ahead)
+    batches = trained(made, 6)
+    staleness = [step - batch[0].sample.version for step, batch in enumerate(batches)]
+    assert staleness == [min(step, ahead) for step in range(6)]
+    assert {rollout.sample.version for rollout in batches[4]} == {4 - ahead}
+    assert seen[:6] == [0] * (1 + ahead) + list(
+        range(1, 6 - ahead)
+    )  # the sampler had the weights that the version says
+    assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6, 8, 10]
+
+
+def test_one_batch_is_made_at_a_time(rewards):
+    """They share the sampler's weights, which must not change while it works, and the stream of prompts."""
+    speaker = Speaker(digit)
+    busy, never = threading.Lock(), threading.Event()
+    generate = speaker.generate
+
+    def alone(requests, sampling):
+        with busy:
+            never.wait(0.02)  # long enough for another thread to begin, if it may
+            return generate(requests, sampling)
+
+    def refresh():
+        assert not busy.locked()
+
+    speaker.generate, speaker.refresh_sampler = alone, refresh
+    batches = trained(rollouts(rewards, speaker, rollout__ahead=2), 4)
+    assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6]
+
+
+def test_two_runs_ahead_are_equal(rewards):
+    one, other = (trained(rollouts(rewards, rollout__ahead=2), 5) for _ in range(2))
+    for batch, same in zip(one, other, strict=True):
+        assert [(r.text, r.sample.group, r.sample.version) for r in batch] == [
+            (r.text, r.sample.group, r.sample.version) for r in same
+        ]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
+    whole = trained(rollouts(rewards, rollout__ahead=ahead), 6)
+    before = rollouts(rewards, rollout__ahead=ahead)
+    first = trained(before, 3)
+    rows = json.loads(json.dumps(before.state()))
+    after = rollouts(rewards, rollout__ahead=ahead)
+    after.load_state(rows)
+    after.stream.position, after.version = before.stream.position, 3
+    rest = []
+    for step in (4, 5, 6):
+        rest.append(after.take())
+        after.version = step
+    for batch, same in zip(whole, first + rest, strict=True):
+        for one, other in zip(batch, same, strict=True):
+            assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
+            assert one.sample.logprobs.tolist() == other.sample.logprobs.tolist()
+            for name in ("group", "version", "reward", "finish", "origin"):
+                assert getattr(one.sample, name) == getattr(other.sample, name)
+            assert (one.text, one.parts, one.prompt.columns) == (other.text, other.parts, other.prompt.columns)
+
+
+def test_an_error_made_ahead_is_raised_where_the_batch_is_taken(rewards):
+    def words(request):
+        if request.group >= 2:
+            raise DataError("the engine is broken")
+        return digit(request)
+
+    made = rollouts(rewards, Speaker(words), rollout__ahead=1)
+    assert len(made.take()) == 6
+    with pytest.raises(DataError, match="the engine is broken"):
+        made.take()
+
+
+def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
+    recorded = rollouts(rewards)
+    batch = recorded.take()
+    batch[0].sample.advantages = np.ones(len(batch[0].sample), dtype=np.float32)
+    speaker = Speaker(digit)
+    again = rollouts(rewards, speaker, reward="hard", rollout__replay="elsewhere")
+    again.recorded = iter([(1, batch)])
+    replayed = again.take()
+    assert not speaker.asked
+    for old, new in zip(batch, replayed, strict=True):
+        assert old.sample.tokens is new.sample.tokens and list(new.parts) in (["r.hard"], [])
+        even = new.prompt.messages[0]["content"] == "0"
+        assert new.failure if new.text == "3" else new.sample.reward == (float(new.text) if even else 0.0)
+        assert new.sample.advantages is None
+    with pytest.raises(DataError, match="elsewhere: there are fewer recorded batches than steps"):
+        again.take()
+
+
+class Environment:
+    """Plays as the speaker speaks, and notes who was greedy."""
+
+    def __init__(self):
+        self.played = []
+
+    def play(self, prompts, seeds, *, greedy=False):
+        self.played.append((len(prompts), greedy))
+        return [
+            replace(rollout, parts={"environment": 0.5}) for rollout in self.asker.ask(prompts, seeds, greedy=greedy)
+        ]
+
+
+def test_an_environment_plays_all_answers_the_greedy_too(rewards):
+    made, environment = rollouts(rewards), Environment()
+    environment.asker = rollouts(rewards, Speaker(lambda _: "2<|end|>"))
+    made.environment, made.greedy_baseline = environment, True
+    batch = made.take()
+    assert environment.played == [(6, False), (2, True)]
+    assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
+    assert not made.policy.asked
