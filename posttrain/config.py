@@ -165,8 +165,8 @@ class RolloutConfig:
 class RewardsConfig:
     weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1 each."""
-    timeout_seconds: float = 10.0
-    """Time for one answer and one function; past it the child process is killed and the answer left out."""
+    limits: tuple[float, float] = (10.0, 2.0)
+    """Seconds for one answer and GiB of memory; past them its child process is killed and the answer left out."""
     workers: int = 2
     """Child processes that run reward functions."""
     max_failure_rate: float = 0.1
@@ -392,6 +392,10 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         f"rewards.overlong is {list(rewards.overlong)}; it must be a number of tokens up to rollout.max_tokens = "
         f"{rollout.max_tokens}, and a penalty of at least 0.",
     )
+    refuse(
+        not all(0.01 <= limit < math.inf for limit in rewards.limits),
+        f"rewards.limits is {list(rewards.limits)}; it must be seconds and GiB, each at least 0.01.",
+    )
     for key, low, high in (
         ("rollout.samples_per_prompt", 1, None),
         ("rollout.max_tokens", 1, None),
@@ -402,7 +406,6 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         ("rollout.ahead", 0, None),
         ("rollout.dynamic_sampling", 0, None),
         ("rollout.max_mismatch", 0, None),
-        ("rewards.timeout_seconds", 0.01, None),
         ("rewards.workers", 1, None),
         ("rewards.max_failure_rate", 0, 1),
         ("rewards.clip", 0, None),

@@ -34,7 +34,7 @@ SetAside = Callable[[BadRow], None]
 
 @dataclass(slots=True)
 class Dataset:
-    """Encoded rows: a row is the samples that an algorithm wants side by side, one or the two of a pair; or a prompt."""
+    """Encoded rows: a row is a prompt, or the samples that an algorithm wants side by side, one or two of a pair."""
 
     rows: Any  # RowStore, or PromptRows
     fingerprint: str

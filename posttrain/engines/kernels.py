@@ -22,32 +22,26 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
-    normed = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
+    normed, total = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = 4 if block <= 2048 else 8
-    add_norm_kernel[(rows,)](
-        x, residual, weight, normed, total, width, eps, WITH_RESIDUAL=residual is not None, BLOCK=block, num_warps=warps
-    )
+    add_norm_kernel[(rows,)](x, residual, weight, normed, total, width, eps, BLOCK=block, num_warps=warps)
     return normed, total
 
 
 @triton.jit
-def add_norm_kernel(
-    x, residual, weight, normed, total, width, eps, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def add_norm_kernel(x, residual, weight, normed, total, width, eps, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     kind = x.dtype.element_ty
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if WITH_RESIDUAL:
-        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + at, value.to(kind), mask=inside)
-        value = value.to(kind).to(tl.float32)
+    value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
+    tl.store(total + at, value, mask=inside)
+    value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
     unit = (value * scale).to(kind).to(tl.float32)
     out = unit * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

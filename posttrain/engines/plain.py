@@ -17,10 +17,10 @@ MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMS norm of the sum, the sum): [n, H] each."""
-    total = x if residual is None else residual + x
+    total = residual + x
     return rms_norm(total, weight, eps), total
 
 

@@ -65,6 +65,7 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
         if environments is not None:
             stack.enter_context(environments).check()
         run = stack.enter_context(Run.open(verb, config, algo))
+        rewards.check(sorted(run.data.train.rows[0][0].columns))  # which columns there are is known now
         yield Trainer(run, rewards, environments)
 
 
@@ -73,7 +74,8 @@ def reward_functions(config: OnlineConfig) -> Rewards:
     return Rewards(
         config.reward,
         limits.weights,
-        timeout_seconds=limits.timeout_seconds,
+        timeout_seconds=limits.limits[0],
+        memory_gib=limits.limits[1],
         workers=limits.workers,
         max_failure_rate=limits.max_failure_rate,
     )
@@ -86,7 +88,8 @@ def environments_of(config: OnlineConfig) -> Environments | None:
     return Environments(
         config.rollout.environment,
         workers=limits.workers,
-        timeout_seconds=limits.timeout_seconds,
+        timeout_seconds=limits.limits[0],
+        memory_gib=limits.limits[1],
         max_failure_rate=limits.max_failure_rate,
     )
 

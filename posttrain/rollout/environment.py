@@ -180,12 +180,18 @@ class Environments:
     """Conversations with a user's class; start it as a context manager, which ends the processes."""
 
     def __init__(
-        self, spec: str, *, workers: int = 2, timeout_seconds: float = 10.0, max_failure_rate: float = 0.1
+        self,
+        spec: str,
+        *,
+        workers: int = 2,
+        timeout_seconds: float = 10.0,
+        memory_gib: float = 2.0,
+        max_failure_rate: float = 0.1,
     ) -> None:
         self.spec = parse_environment(spec)
         self.max_failure_rate = max_failure_rate
         self.closing = threading.Event()
-        limits = Limits(seconds=timeout_seconds)
+        limits = Limits(seconds=timeout_seconds, memory_gib=memory_gib)
         self.keepers = [Keeper(self.spec, limits, self.closing) for _ in range(workers)]
         self.numbers = itertools.count()
         self.lock = threading.Lock()  # an evaluation may play while the next batch is made

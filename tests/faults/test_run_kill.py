@@ -30,8 +30,10 @@ from tests.e2e.test_resume import bytes_of, metrics_of
 STEPS = 16
 VARIANTS = {
     "sft": ["--update.ema_decay", "0.9", "--save.every", "1"],
-    "grpo": ["--reward", "../judge.py:score", "--rewards.workers", "1", "--rollout.samples_per_prompt", "2"]
-    + ["--rollout.max_tokens", "4", "--rollout.ahead", "1", "--save.every", "2"],
+    "grpo": [
+        *("--reward", "../judge.py:score", "--rewards.workers", "1", "--rollout.samples_per_prompt", "2"),
+        *("--rollout.max_tokens", "4", "--rollout.ahead", "1", "--save.every", "2"),
+    ],
     "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every", "2"],
 }
 # When a process dies: somewhere in its start; somewhere after so many steps of its own, which may be in a step, an

@@ -34,6 +34,7 @@ SPECIAL = {
     "rewards.weights": [0.5, 2.0],
     "rewards.max_failure_rate": 0.25,
     "rewards.overlong": [4, 0.5],
+    "rewards.limits": [5.0, 0.5],
     "log.to": ["tensorboard", "wandb:project"],
 }
 

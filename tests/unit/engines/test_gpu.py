@@ -32,11 +32,9 @@ def test_norm_and_gate(dtype, width):
     from posttrain.engines import kernels
 
     x, residual, weight = random(33, width, dtype=dtype), random(33, width, dtype=dtype), random(width, dtype=dtype)
-    for before in (None, residual):
-        for ours, expected in zip(
-            kernels.add_norm(x, before, weight, 1e-6), plain.add_norm(x, before, weight, 1e-6), strict=True
-        ):
-            close(ours, expected, dtype, 2)
+    found, expected = (steps.add_norm(x, residual, weight, 1e-6) for steps in (kernels, plain))
+    for ours, theirs in zip(found, expected, strict=True):
+        close(ours, theirs, dtype, 2)
     both = random(33, 2 * width, dtype=dtype)
     close(kernels.gated(both), plain.gated(both), dtype, 2)
 

@@ -75,9 +75,10 @@ def file(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def environments(file):
-    with Environments(f"{file}:Echo", workers=1, timeout_seconds=3.0) as found:
+@pytest.fixture(params=[60.0])
+def environments(file, request):
+    """`request.param`: seconds it waits; few only where something hangs, as a busy machine is slow."""
+    with Environments(f"{file}:Echo", workers=1, timeout_seconds=request.param) as found:
         found.check()
         yield found
 
@@ -111,7 +112,7 @@ FAULTS = {
     "exit": "SystemExit",
     "die": "exit code 3",
     "crash": "SIGSEGV",
-    "hang": "no answer within 3 s; it printed at last:\nso tired",
+    "hang": "no answer within 5 s; it printed at last:\nso tired",
     "eat": "MemoryError",
     "number": "not (messages, reward)",
     "nan": "must be a finite number",
@@ -122,6 +123,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("environments", [5.0], indirect=True)
 def test_a_fault_costs_its_own_conversation(environments):
     doing = [name for fault in FAULTS for name in ("", fault)]
     going = talks(*[""] * len(doing))

@@ -1,9 +1,10 @@
-"""How well and how fast a small chat model learns GSM8K: base, after SFT, after GRPO; greedy, all 1,319 test rows.
+"""How well and how fast a small chat model learns a task: as it comes, after SFT, after GRPO; greedy, all test rows.
 
-    python bench/gsm8k.py MODEL_FOLDER GSM8K_FOLDER OUT [--grpo_steps 60] [--until SECONDS]
+    python bench/learn.py gsm8k MODEL_FOLDER GSM8K_FOLDER OUT [--grpo_steps 60] [--until SECONDS]
+    python bench/learn.py countdown MODEL_FOLDER COUNTDOWN_FOLDER OUT
 
-The same work as TRL's anchor: the same prompts, SFT for 3 epochs at 3e-4 with 64 rows a step, then GRPO with 64 prompts
-x 8 answers of at most 256 tokens, judged by the number after `####`. Seconds count from the start of the process.
+GSM8K is the same work as TRL's anchor: the same prompts, SFT for 3 epochs at 3e-4 with 64 rows a step, then GRPO with
+64 prompts x 8 answers of at most 256 tokens, judged by the number after `####`. Seconds count from the process's start.
 """
 
 import argparse
@@ -28,25 +29,38 @@ def say(text: str) -> None:
     print(f"RESULT {text} ({time.time() - START:.0f} s from the start)", flush=True)
 
 
-def write_rows(source: Path, out: Path) -> None:
+def gsm8k(folder: Path, split: str):
+    """(prompt, answer, what the reward must know) of each row."""
     system = {"role": "system", "content": "You solve grade-school maths problems step by step."}
+    for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        question = {"role": "user", "content": row["question"] + "\nEnd with a line '#### <number>'."}
+        truth = row["answer"].split("####")[1].strip().replace(",", "")
+        yield [system, question], re.sub(r"<<.*?>>", "", row["answer"]), {"ground_truth": truth}
+
+
+def countdown(folder: Path, split: str):
+    """The same for verl's rows: numbers, a target, and a worked solution."""
+    import pyarrow.parquet
+
+    for row in pyarrow.parquet.read_table(folder / f"{split}.parquet").to_pylist():
+        yield row["prompt"], row["answer"], {"ground_truth": row["reward_model"]["ground_truth"]}
+
+
+def write_rows(task, source: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
-        asked, taught = [], []
-        for line in (source / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            question = {"role": "user", "content": row["question"] + "\nEnd with a line '#### <number>'."}
-            answer = {"role": "assistant", "content": re.sub(r"<<.*?>>", "", row["answer"])}
-            truth = row["answer"].split("####")[1].strip().replace(",", "")
-            asked.append({"prompt": [system, question], "ground_truth": truth})
-            taught.append({"messages": [system, question, answer]})
-        for name, rows in ((f"{split}-prompts", asked), (f"{split}-chat", taught)):
-            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = list(task(source, split))
+        asked = [{"prompt": prompt, **columns} for prompt, _, columns in rows]
+        taught = [{"messages": [*prompt, {"role": "assistant", "content": answer}]} for prompt, answer, _ in rows]
+        for name, lines in ((f"{split}-prompts", asked), (f"{split}-chat", taught)):
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (out / "rule.py").write_text(RULE, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=["gsm8k", "countdown"])
     parser.add_argument("model")
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
@@ -59,7 +73,8 @@ def main() -> None:
     from posttrain import GRPOTrainer, sft
 
     rows = options.out / "data"
-    write_rows(options.data, rows)
+    write_rows(gsm8k if options.task == "gsm8k" else countdown, options.data, rows)
+    judge = f"{rows}/rule.py:right" if options.task == "gsm8k" else "countdown"
     rollout = {"samples_per_prompt": 8, "max_tokens": 256}
     update = {"rows_per_step": 64, "learning_rate": options.grpo_rate, "tokens_per_device": 32768}
 
@@ -67,7 +82,7 @@ def main() -> None:
         config = {"out": str(options.out / name), "rollout": rollout, "update": update, "steps": steps, "quiet": True}
         return GRPOTrainer(
             model,
-            rewards=f"{rows}/rule.py:right",
+            rewards=judge,
             data=str(rows / "train-prompts.jsonl"),
             eval_data=str(rows / "test-prompts.jsonl"),
             config=config | {"rewards": {"workers": 4}, "save": {"every": 0}},
@@ -79,7 +94,13 @@ def main() -> None:
     trained = sft(
         model={"path": options.model},
         data={"train": [str(rows / "train-chat.jsonl")], "max_tokens": 640},
-        update={"rows_per_step": 64, "learning_rate": options.sft_rate, "warmup": 20, "tokens_per_device": 32768},
+        update={
+            "rows_per_step": 64,
+            "learning_rate": options.sft_rate,
+            "warmup": 20,
+            "min_lr_ratio": 0.0,
+            "tokens_per_device": 32768,
+        },
         epochs=3,
         save={"every": 0},
         out=str(options.out / "sft"),
@@ -95,7 +116,7 @@ def main() -> None:
             done += 1
             if done % 4 == 0 or done == 1:
                 shown = " ".join(
-                    f"{name} {metrics[name]:.4g}" for name in ("reward", "length", "entropy", "sampler_kl")
+                    f"{name} {metrics[name]:.4g}" for name in ("reward", "length", "entropy", "sampler_kl", "no_signal")
                 )
                 say(f"grpo step {done}: {shown}")
         say(f"after grpo, {done} steps: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
