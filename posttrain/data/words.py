@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WordCache:
         words = [words_of(text) for text in texts]
         if len(self.ids) > MOST_WORDS:
             self.ids = {}
-        new = sorted(set(chain.from_iterable(words)) - self.ids.keys())
+        new = sorted(set(filterfalse(self.ids.__contains__, chain.from_iterable(words))))
         written = [word[1:] if word[0] == FIRST else f" {word}" for word in new]
         encoded = self.backend.encode_batch_fast(written, add_special_tokens=False)
         self.ids.update(zip(new, (tuple(encoding.ids) for encoding in encoded), strict=True))
