@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import DataConfig, OnlineConfig
-from posttrain.data.dataset import Encoder, RowStream, load_dataset
+from posttrain.config import OnlineConfig
 from posttrain.engines.base import Sampling
-from posttrain.errors import DataError, DivergedError, PosttrainError, UsageError
+from posttrain.errors import DivergedError, PosttrainError, UsageError
 from posttrain.loops.evaluate import Examination
 from posttrain.loops.helpers import Critic, Helpers, RewardModel, check_reward_model, fill_values
+from posttrain.loops.pretraining import Pretraining
 from posttrain.loops.run import Result, Run, due
-from posttrain.loops.update import Besides, give_up_if_diverged, update
+from posttrain.loops.summary import averaged, closing_words, summary
+from posttrain.loops.update import give_up_if_diverged, update
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import record
 from posttrain.rollout.dialogue import Dialogues
 from posttrain.rollout.environment import Environments
 from posttrain.rollout.judge import Judge
 from posttrain.rollout.record import Rollout
-from posttrain.rollout.rollouts import Generator, Rollouts, by_group, has_signal
-from posttrain.types import Drawing, Objective, Request, Sample
+from posttrain.rollout.rollouts import Generator, Rollouts
+from posttrain.types import Drawing, Sample
 
 MISMATCHES_ALLOWED = 3
 BEFORE_FIRST_STEP = (
@@ -259,36 +258,6 @@ class Trainer:
         return Judge(rewards, models, self.config, self.run.tokenizer)
 
 
-class Pretraining:
-    """PPO's mix-in: the loss of plain text or conversations, added to every step (arXiv:2203.02155, eq. 2)."""
-
-    def __init__(self, run: Run) -> None:
-        algo: Any = run.algo
-        files = algo.pretrain_files()
-        data = replace(run.config.data, train=files, eval=(), map_keys="")
-        self.stream = RowStream(load_rows(files, data, run.tokenizer), run.config.update.rows_per_step, run.config.seed)
-        self.objective = Objective(request=Request(), loss=algo.pretrain_loss, unit="token")
-
-    @property
-    def position(self) -> int:
-        return self.stream.position
-
-    @position.setter
-    def position(self, value: int) -> None:
-        self.stream.position = value
-
-    def take(self) -> Besides:
-        return Besides(self.stream.take(), self.objective)
-
-
-def load_rows(files: tuple[str, ...], data: DataConfig, tokenizer: Any) -> Any:
-    """Text if the files have it, else conversations."""
-    try:
-        return load_dataset(files, Encoder(tokenizer, data, "text", len(tokenizer))).rows
-    except DataError:
-        return load_dataset(files, Encoder(tokenizer, data, "chat", len(tokenizer))).rows
-
-
 def sampling_of(config: OnlineConfig, stop_ids: list[int]) -> Sampling:
     rollout = config.rollout
     return Sampling(
@@ -319,49 +288,6 @@ def mini_batches(samples: list[Sample], algo: Any, seed: tuple[int, ...]) -> Ite
             order = np.random.default_rng((*seed, epoch)).permutation(len(samples))
         for start in range(0, len(samples), size):
             yield [samples[i] for i in order[start : start + size]]
-
-
-def averaged(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; of `largest_...` the largest, of `skipped` the sum."""
-    reduced: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        if name.startswith("largest_"):
-            reduced[name] = max(values)
-        else:
-            reduced[name] = sum(values) / (1 if name.endswith("skipped") else len(values))
-    return reduced
-
-
-def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
-    """What a batch of answers looks like."""
-    scored = [rollout for rollout in rollouts if not rollout.failure]
-    rewards = np.array([rollout.sample.reward for rollout in scored])
-    groups = [group for group in by_group(rollouts) if len(group) > 1]
-    found = {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
-        "length": float(np.mean([rollout.answer_tokens for rollout in scored])),
-        "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
-        "failures": float(len(rollouts) - len(scored)),
-        "staleness": float(np.mean([version - rollout.sample.version for rollout in scored])),
-    }
-    if groups:  # where a prompt has one answer there is nothing to compare
-        found["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.parts):
-        found[f"rewards/{name}"] = float(np.mean([r.parts[name] for r in scored if name in r.parts]))
-    return found
-
-
-def closing_words(run: Run, metrics: dict[str, float]) -> str:
-    names = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl")
-    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
-    folder = shlex.quote(str(run.folder.path))
-    return (
-        f"done: {run.data.steps} steps; {shown or 'nothing left to do'}. Run folder: {run.folder.path}\n"
-        f"answers: posttrain samples {folder}    export: posttrain export {folder} OUT    "
-        f"train more: {run.resume_command()} --steps N"
-    )
 
 
 __all__ = ["Trainer", "opened", "train_from"]

@@ -271,3 +271,82 @@ def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
     assert weight.dtype == torch.bfloat16 and state["master/lm_head.weight"].dtype == torch.float32
     assert torch.equal(state["master/lm_head.weight"].bfloat16(), weight)
     assert not torch.equal(state["master/lm_head.weight"], weight.float())
+
+
+def test_values_are_of_the_state_before_a_token(folder):
+    """With weights that read one number of the hidden state, a value can be told from the stock model's."""
+    learner = Learner(ModelConfig(path=folder("llama", "score")), UpdateConfig(), head="score", trainable=False)
+    made = samples()
+    for sample, values in zip(made, learner.values(made), strict=True):
+        ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+        model = learner.model
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            expected = model.score(hidden)[:, 0]
+        model.set_attn_implementation("posttrain_packed")
+        for i in range(len(sample)):
+            assert values[i] == pytest.approx(float(expected[i - 1]) if sample.mask[i] else 0.0, abs=1e-5)
+
+
+def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path):
+    def start():
+        return Learner(ModelConfig(path=folder("llama")), UpdateConfig(), value_head=True, seed=3)
+
+    def squares(out, batch):
+        return Loss(total=(out.values[batch.counted] - 1).square().sum())
+
+    learner, made = start(), samples()
+    wanted = Objective(request=Request(names=frozenset({"values"})), loss=squares, unit="token")
+    before = learner.evaluate(made, wanted)["loss"][0]
+    for _ in range(3):
+        learner.forward_backward(made, wanted, count(made, "token"), 1)
+        learner.step(1e-2)
+    assert learner.evaluate(made, wanted)["loss"][0] < before
+    learner.save(tmp_path)
+    again = start()
+    again.load(tmp_path)
+    for one, other in zip(learner.values(made), again.values(made), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), sampler_copy=True)
+    mine = [parameter.detach().clone() for parameter in learner.sampler.model.parameters()]
+    made = samples()
+    wanted = Objective(request=Request(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
+    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.step(1e-2)
+    theirs = list(learner.sampler.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    learner.refresh_sampler()
+    trained = list(learner.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(trained, theirs, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig())
+    made = samples()
+    wanted = Objective(request=Request(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
+    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.step(1e-2)
+    places = [parameter.data_ptr() for parameter in learner.model.parameters()]
+    expected = learner.logprobs(made)
+    held = torch.cuda.memory_allocated()
+    learner.offload("optimizer")
+    assert torch.cuda.memory_allocated() < held
+    for one, other in zip(learner.logprobs(made), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    learner.onload("optimizer")
+    assert places == [parameter.data_ptr() for parameter in learner.model.parameters()], "the engine's graphs need them"
+    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.step(1e-2)
+    frozen = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    expected = frozen.logprobs(made)
+    frozen.offload("model")
+    assert all(parameter.device.type == "cpu" for parameter in frozen.model.parameters())
+    frozen.onload("model")
+    for one, other in zip(frozen.logprobs(made), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
