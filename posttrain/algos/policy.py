@@ -188,6 +188,12 @@ class PolicyGradient(Algorithm):
 
     # What changes from step to step besides weights
 
+    def moves(self, sample: Sample) -> bool:
+        """Whether a sample has any gradient: one whose advantages are all 0 need not be computed."""
+        assert sample.advantages is not None
+        held = bool(self.config.kl) and self.config.kl_in == "loss"
+        return held or bool(self.config.entropy) or bool(np.any(sample.advantages))
+
     def has_critic(self) -> bool:
         """Whether a model of its own judges states; `critic_loss` is then its loss."""
         return False

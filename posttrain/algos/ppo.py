@@ -76,6 +76,9 @@ class PPO(PolicyGradient):
         """Path of the critic, if the configuration names one."""
         return self.config.critic
 
+    def moves(self, sample: Sample) -> bool:
+        return bool(self.config.shared_trunk) or super().moves(sample)
+
     def has_critic(self) -> bool:
         return not self.config.shared_trunk
 
@@ -115,8 +118,9 @@ class PPO(PolicyGradient):
         values, old, returns = (stream[batch.counted] for stream in (out.values, batch.values, batch.returns))
         free = held = (values - returns).square()
         if self.config.value_clip:
-            clip = self.config.value_clip
-            held = (old + (values - old).clamp(-clip, clip) - returns).square()
+            clip, moved = self.config.value_clip, values - old
+            clipped = (old + moved.clamp(-clip, clip) - returns).square()
+            held = torch.where(moved.abs() > clip, clipped, free)  # not by rounding: old + (values - old) is not values
         metrics = {
             "value": mean(values.detach()),
             "return": mean(returns),

@@ -27,7 +27,7 @@ from posttrain.rollout.environment import Environments
 from posttrain.rollout.judge import Judge
 from posttrain.rollout.record import Rollout
 from posttrain.rollout.rollouts import Generator, Rollouts
-from posttrain.types import Drawing, Sample
+from posttrain.types import Drawing, Sample, count
 
 MISMATCHES_ALLOWED = 3
 BEFORE_FIRST_STEP = (
@@ -192,10 +192,19 @@ class Trainer:
                     )
                 part |= {f"critic/{name}": value for name, value in fitted.items() if name != "tokens"}
             if not self.algo.actor_frozen(step):
+                moving = self.moving(chosen)
                 besides = self.pretraining.take() if self.pretraining else None
-                part |= update(run, self.policy, chosen, self.objective, step, besides=besides)
+                if moving or besides:
+                    whole = count(chosen, self.objective.unit)
+                    part |= update(run, self.policy, moving, self.objective, step, denominator=whole, besides=besides)
             found.append(part)
         return averaged(found) | {"updates": float(len(found))}
+
+    def moving(self, samples: list[Sample]) -> list[Sample]:
+        """Those with a gradient: answers that are no better and no worse than their group's are not computed."""
+        if self.config.model.router_loss:  # which every token has a part in
+            return samples
+        return [sample for sample in samples if self.algo.moves(sample)]
 
     def evaluate(self) -> dict[str, float]:
         """The policy as it is now on the evaluation prompts."""

@@ -29,12 +29,16 @@ def update(
     objective: Objective,
     step: int,
     *,
+    denominator: int | None = None,
     peak_rate: float | None = None,
     besides: Besides | None = None,
 ) -> dict[str, float]:
-    """One optimizer step; the only place where a sum of losses is divided."""
+    """One optimizer step; the only place where a sum of losses is divided.
+
+    `denominator`: the count of the whole step, where samples without a gradient were left out.
+    """
     config = run.config.update
-    denominator = count(samples, objective.unit)
+    denominator = count(samples, objective.unit) if denominator is None else denominator
     tokens = sum(len(sample) for sample in samples)
     if not denominator:
         raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")

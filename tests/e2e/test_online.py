@@ -184,3 +184,36 @@ def test_the_trainer_from_python_equals_the_command(tmp_path):
     assert (saved / weights).read_bytes() == (newest / weights).read_bytes()
     with pytest.raises(UsageError, match="top level of a file"):
         GRPOTrainer("pico", rewards=lambda text: 0.0, data=ROWS["prompt"])
+
+
+HALF = """
+def score(text, answer):
+    return 1.0 if answer in ("0", "2", "4") else sum(ord(letter) % 7 for letter in text) / 20
+"""
+
+
+def test_answers_without_a_gradient_are_left_out_and_change_nothing(tmp_path, monkeypatch):
+    """Groups of equal rewards need not be computed: weights and loss are the same as if they were."""
+    from posttrain.algos.grpo import GRPO
+
+    (tmp_path / "half.py").write_text(HALF)
+    chosen = options(tmp_path, reward=[f"{tmp_path}/half.py:score"], steps=3)
+    train("grpo", **chosen)
+    left_out = metrics_of(tmp_path)
+    assert all(0 < row["no_signal"] < 1 for row in left_out)
+    monkeypatch.setattr(GRPO, "moves", lambda self, sample: True)
+    train("grpo", **(chosen | {"out": str(tmp_path / "all")}))
+    rows = [json.loads(line) for line in (tmp_path / "all/metrics.jsonl").read_text().splitlines()]
+    for one, other in zip(left_out, rows, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["reward"] == pytest.approx(other["reward"])
+
+
+def test_a_batch_without_any_signal_changes_no_weight(tmp_path):
+    (tmp_path / "same.py").write_text("def score(text):\n    return 1.0\n")
+    train("grpo", **options(tmp_path, reward=[f"{tmp_path}/same.py:score"], save={"every": 1}, steps=2))
+    one, two = sorted((tmp_path / "run/checkpoints").iterdir())
+    weights = "model/model.safetensors"
+    assert (one / weights).read_bytes() == (two / weights).read_bytes()
+    assert [row["no_signal"] for row in metrics_of(tmp_path)] == [1, 1]
