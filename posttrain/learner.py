@@ -27,6 +27,7 @@ from posttrain.types import Batch, Drawing, Floats, Head, Objective, Outputs, Re
 
 PLAIN = Drawing()
 VALUE_HEAD = "value_head.weight"
+SHARED_TOKENS = 16  # neighbours with so long a common beginning compute it once
 LARGEST = "largest_"
 """Metrics of this prefix are the largest of all packs and ranks, not sums."""
 
@@ -180,15 +181,21 @@ class Learner:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
         self.model.eval()
         seen = []
-        for indices in pack(samples, self.update.tokens_per_device):
-            batch = collate([samples[i] for i in indices], self.device)
+        for indices in pack(samples, self.update.tokens_per_device, share=self.shared_tokens):
+            batch = collate([samples[i] for i in indices], self.device, self.shared_tokens)
             seen.append((indices, forward(self.trunk, batch, request), batch))
         self.model.train()
         return seen
 
     def batches(self, samples: Sequence[Sample], group_size: int) -> list[Batch]:
-        packs = pack(samples, self.update.tokens_per_device, group_size)
-        return [collate([samples[i] for i in indices], self.device) for indices in packs]
+        packs = pack(samples, self.update.tokens_per_device, group_size, self.shared_tokens)
+        return [collate([samples[i] for i in indices], self.device, self.shared_tokens) for indices in packs]
+
+    @property
+    def shared_tokens(self) -> int:
+        """How many tokens neighbours must have in common to compute them once; 0: a model here cannot share."""
+        able = self.trunk.shares and (self.teacher is None or self.teacher.shares)
+        return SHARED_TOKENS if able else 0
 
     def annotate(self, facts: dict[str, Any]) -> None:
         """Write facts into the model's config, so that they are saved with it."""

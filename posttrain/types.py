@@ -86,6 +86,24 @@ class Sample:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class Sharing:
+    """What the layers compute of a pack where neighbours begin alike: the common beginning once, then what follows it.
+
+    the pack    p p p a a | p p p b | c c      T = 11 tokens in samples
+    computed    p p p | a a | b | c c          U = 8 tokens in pieces; a a and b also see p p p
+    """
+
+    tokens: torch.Tensor  # [U]
+    positions: torch.Tensor  # [U], those that the tokens have in their samples
+    place: torch.Tensor  # [T], where each of the pack's tokens is computed
+    starts: torch.Tensor  # [pieces + 1] int32, cumulative lengths
+    lengths: tuple[int, ...]  # of the pieces
+    keys: torch.Tensor  # [K], where the tokens are that a piece sees, piece by piece; it is itself the last of them
+    key_starts: torch.Tensor  # [pieces + 1] int32
+    key_lengths: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
     """Samples laid end to end in one row of T tokens; B samples. Never padded; samples never see each other."""
 
@@ -107,6 +125,11 @@ class Batch:
     label: torch.Tensor
     margin: torch.Tensor
     baseline: torch.Tensor
+    sharing: Sharing | None = None  # None: each sample is computed from its first token on
+
+    def computed(self, index: torch.Tensor) -> torch.Tensor:
+        """Where the layers' output for the tokens at `index` is found."""
+        return index if self.sharing is None else self.sharing.place[index]
 
     def per_sample(self, stream: torch.Tensor) -> torch.Tensor:
         """Sum of `stream` over each sample's counted tokens: [T] -> [B]."""

@@ -1,24 +1,45 @@
-"""Samples -> packs of bounded size -> one Batch each. Packing bounds memory; it never changes the result."""
+"""Samples -> packs of bounded size -> one Batch each. Packing bounds memory; it never changes the result.
+
+Neighbours that begin with the same tokens (answers to one prompt, the two of a pair) can share the computation of that
+beginning: `share` is how many tokens must be alike, 0 for never. That does not change the result either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from posttrain.types import SCALARS, STREAMS, Batch, Sample
+from posttrain.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
+
+Places = npt.NDArray[np.int64]
+
+MOST_SHARERS = 16  # more would save little, and repeat the beginning's keys as often
+LEAST_SAVING = 1 / 16  # of a run's tokens: below, gathering the keys costs about what is saved
 
 
-def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1) -> list[list[int]]:
+class Run(NamedTuple):
+    """Neighbours samples[first:end] that have their first `prefix` tokens in common; one alone has no prefix."""
+
+    first: int
+    end: int
+    prefix: int
+
+
+def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1, share: int = 0) -> list[list[int]]:
     """Indices of samples, pack by pack; the `group_size` neighbours of a row stay together and in order.
 
-    Best fit, longest first. A row longer than the budget gets a pack of its own.
+    Best fit, longest first. A row longer than the budget gets a pack of its own. What is shared counts once.
     """
     assert len(samples) % group_size == 0, f"{len(samples)} samples are not whole groups of {group_size}"
     rows = [range(first, first + group_size) for first in range(0, len(samples), group_size)]
-    lengths = [sum(len(samples[i]) for i in row) for row in rows]
+    if share and group_size == 1:
+        rows = [piece for run in runs(samples, share) for piece in cut(samples, run, tokens_per_pack)]
+    lengths = [computed_tokens([samples[i] for i in row], share) for row in rows]
     packs: list[list[int]] = []
     room: list[int] = []
     for r in sorted(range(len(rows)), key=lambda r: -lengths[r]):
@@ -34,7 +55,62 @@ def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1) -
     return [[i for r in sorted(members) for i in rows[r]] for members in packs]
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
+def runs(samples: Sequence[Sample], share: int) -> list[Run]:
+    """Cut samples into runs of neighbours that begin alike, so that the fewest tokens are left to compute."""
+    alike = [common_beginning(a.tokens, b.tokens) for a, b in pairwise(samples)]
+    best = [(0, Run(0, 0, 0))]  # of the samples before each edge: the tokens saved, and the last run
+    for end in range(1, len(samples) + 1):
+        best.append((best[end - 1][0], Run(end - 1, end, 0)))
+        total, prefix = len(samples[end - 1]), len(samples[end - 1])
+        for first in range(end - 2, max(-1, end - 1 - MOST_SHARERS), -1):
+            prefix = min(prefix, alike[first])
+            if prefix < share:
+                break
+            total += len(samples[first])
+            saved = best[first][0] + saving(prefix, end - first, total)
+            if saved > best[end][0]:
+                best[end] = (saved, Run(first, end, prefix))
+    found: list[Run] = []
+    edge = len(samples)
+    while edge:
+        found.append(best[edge][1])
+        edge = found[-1].first
+    return found[::-1]
+
+
+def common_beginning(a: Ints, b: Ints) -> int:
+    """How many tokens two sequences have in common before they differ."""
+    shorter = min(len(a), len(b))
+    differing = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+def saving(prefix: int, members: int, total: int) -> int:
+    """Tokens that a run of `total` tokens need not compute; 0 where they are too few to be worth it."""
+    saved = prefix * (members - 1)
+    return saved if saved >= LEAST_SAVING * total else 0
+
+
+def cut(samples: Sequence[Sample], run: Run, tokens_per_pack: int) -> list[range]:
+    """Pieces of a run that fit into a pack; each computes the prefix again."""
+    pieces, first, total = [], run.first, 0
+    for i in range(run.first, run.end):
+        total += len(samples[i])
+        if i > first and total - saving(run.prefix, i + 1 - first, total) > tokens_per_pack:
+            pieces.append(range(first, i))
+            first, total = i, len(samples[i])
+    return [*pieces, range(first, run.end)]
+
+
+def computed_tokens(samples: Sequence[Sample], share: int) -> int:
+    """Tokens that the layers see of these samples."""
+    total = sum(map(len, samples))
+    if not share or len(samples) == 1:
+        return total
+    return total - sum(run.prefix * (run.end - run.first - 1) for run in runs(samples, share))
+
+
+def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", share: int = 0) -> Batch:
     """Lay samples end to end. A stream that some samples lack is left out."""
     lengths = tuple(len(sample) for sample in samples)
     mask = np.concatenate([sample.mask for sample in samples])
@@ -59,6 +135,47 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Ba
         lengths=lengths,
         mask=put(mask, torch.bool),
         counted=put(np.flatnonzero(mask), torch.long),
+        sharing=shared(samples, runs(samples, share), put) if share else None,
         **streams,
         **scalars,
+    )
+
+
+def shared(
+    samples: Sequence[Sample], found: list[Run], put: Callable[[Any, torch.dtype], torch.Tensor]
+) -> Sharing | None:
+    """Lay out runs: the beginning of each, then what follows it in each sample. None where nobody shares."""
+    if len(found) == len(samples):
+        return None
+    tokens: list[Ints] = []  # of each piece, and so the two below
+    positions: list[Places] = []
+    keys: list[Places] = []
+    place: list[Places] = []
+    computed = 0
+
+    def add(piece: Ints, before: Places) -> Places:
+        """Compute a piece that sees what is `before` it; the places of both."""
+        nonlocal computed
+        seen = np.concatenate([before, np.arange(computed, computed + len(piece))])
+        if len(piece):
+            tokens.append(piece)
+            positions.append(np.arange(len(before), len(seen)))
+            keys.append(seen)
+            computed += len(piece)
+        return seen
+
+    nothing = np.arange(0)
+    for first, end, prefix in found:
+        beginning = add(samples[first].tokens[:prefix], nothing)
+        place += [add(sample.tokens[prefix:], beginning) for sample in samples[first:end]]
+    lengths, key_lengths = (tuple(len(piece) for piece in pieces) for pieces in (tokens, keys))
+    return Sharing(
+        tokens=put(np.concatenate(tokens), torch.long),
+        positions=put(np.concatenate(positions), torch.long),
+        place=put(np.concatenate(place), torch.long),
+        starts=put(np.cumsum((0, *lengths)), torch.int32),
+        lengths=lengths,
+        keys=put(np.concatenate(keys), torch.long),
+        key_starts=put(np.cumsum((0, *key_lengths)), torch.int32),
+        key_lengths=key_lengths,
     )

@@ -3,6 +3,9 @@
 Two routes give the same numbers. On an accelerator in half precision: the flash kernel for ragged rows. Elsewhere:
 samples of similar length are laid into a rectangle, padded on the right. Causal queries never look to the right, so
 the padding needs no mask and costs nothing but its own arithmetic.
+
+Where samples share their beginning (types.Sharing) a piece also sees the keys before it, gathered for each piece: only
+keys and values are repeated, all else of the layers is computed once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from posttrain.types import Batch
+from posttrain.types import Batch, Sharing
 
 NAME = "posttrain_packed"
 
@@ -29,6 +32,8 @@ class Bucket:
     width: int
     source: torch.Tensor | None  # None: the samples lie in the pack as they are needed
     kept: torch.Tensor | None  # None: nothing is padding
+    keys: torch.Tensor | None = None  # [rows * key width], where a piece sees more than itself
+    seen_before: torch.Tensor | None = None  # [rows], how many keys each piece sees before its own first
 
 
 class Cache(Protocol):
@@ -51,37 +56,51 @@ class Packing:
 
     starts: torch.Tensor
     longest: int
+    sharing: Sharing | None = None
     buckets: list[Bucket] | None = None  # None: the ragged kernel is used
     order: torch.Tensor | None = None  # brings the buckets' tokens back into the pack's order
 
 
 def layout(batch: Batch, *, ragged_kernel: bool) -> Packing:
     """Decide how the samples of a pack are attended to."""
-    packing = Packing(batch.starts, max(batch.lengths))
+    row = batch.sharing or batch
+    packing = Packing(row.starts, max(row.lengths), batch.sharing)
     if not ragged_kernel:
-        packing.buckets, packing.order = rectangles(batch.lengths, batch.tokens.device)
+        packing.buckets, packing.order = rectangles(row.lengths, row.tokens.device, batch.sharing)
     return packing
 
 
-def rectangles(lengths: tuple[int, ...], device: torch.device) -> tuple[list[Bucket], torch.Tensor | None]:
-    """Group samples whose lengths round up to the same power of two."""
-    if len(set(lengths)) == 1:
+def rectangles(
+    lengths: tuple[int, ...], device: torch.device, sharing: Sharing | None = None
+) -> tuple[list[Bucket], torch.Tensor | None]:
+    """Group samples, or pieces that share, whose lengths round up to the same power of two."""
+    if len(set(lengths)) == 1 and sharing is None:
         return [Bucket(len(lengths), lengths[0], None, None)], None
-    firsts = torch.tensor((0, *lengths)).cumsum(0)
-    classes: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        classes.setdefault((length - 1).bit_length(), []).append(index)
+    key_lengths = lengths if sharing is None else sharing.key_lengths
+    classes: dict[tuple[bool, int, int], list[int]] = {}
+    for index, (length, seen) in enumerate(zip(lengths, key_lengths, strict=True)):
+        classes.setdefault((seen > length, (length - 1).bit_length(), (seen - 1).bit_length()), []).append(index)
     buckets, places = [], []
-    for members in classes.values():
-        member_lengths = torch.tensor([lengths[i] for i in members])
-        width = int(member_lengths.max())
-        column = torch.arange(width)
-        real = column < member_lengths[:, None]
-        source = torch.where(real, firsts[members][:, None] + column, 0).reshape(-1)
+    for (sees_more, *_), members in classes.items():
+        source, real = rectangle_of(lengths, members)
         kept = real.reshape(-1).nonzero()[:, 0]
         places.append(source[kept])
-        buckets.append(Bucket(len(members), width, source.to(device), kept.to(device)))
+        bucket = Bucket(len(members), real.shape[1], source.to(device), kept.to(device))
+        if sees_more:
+            assert sharing is not None
+            bucket.keys = sharing.keys[rectangle_of(key_lengths, members)[0].to(device)]
+            bucket.seen_before = torch.tensor([key_lengths[i] - lengths[i] for i in members]).to(device)
+        buckets.append(bucket)
     return buckets, torch.cat(places).argsort().to(device)
+
+
+def rectangle_of(lengths: tuple[int, ...], members: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the members' tokens, padded on the right: [rows * width], and which of them are real: [rows, width]."""
+    firsts = torch.tensor((0, *lengths)).cumsum(0)[members]
+    member_lengths = torch.tensor([lengths[i] for i in members])
+    column = torch.arange(int(member_lengths.max()))
+    real = column < member_lengths[:, None]
+    return torch.where(real, firsts[:, None] + column, 0).reshape(-1), real
 
 
 def packed_attention(
@@ -114,8 +133,10 @@ def packed_attention(
         return ragged(query, key, value, packing, scaling, sliding_window)[None], None
     parts = []
     for bucket in packing.buckets:
-        q, k, v = (rectangle(stream, bucket) for stream in (query, key, value))
-        out = causal(q, k, v, scaling, sliding_window, softcap, s_aux)  # [rows, heads, width, d]
+        keys = bucket.source if bucket.keys is None else bucket.keys
+        q = rectangle(query, bucket.rows, bucket.source)
+        k, v = (rectangle(stream, bucket.rows, keys) for stream in (key, value))
+        out = causal(q, k, v, scaling, sliding_window, softcap, s_aux, bucket.seen_before)  # [rows, heads, width, d]
         flat = out.transpose(1, 2).reshape(bucket.rows * bucket.width, out.shape[1], out.shape[3])
         parts.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
     if packing.order is None:
@@ -123,10 +144,10 @@ def packed_attention(
     return torch.cat(parts).index_select(0, packing.order)[None], None
 
 
-def rectangle(stream: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+def rectangle(stream: torch.Tensor, rows: int, source: torch.Tensor | None) -> torch.Tensor:
     """[1, heads, T, d] -> [rows, heads, width, d]."""
-    rows = stream[0] if bucket.source is None else stream[0].index_select(1, bucket.source)
-    return rows.reshape(rows.shape[0], bucket.rows, bucket.width, rows.shape[2]).transpose(0, 1)
+    flat = stream[0] if source is None else stream[0].index_select(1, source)
+    return flat.reshape(flat.shape[0], rows, -1, flat.shape[2]).transpose(0, 1)
 
 
 def causal(
@@ -137,20 +158,26 @@ def causal(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    seen_before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention on a rectangle; the plain formula where the fused one lacks a feature."""
+    """Causal attention on a rectangle; the plain formula where the fused one lacks a feature.
+
+    `seen_before` [rows]: the first query stands behind so many keys, not at the first.
+    """
     heads_per_key = q.shape[1] // k.shape[1]
     if heads_per_key > 1:
         k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
-    width = q.shape[2]
-    windowed = sliding_window is not None and sliding_window < width
-    if softcap is None and sinks is None:
-        if not windowed:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible(width, sliding_window, q.device), scale=scaling
-        )
-    mask = visible(width, sliding_window if windowed else None, q.device)
+    width, key_width = q.shape[2], k.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < key_width else None
+    fused = softcap is None and sinks is None
+    if fused and window is None and seen_before is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    if seen_before is None:
+        mask = visible(width, window, q.device)
+    else:
+        mask = visible_behind(seen_before, width, key_width, window)
+    if fused:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     return plain_attention(q, k, v, mask, scaling, softcap, sinks)
 
 
@@ -182,6 +209,14 @@ def visible(width: int, window: int | None, device: torch.device) -> torch.Tenso
     return mask if window is None else mask.triu(1 - window)
 
 
+def visible_behind(seen_before: torch.Tensor, width: int, key_width: int, window: int | None) -> torch.Tensor:
+    """[rows, 1, width, key_width] likewise, where query i of a row stands at that row's key seen_before + i."""
+    stand = seen_before[:, None] + torch.arange(width, device=seen_before.device)
+    stand = stand.clamp(max=key_width - 1)  # padding: a query that sees no key at all would be not a number
+    back = stand[:, None, :, None] - torch.arange(key_width, device=seen_before.device)
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
 def ragged(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -190,14 +225,34 @@ def ragged(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The flash kernel over samples of any length: [T, heads, d]."""
+    """The flash kernel over samples of any length: [T, heads, d]. Its queries stand at the last of their keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (stream[0].transpose(0, 1) for stream in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     grouped = {"enable_gqa": True} if grouped_heads_must_be_named() else {}
-    starts, longest = packing.starts, packing.longest
-    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, **grouped)
+    key_starts, most_keys = packing.starts, packing.longest
+    if packing.sharing is not None:
+        key_starts, most_keys = packing.sharing.key_starts, max(packing.sharing.key_lengths)
+        k, v = (Gather.apply(stream, packing.sharing.keys) for stream in (k, v))
+    ranges = (packing.starts, key_starts, packing.longest, most_keys)
+    return varlen_attn(q, k, v, *ranges, scale=scaling, window_size=window, **grouped)
+
+
+class Gather(torch.autograd.Function):
+    """index_select along the first dimension, whose gradients are added up in float32: a key may be seen by many."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.length = len(stream)
+        return stream.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        total = gradient.new_zeros(ctx.length, *gradient.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, ctx.saved_tensors[0], gradient.float()).to(gradient.dtype), None
 
 
 @cache

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain import ops
+from posttrain.data.pack import collate
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import attention
 from posttrain.types import Batch, Outputs, Request, Sample
@@ -19,6 +21,7 @@ class Trunk:
 
     model: Any
     ragged_kernel: bool
+    shares: bool = False  # whether a beginning that samples have in common may be computed once; see prove
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
 
     @classmethod
@@ -30,11 +33,12 @@ class Trunk:
         return self.model.get_output_embeddings().weight.shape[0]
 
     def hidden(self, batch: Batch, **extra: Any) -> Any:
-        """The trunk's output object; last_hidden_state is [1, T, H]."""
+        """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share."""
         layers = getattr(self.model, self.model.base_model_prefix)
+        row = batch.sharing or batch
         return layers(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
+            input_ids=row.tokens[None],
+            position_ids=row.positions[None],
             use_cache=False,
             packing=attention.layout(batch, ragged_kernel=self.ragged_kernel),
             **extra,
@@ -64,7 +68,8 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
     result = trunk.hidden(batch, **extra)
     hidden = result.last_hidden_state[0]
     out = Outputs()
-    before = batch.counted - 1  # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted
+    # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
+    before, last = batch.computed(batch.counted - 1), batch.computed(batch.starts[1:].long() - 1)
     if {"logprobs", "entropy"} & request.names:
         states, targets = hidden[before], batch.tokens[batch.counted]
         options = (request.drawing, request.entropy_gradient)
@@ -86,14 +91,17 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
         )
         out.divergence = to_stream(divergence, batch)
     if "choices" in request.names:  # what the model says next, after a counted token
-        out.choices = trunk.logits(hidden[batch.counted])[:, list(request.choice_ids)].log_softmax(-1)
+        out.choices = trunk.logits(hidden[batch.computed(batch.counted)])[:, list(request.choice_ids)].log_softmax(-1)
     if "scores" in request.names:
-        out.scores = trunk.model.score(hidden[batch.starts[1:].long() - 1])[:, 0].float()
+        out.scores = trunk.model.score(hidden[last])[:, 0].float()
     if "values" in request.names:  # of the state before a counted token
         out.values = to_stream(trunk.values(hidden[before]), batch)
     if request.router_loss:
         experts = trunk.model.config.num_experts_per_tok
-        out.router_loss = ops.router_balance(result.router_logits, experts, batch.sample_of, len(batch.lengths))
+        routers = result.router_logits
+        if batch.sharing is not None:  # each sample is balanced as if it were alone
+            routers = [logits[batch.sharing.place] for logits in routers]
+        out.router_loss = ops.router_balance(routers, experts, batch.sample_of, len(batch.lengths))
     return out
 
 
@@ -116,15 +124,14 @@ def prove(trunk: Trunk) -> None:
     """Compare the packed forward pass with the model's own on two short samples, before any training.
 
     A leak between packed samples, a head with an unknown scaling or positions that an architecture ignores would
-    train the wrong thing without an error; here they stop the run.
+    train the wrong thing without an error; here they stop the run. Where only sharing goes wrong, it is left out.
     """
-    from posttrain.data.pack import collate
-
     model: Any = trunk.model
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     documents = [torch.randint(0, vocabulary, (length,), generator=generator) for length in (7, 12)]
+    documents[1][:5] = documents[0][:5]  # to share
     was_training = model.training
     model.eval()
     try:
@@ -132,20 +139,19 @@ def prove(trunk: Trunk) -> None:
         expected = [stock_hidden(model, document[None].to(device)) for document in documents]
         model.set_attn_implementation(attention.NAME)
         samples = [Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents]
-        batch = collate(samples, device)
-        hidden = trunk.hidden(batch).last_hidden_state[0]
-        found = [trunk.logits(part) if has_language_head(model) else part for part in hidden.split(batch.lengths)]
+        found = own_hidden(trunk, collate(samples, device))
+        shared = shared_hidden(trunk, samples, device)
     finally:
         model.set_attn_implementation(attention.NAME)
         model.train(was_training)
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
-    for a, b in zip(found, expected, strict=True):
-        error = (a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-6)
-        if not error < tolerance:
-            raise PosttrainError(
-                f"{type(model).__name__}: the packed forward pass differs from the model's own "
-                f"(relative error {error:.3g}). This architecture cannot be trained packed; please report it."
-            )
+    error = difference(found, expected)
+    if not error < tolerance:
+        raise PosttrainError(
+            f"{type(model).__name__}: the packed forward pass differs from the model's own "
+            f"(relative error {error:.3g}). This architecture cannot be trained packed; please report it."
+        )
+    trunk.shares = shared is not None and difference(shared, expected) < tolerance
 
 
 def trunk_needs_eager(model: Any) -> bool:
@@ -157,6 +163,59 @@ def has_language_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
+def shared_hidden(trunk: Trunk, samples: list[Sample], device: torch.device) -> list[torch.Tensor] | None:
+    """The same with the samples' common beginning computed once; None where the device's kernel cannot do that."""
+    try:
+        if trunk.ragged_kernel and not kernel_shares(next(trunk.model.parameters()).dtype, device):
+            return None
+        return own_hidden(trunk, collate(samples, device, share=5))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a kernel that takes no more keys than queries
+        if trunk.ragged_kernel:
+            return None
+        raise
+
+
+@torch.enable_grad()
+def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the ragged kernel, told of more keys than queries, gives the other route's result and gradients.
+
+    Which key the first query stands at is the kernel's own convention, so it is tried out and not assumed.
+    """
+    tokens = [np.array([0] * 20 + [after] * after, dtype=np.int32) for after in (3, 30)]
+    batch = collate([Sample(tokens=t, mask=np.zeros(len(t), dtype=np.bool_)) for t in tokens], device, share=20)
+    assert batch.sharing is not None
+    size, generator = len(batch.sharing.tokens), torch.Generator().manual_seed(0)
+    q, k, v, weight = (torch.randn(1, n, size, 64, generator=generator).to(device, dtype) for n in (4, 2, 2, 4))
+    for window in (None, 7):
+        found = []
+        for ragged_kernel in (True, False):
+            a, b, c = (stream.clone().requires_grad_() for stream in (q, k, v))
+            how: dict[str, Any] = {"packing": attention.layout(batch, ragged_kernel=ragged_kernel)}
+            out, _ = attention.packed_attention(torch.nn.Module(), a, b, c, None, sliding_window=window, **how)
+            found.append([out.detach(), *torch.autograd.grad(out, (a, b, c), weight.transpose(1, 2))])
+        errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(*found, strict=True)]
+        if not max(errors) < 0.05:
+            return False
+    return True
+
+
+def own_hidden(trunk: Trunk, batch: Batch) -> list[torch.Tensor]:
+    """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
+    hidden = trunk.hidden(batch).last_hidden_state[0]
+    if batch.sharing is not None:
+        hidden = hidden[batch.sharing.place]
+    return [trunk.logits(part) if has_language_head(trunk.model) else part for part in hidden.split(batch.lengths)]
+
+
+def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative error of any sample; not a number where one is broken."""
+    errors = [
+        (a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-6)
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
 def stock_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a language model, last hidden state of a score model, by the stock code: [T, ...]."""
     if has_language_head(model):
@@ -164,4 +223,4 @@ def stock_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-__all__ = ["Trunk", "check_router", "forward", "prove"]
+__all__ = ["Trunk", "check_router", "forward", "kernel_shares", "prove"]

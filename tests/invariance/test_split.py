@@ -29,22 +29,26 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
 DRAWN_FROM = Drawing(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01)
 
 
-def rows_for(algo, seed=0, count_rows=6):
-    """Ragged rows with an empty mask and a single counted token among them."""
+def rows_for(algo, seed=0, count_rows=6, alike=0):
+    """Ragged rows with an empty mask and a single counted token among them; three neighbouring rows begin `alike`."""
     rng = np.random.default_rng(seed)
     samples = []
     for row in range(count_rows):
+        if row % 3 == 0:
+            beginning = rng.integers(3, 60, alike)
         for member in range({"pair": 2, "prompt": 3}.get(algo.rows, 1)):
-            length = int(rng.integers(3, 25))
-            prompt = int(rng.integers(1, length))
+            length = alike + int(rng.integers(3, 25))
+            prompt = alike + int(rng.integers(1, length - alike))
             mask = np.arange(length) >= prompt
             if row == 1 and member == 0:
                 mask[:] = False
             if row == 2:
                 mask[:-1] = False
+            tokens = rng.integers(3, 60, length).astype(np.int32)
+            tokens[:alike] = beginning
             samples.append(
                 Sample(
-                    tokens=rng.integers(3, 60, length).astype(np.int32),
+                    tokens=tokens,
                     mask=mask,
                     targets=(rng.random(length) * mask).astype(np.float32),
                     ref_logprobs=(-rng.random(length) * mask).astype(np.float32),
@@ -65,8 +69,8 @@ def folder(tmp_path_factory):
     return {name: str(tiny_folder(name, tmp_path_factory.mktemp(name))) for name in ("llama", "mixtral")}
 
 
-def prepared(algo, learner=None):
-    samples = algo.prepare(rows_for(algo))
+def prepared(algo, learner=None, alike=0):
+    samples = algo.prepare(rows_for(algo, alike=alike))
     if algo.online:  # policies that differ a little from the one in training
         rng = np.random.default_rng(1)
         for sample, stream in zip(samples, learner.logprobs(samples, drawing=algo.drawing), strict=True):
@@ -88,11 +92,13 @@ def gradients(learner, objective, parts, samples):
     return averages(add_up(sums), denominator), grads
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-@pytest.mark.parametrize(
+EVERY_ALGORITHM = pytest.mark.parametrize(
     ("verb", "options"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v))
 )
-def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, model):
+
+
+def made(folder, verb, options, model):
+    """An algorithm, its objective and a learner for it."""
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config(**options))
     if algo.online:
@@ -108,7 +114,45 @@ def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, mod
                 parameter.add_(0.1 * noise.to(parameter.device))
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
     objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+    return algo, objective, learner
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@EVERY_ALGORITHM
+def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, model):
+    algo, objective, learner = made(folder, verb, options, model)
     compare(learner, objective, prepared(algo, learner))
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@EVERY_ALGORITHM
+def test_neither_does_sharing(folder, verb, options, model):
+    algo, objective, learner = made(folder, verb, options, model)
+    samples = prepared(algo, learner, alike=20)
+    learner.trunk.shares = False
+    whole, expected = gradients(learner, objective, [samples], samples)
+    learner.trunk.shares = True
+    for budget in (100_000, 120, 60):
+        learner.update = UpdateConfig(tokens_per_device=budget)
+        batches = learner.batches(samples, objective.group_size)
+        assert any(batch.sharing is not None for batch in batches), budget
+        assert_same(gradients(learner, objective, [samples], samples), (whole, expected))
+
+
+def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):
+    algo = ALGORITHMS["grpo"](ALGORITHMS["grpo"].Config())
+    samples = rows_for(algo, alike=20)
+    config, update = ModelConfig(path=folder["llama"], dtype="float32"), UpdateConfig(tokens_per_device=120)
+    policy, critic = (Learner(config, update, head=head, trainable=False) for head in ("token", "score"))
+
+    def looks(shares):
+        policy.trunk.shares = critic.trunk.shares = shares
+        drawn = policy.logprobs(samples, drawing=DRAWN_FROM)
+        return [*policy.logprobs(samples), *drawn, *critic.values(samples), np.array(critic.scores(samples))]
+
+    for shared, plain in zip(looks(True), looks(False), strict=True):
+        assert shared.shape == plain.shape and np.abs(plain).max() < 50
+        assert np.allclose(shared, plain, atol=2e-6)
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
@@ -133,12 +177,16 @@ def compare(learner, objective, samples):
     halves = [samples[: 3 * size], samples[3 * size :]]
     for budget, parts in ((1, [samples]), (40, [samples]), (40, halves), (100_000, one_by_one), (60, [backwards])):
         learner.update = UpdateConfig(tokens_per_device=budget)
-        means, found = gradients(learner, objective, parts, samples)
-        assert means.keys() == whole.keys()
-        for name in whole:
-            assert means[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
-        assert found.keys() == expected.keys()
-        for name in expected:
-            scale = max(1.0, float(expected[name].abs().max()))
-            error = float((found[name] - expected[name]).abs().max())
-            assert error <= 1e-6 * scale, f"{name}: {error:.2g} of {scale:.2g}"
+        assert_same(gradients(learner, objective, parts, samples), (whole, expected))
+
+
+def assert_same(found, expected):
+    (means, grads), (whole, whole_grads) = found, expected
+    assert means.keys() == whole.keys()
+    for name in whole:
+        assert means[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+    assert grads.keys() == whole_grads.keys()
+    for name, value in whole_grads.items():
+        scale = max(1.0, float(value.abs().max()))
+        error = float((grads[name] - value).abs().max())
+        assert error <= 1e-6 * scale, f"{name}: {error:.2g} of {scale:.2g}"

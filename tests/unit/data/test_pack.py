@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.pack import collate, pack
+from posttrain.data.pack import collate, pack, runs
 from posttrain.types import Sample
 
 
@@ -45,6 +45,56 @@ def test_collate_lays_samples_end_to_end():
     assert batch.label.tolist() == [1, 0] and batch.margin.tolist() == [0, 0.5] and batch.reward.tolist() == [0, 2]
     assert batch.per_sample(batch.advantages).tolist() == [3, 5]
     assert batch.counts().tolist() == [2, 1]
+
+
+def following(prompt, *answers):
+    """Samples that begin with the same tokens."""
+    return [
+        Sample(tokens=np.array([*prompt, *answer], dtype=np.int32), mask=np.arange(len(prompt) + len(answer)) > 0)
+        for answer in answers
+    ]
+
+
+def test_a_common_beginning_is_laid_out_once():
+    samples = [*following([1, 2, 3], [4, 5], [6], []), sample(2, start=20)]
+    plain, batch = collate(samples), collate(samples, share=3)
+    shared = batch.sharing
+    assert shared.tokens.tolist() == [1, 2, 3, 4, 5, 6, 20, 21] and shared.lengths == (3, 2, 1, 2)
+    assert shared.positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1] and shared.starts.tolist() == [0, 3, 5, 6, 8]
+    assert shared.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7] and shared.key_lengths == (3, 5, 4, 2)
+    assert shared.key_starts.tolist() == [0, 3, 8, 12, 14]
+    assert shared.tokens[shared.place].tolist() == batch.tokens.tolist() == plain.tokens.tolist()
+    assert shared.positions[shared.place].tolist() == batch.positions.tolist() == plain.positions.tolist()
+    assert batch.computed(batch.counted - 1).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 6]
+    assert plain.sharing is None and plain.computed(plain.counted) is plain.counted
+    assert collate(samples, share=4).sharing is None  # too short to be shared
+
+
+def test_a_beginning_that_saves_little_is_not_shared():
+    long, short = ([[first] * 200 for first in (50, 60)], [[first] * 10 for first in (50, 60)])
+    assert runs(following(range(20), *long), 16) == [(0, 1, 0), (1, 2, 0)]
+    assert runs(following(range(20), *short), 16) == [(0, 2, 20)]
+
+
+def test_runs_are_cut_where_most_is_saved():
+    system, first, second = [*range(20)], [*range(100, 140)], [*range(200, 240)]
+    samples = following(system, [*first, 1], [*first, 2], [*second, 1], [*second, 2], [*second, 3])
+    assert runs(samples, 16) == [(0, 2, 60), (2, 5, 60)]  # not all five for the sake of the first twenty
+    lone = following(system, [7], [8], [9])
+    assert runs(lone, 16) == [(0, 3, 20)]
+    assert [run[:2] for run in runs(following(system, *([n] for n in range(40))), 16)] in (
+        [(0, 16), (16, 32), (32, 40)],
+        [(0, 8), (8, 24), (24, 40)],
+    )
+
+
+def test_what_is_shared_counts_once_and_a_group_is_cut_where_a_pack_is_full():
+    samples = following(range(20), *([n] * 10 for n in range(50, 58)))  # 30 tokens each
+    assert pack(samples, 100, share=16) == [list(range(8))]
+    assert pack(samples, 60, share=16) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(pack(samples, 60)) == 4
+    assert pack(samples, 40, 2, share=16) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert pack(samples, 1, share=16) == [[n] for n in range(8)]
 
 
 def test_a_stream_that_one_sample_lacks_is_left_out():

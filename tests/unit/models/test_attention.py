@@ -90,7 +90,7 @@ def test_proof_accepts_supported_architectures(name):
 
 def test_proof_refuses_a_leak(monkeypatch):
     trunk = packed(tiny_model("llama"))
-    monkeypatch.setattr(attention, "rectangles", lambda lengths, device: one_rectangle(sum(lengths)))
+    monkeypatch.setattr(attention, "rectangles", lambda lengths, *_: one_rectangle(sum(lengths)))
     with pytest.raises(PosttrainError, match="packed forward pass differs"):
         prove(trunk)
 
