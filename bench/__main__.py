@@ -8,7 +8,7 @@ import importlib
 import platform
 import time
 
-BENCHMARKS = ("sft", "data", "engine", "steps")  # bench/<name>.py with a function measure_<name>
+BENCHMARKS = ("sft", "data", "engine", "steps", "convert")  # bench/<name>.py with a function measure_<name>
 
 
 def main() -> None:

@@ -24,8 +24,13 @@ TOOLS = {
     "demo": "see it work: a toy model through SFT, reward model, DPO and GRPO on this machine in 4 minutes",
     "data": "check files before training, or tokenise them once: data check, data preprocess",
     "rewards": "judge saved answers and see why: rewards check",
+    "generate": "answers of a model to the prompts of a file, several to each if wanted; goes on after a kill",
+    "score": "rewards for a file of answers: verifiers, functions, services, reward models",
+    "select": "rows to train on from scored answers: best of n, pairs, conditional prompts, the best of all",
+    "chat": "talk to a model or a run, or to two side by side",
     "samples": "the answers that a run learnt from, with their rewards",
     "plan": "batches, steps and memory of a configuration, without loading the model",
     "export": "a run's model as a plain Hugging Face folder, checked after writing",
+    "convert": "weights between Hugging Face, Megatron core, Megatron legacy and our checkpoints, all accounted for",
     "doctor": "what is installed, what is missing and how to mend it",
 }

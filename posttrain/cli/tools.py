@@ -1,4 +1,4 @@
-"""The verbs that do not train: demo, data, rewards, samples, plan, export, doctor."""
+"""The verbs that do not train, a function each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ def run(verb: str, args: list[str]) -> int:
         "demo": demo,
         "data": data,
         "rewards": rewards,
+        "generate": generate,
+        "score": score,
+        "select": select,
+        "chat": chat,
         "samples": samples,
         "plan": plan,
         "export": export,
+        "convert": convert,
         "doctor": doctor,
     }
     return commands[verb](args)
@@ -47,6 +52,30 @@ def rewards(args: list[str]) -> int:
     from posttrain.cli.rewards import run as run_rewards
 
     return run_rewards(args)
+
+
+def generate(args: list[str]) -> int:
+    from posttrain.cli.generate import run as run_generate
+
+    return run_generate(args)
+
+
+def score(args: list[str]) -> int:
+    from posttrain.cli.score import run as run_score
+
+    return run_score(args)
+
+
+def select(args: list[str]) -> int:
+    from posttrain.cli.select import run as run_select
+
+    return run_select(args)
+
+
+def chat(args: list[str]) -> int:
+    from posttrain.cli.chat import run as run_chat
+
+    return run_chat(args)
 
 
 def samples(args: list[str]) -> int:
@@ -90,6 +119,12 @@ def export(args: list[str]) -> int:
         print(f"{name}: {value}")
     print(f"done: {options.out} was read back and computes the same as {options.source}")
     return 0
+
+
+def convert(args: list[str]) -> int:
+    from posttrain.cli.convert import run as run_convert
+
+    return run_convert(args)
 
 
 def doctor(args: list[str]) -> int:

@@ -110,7 +110,10 @@ def test_nothing_unsafe_or_silent(file):
                 assert node.func.id not in FORBIDDEN_CALLS, f"{file}:{node.lineno} calls {node.func.id}"
             if isinstance(node.func, ast.Attribute):
                 text = ast.unparse(node.func)
-                assert text not in ("torch.load", "torch.save", "os.system"), f"{file}:{node.lineno} calls {text}"
+                # Megatron's checkpoints are such files; there the restricted unpickler alone reads them.
+                megatron = file == PACKAGE / "models/convert/files.py" and is_restricted(node)
+                unsafe = text in ("torch.load", "torch.save", "os.system") and not megatron
+                assert not unsafe, f"{file}:{node.lineno} calls {text}"
             for keyword in node.keywords:
                 on = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
                 unsafe = keyword.arg in ("shell", "trust_remote_code") and on
@@ -119,6 +122,12 @@ def test_nothing_unsafe_or_silent(file):
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             handled = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
             assert not broad or handled, f"{file}:{node.lineno}: a broad except that does not raise again"
+
+
+def is_restricted(call):
+    """torch.save, or torch.load that makes nothing but tensors and listed classes."""
+    limits = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func) == "torch.save" or limits.get("weights_only") == "True"
 
 
 def test_options_are_frozen():

@@ -1,0 +1,67 @@
+"""`posttrain select METHOD FILE --out rows.jsonl`."""
+
+from __future__ import annotations
+
+import argparse
+
+from posttrain.cli.generate import add_condition_template
+from posttrain.errors import DataError, UsageError
+from posttrain.verbs import TOOLS
+
+METHODS = {
+    "best-of-n": "the answer with the highest reward to each prompt, for sft",
+    "pairs": "the best against the worst answer to each prompt, for dpo and others",
+    "condition": "all answers, to prompts that say what the answer is worth, for sft",
+    "threshold": "answers with at least --min_reward, for sft",
+    "top-fraction": "the best --fraction of all answers, for sft",
+}
+
+
+def run(args: list[str]) -> int:
+    """0 when there are rows and they are written."""
+    options = parser().parse_args(args)
+    from posttrain.serve import select
+    from posttrain.serve.answers import new_file, read_answers, write_rows
+
+    values = values_of(options)
+    out = new_file(options.out, options.overwrite, options.file)
+    selected = select.METHODS[options.method](read_answers(options.file, options.map_keys), *values)
+    counts = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in selected.counts.items() if number)
+    if not selected.rows:
+        raise DataError(f"{options.file}: nothing is left to train on: {counts}")
+    write_rows(out, selected.rows)
+    print(f"done: {len(selected.rows):,} rows in {out}; answers: {counts}")
+    return 0
+
+
+def values_of(options: argparse.Namespace) -> list[object]:
+    """What the method wants to know."""
+    for name, method in (("min_reward", "threshold"), ("fraction", "top-fraction")):
+        value = {"min_reward": options.min_reward, "fraction": options.fraction}[name]
+        if method == options.method and value is None:
+            raise UsageError(f"select {method} needs --{name}")
+        if method != options.method and value is not None:
+            raise UsageError(f"--{name} is for select {method}, not for {options.method}")
+        if method == options.method:
+            return [value]
+    if options.condition_template and options.method != "condition":
+        raise UsageError(f"--condition_template is for select condition, not for {options.method}")
+    return [options.condition_template] if options.condition_template else []
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="posttrain select",
+        description=TOOLS["select"],
+        epilog="\n".join(f"{name:<13} {text}" for name, text in METHODS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("method", metavar="METHOD", choices=list(METHODS), help="see below")
+    found.add_argument("file", metavar="FILE", help="rows of posttrain score")
+    found.add_argument("--out", required=True, help="the .jsonl file to write")
+    found.add_argument("--overwrite", action="store_true", help="replace it if it is there")
+    found.add_argument("--min_reward", type=float, default=None, help="threshold: the least reward that is kept")
+    found.add_argument("--fraction", type=float, default=None, help="top-fraction: the part that is kept, as 0.1")
+    add_condition_template(found)
+    found.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"completion": "text"}')
+    return found

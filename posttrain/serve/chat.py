@@ -1,0 +1,192 @@
+"""A conversation with one model or two side by side, in a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.examples import Message, turn
+from posttrain.engines.base import Request, Sampling
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.rollout.rollouts import seed_of
+from posttrain.serve.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
+from posttrain.serve.stream import TextStream, visible
+
+HELP = """\
+/clear                  forget the conversation (also: clear, new)
+/system TEXT            a system message from now on; without a text none
+/set NAME VALUE         temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, seed, history_turns or
+                        condition (the reward to ask for; none: do not ask)
+/save FILE              append the conversation to a .jsonl file that posttrain sft reads
+/help                   this
+exit                    leave (also: quit, q, or Ctrl-D). Ctrl-C stops an answer"""
+NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+NUMBERS |= {"max_tokens": int}
+LEAVE, CLEAR = ("exit", "quit", "q", "/exit", "/quit"), ("clear", "new", "/clear", "/new")
+
+Write = Callable[[str], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatOptions:
+    """How to ask, for all models alike."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    history_turns: int = 10  # questions and answers that are told again; 0: all
+    system: str = ""
+    condition: float | None = None  # the reward that answers are asked to have
+    condition_template: str = CONDITION
+
+
+class Conversation:
+    """What was said to one model and by it."""
+
+    def __init__(self, model: ServedModel, name: str) -> None:
+        self.model, self.name = model, name
+        self.turns: list[tuple[str, str]] = []
+
+    def ask(self, question: str, options: ChatOptions, write: Write) -> None:
+        """Stream an answer. An interrupted one is kept as far as it went; then KeyboardInterrupt goes on."""
+        prompt = self.prompt(question, options)
+        stream, said = TextStream(self.model.tokenizer), list[str]()
+
+        def tell(text: str) -> None:
+            said.append(text)
+            write(visible(text))
+
+        sampling = replace(options.sampling, stop_ids=self.model.stop_ids)
+        request = Request(prompt=prompt, seed=seed_of(options.seed, len(self.turns), 0))
+        try:
+            self.model.generate([request], sampling, lambda _, token: tell(stream.add(token)))
+        finally:
+            rest = stream.finish()
+            answer = "".join([*said, rest])
+            if answer.strip():  # templates have no place for silence, and there is nothing to come back to
+                self.turns.append((question, answer))
+            write(visible(rest))
+
+    def prompt(self, question: str, options: ChatOptions) -> Any:
+        """Tokens of as much of the conversation as is wanted and fits."""
+        first = max(0, len(self.turns) - options.history_turns) if options.history_turns else 0
+        limit = self.model.context
+        while True:
+            messages = self.messages(first, options, question)
+            tokens = self.model.encode(messages).tokens
+            too_long = limit is not None and len(tokens) + options.sampling.max_tokens > limit
+            if not too_long or first == len(self.turns):
+                break
+            first += 1
+        if too_long and has_position_table(self.model.learner.model.config):
+            raise UsageError(
+                f"{len(tokens)} tokens and max_tokens {options.sampling.max_tokens} are more than the model's {limit}; "
+                "say less, or /set max_tokens"
+            )
+        return tokens
+
+    def messages(self, first: int, options: ChatOptions, question: str | None = None) -> list[Message]:
+        """From turn number `first` on; with a question at the end, as it is asked."""
+        told = [turn("system", options.system)] if options.system else []
+        for asked, answered in self.turns[first:]:
+            told += [turn("user", asked), turn("assistant", answered)]
+        if question is None:
+            return told
+        told.append(turn("user", question))
+        if options.condition is not None:
+            return conditioned(told, options.condition, options.condition_template)
+        return told
+
+
+class Chat:
+    """Takes lines, writes answers. `handle` says whether the chat goes on."""
+
+    def __init__(self, models: Sequence[ServedModel], options: ChatOptions, write: Write) -> None:
+        names = [model.name for model in models]
+        if len(set(names)) < len(names):  # the same twice: two answers with different settings are not possible here
+            raise UsageError(f"{names[0]} is named twice; name two different models")
+        self.talks = [Conversation(model, visible(model.name)) for model in models]
+        self.options, self.write = options, write
+
+    def handle(self, line: str) -> bool:
+        """A command or a question. What goes wrong is said, and the chat goes on."""
+        words = line.strip()
+        if words in LEAVE:
+            return False
+        try:
+            if words in CLEAR:
+                self.clear()
+            elif words.startswith("/"):
+                self.command(words)
+            elif words:
+                self.ask(words)
+        except KeyboardInterrupt:
+            self.write("\n[stopped]\n")
+        except (PosttrainError, OSError) as error:
+            self.write(f"{visible(str(error))}\n")
+        return True
+
+    def ask(self, question: str) -> None:
+        for talk in self.talks:
+            if len(self.talks) > 1:
+                self.write(f"[{talk.name}]\n")
+            talk.ask(question, self.options, self.write)
+            self.write("\n")
+
+    def clear(self) -> None:
+        for talk in self.talks:
+            talk.turns.clear()
+        self.write("the conversation is forgotten\n")
+
+    def command(self, words: str) -> None:
+        name, _, rest = words.partition(" ")
+        rest = rest.strip()
+        if name == "/help":
+            self.write(HELP + "\n")
+        elif name == "/system":
+            self.options = replace(self.options, system=rest)
+            self.write(f"system message: {visible(rest) or 'none'}\n")
+        elif name == "/set":
+            self.set(rest)
+        elif name == "/save":
+            self.save(rest)
+        else:
+            raise UsageError(f"there is no {name}; /help lists the commands")
+
+    def set(self, words: str) -> None:
+        name, _, value = words.replace("=", " ", 1).partition(" ")
+        self.options = changed(self.options, name, value.strip())
+        self.write(f"{name} is {value.strip()}\n")
+
+    def save(self, name: str) -> None:
+        """A line for each model."""
+        if not name:
+            raise UsageError("name the file: /save talk.jsonl")
+        rows = [{"model": talk.model.name, "messages": talk.messages(0, self.options)} for talk in self.talks]
+        if not self.talks[0].turns:
+            raise UsageError("nothing was said yet")
+        path = Path(name).expanduser()
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.write(f"saved to {path}\n")
+
+
+def changed(options: ChatOptions, name: str, value: str) -> ChatOptions:
+    """The options with one of them set; UsageError for what cannot be."""
+    known = [*NUMBERS, "seed", "history_turns", "condition"]
+    if name not in known:
+        raise UsageError(f"there is no setting {name!r}; there are {', '.join(known)}")
+    try:
+        if name in NUMBERS:
+            sampling: Any = replace(options.sampling, **{name: NUMBERS[name](value)})
+            return replace(options, sampling=check_sampling(sampling))
+        if name == "condition":
+            return replace(options, condition=None if value in ("", "none") else float(value))
+        number = int(value)
+        if number < 0:
+            raise UsageError(f"{name} is {number}; it must be at least 0.")
+        return replace(options, seed=number) if name == "seed" else replace(options, history_turns=number)
+    except ValueError:
+        raise UsageError(f"{name}: {value!r} is not a number") from None

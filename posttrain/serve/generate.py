@@ -1,0 +1,282 @@
+"""Prompts -> a file of answers, a line each. Killed anywhere, the same command goes on and the file comes out the same.
+
+Answers are made batch by batch, and a batch is always of the same prompts. A file that goes on is cut back to whole
+batches; so no answer is lost, none is there twice, and none depends on where the kill came.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.config import DataConfig, ModelConfig
+from posttrain.data.dataset import Dataset, load_dataset
+from posttrain.data.encode import Encoder
+from posttrain.data.examples import Question
+from posttrain.data.templates import template_option
+from posttrain.engines.base import Request, Sampling
+from posttrain.errors import DataError, UsageError
+from posttrain.loops.folder import atomic_write_text
+from posttrain.loops.run import fingerprint
+from posttrain.models.load import load_tokenizer, resolve_path, vocabulary_size
+from posttrain.rollout.rollouts import seed_of
+from posttrain.serve.answers import as_lines, jsonl
+from posttrain.serve.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
+from posttrain.serve.progress import Progress
+from posttrain.types import Prompt, Sample
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """What is asked of which model, and how."""
+
+    model: ModelConfig
+    data: DataConfig  # data.train names the prompts
+    out: str
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1  # answers to each prompt
+    seed: int = 0
+    window: tuple[int, int] | None = None  # (3, 2048): the third 2,048 rows
+    condition: float | None = None  # the reward that answers are asked to have
+    condition_template: str = CONDITION
+    batch: int = 512  # answers made and written at a time
+    resume: bool = False
+
+
+def generate(config: Generation, report: Callable[[Progress], None] = lambda _: None) -> Progress:
+    """Write all answers that are not there yet."""
+    check(config)
+    out = jsonl(config.out)
+    refuse_existing(out, config.resume)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(config.model)
+    prompts, dataset = load_prompts(config, tokenizer)
+    plain = not tokenizer.chat_template
+    settings = settings_of(config, dataset.fingerprint)
+    left_out = {name: dataset.counts[name] for name in ("dropped", "quarantined") if dataset.counts[name]}
+    total = len(prompts) * config.n
+    with opened(out) as file:
+        done = begin(file, out, settings, config, total)
+        progress = Progress(done, total, resumed=done, left_out=left_out)
+        report(progress)
+        if done == total:
+            return progress
+        model = ServedModel(config.model, config.data)
+        check_room(model, prompts, config)
+        sampling = replace(config.sampling, stop_ids=model.stop_ids)
+        started = time.monotonic()
+        size = prompts_at_once(config)
+        for start in range(done // config.n, len(prompts), size):
+            rows = list(answer(model, prompts[start : start + size], config, sampling, plain))
+            append(file, "".join(as_lines(rows)))
+            progress.done += len(rows)
+            progress.tokens += sum(len(row["tokens"]) for row in rows)
+            progress.seconds = time.monotonic() - started
+            report(progress)
+    return progress
+
+
+def check(config: Generation) -> None:
+    check_sampling(config.sampling)
+    for name, value in (("n", config.n), ("batch", config.batch)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}; it must be at least 1.")
+    if config.window is not None and min(config.window) < 1:
+        raise UsageError(f"window is {config.window[0]}:{config.window[1]}; both numbers must be at least 1.")
+    if config.n > 1 and config.sampling.temperature == 0:
+        raise UsageError(f"n is {config.n}, but with temperature 0 all answers to a prompt are the same one.")
+    jsonl(config.out)
+
+
+# Prompts
+
+
+class ConditionedEncoder(Encoder):
+    """Asks for answers of a certain reward, in the words that training on rewards used."""
+
+    condition: float
+    condition_template: str
+
+    def prompts(self, questions: Sequence[Question]) -> list[Prompt | None]:
+        return super().prompts(
+            [replace(q, prompt=conditioned(q.prompt, self.condition, self.condition_template)) for q in questions]
+        )
+
+
+def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Prompt]], Dataset]:
+    """(place in the data, prompt) of those in the window, and all of the data."""
+    vocabulary = vocabulary_size(config.model)
+    if config.condition is None:
+        encoder = Encoder(tokenizer, config.data, "prompt", vocabulary)
+    else:
+        asking = ConditionedEncoder(tokenizer, config.data, "prompt", vocabulary)
+        asking.condition, asking.condition_template = config.condition, config.condition_template
+        encoder = asking
+    out = jsonl(config.out)
+    aside = out.with_name(f"{out.name}.quarantine.jsonl")
+    aside.unlink(missing_ok=True)  # of an earlier start
+    dataset = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=aside)
+    if dataset.mixture is not None:
+        raise UsageError("every prompt is asked once: leave the weights of the files out")
+    places = range(len(dataset.rows))
+    if config.window is not None:
+        number, size = config.window
+        places = places[(number - 1) * size : number * size]
+        if not places:
+            raise UsageError(f"window {number}:{size}: there are only {len(dataset.rows):,} prompts")
+    return [(place, dataset.rows[place][0]) for place in places], dataset
+
+
+def check_room(model: ServedModel, prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
+    """A model with a table of positions has no place for more."""
+    if not has_position_table(model.learner.model.config):
+        return
+    longest = max((prompt for _, prompt in prompts), key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) + config.sampling.max_tokens > (model.context or 0):
+        raise DataError(
+            f"{longest.origin}: the prompt has {len(longest.tokens)} tokens and max_tokens is "
+            f"{config.sampling.max_tokens}, but the model has places for {model.context}: lower max_tokens"
+        )
+
+
+# Answers
+
+
+def prompts_at_once(config: Generation) -> int:
+    return max(1, config.batch // config.n)
+
+
+def answer(
+    model: ServedModel, prompts: Sequence[tuple[int, Prompt]], config: Generation, sampling: Sampling, plain: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows of one batch."""
+    wanted = [(place, prompt, k) for place, prompt in prompts for k in range(config.n)]
+    requests = [
+        Request(prompt=prompt.tokens, group=place, seed=seed_of(config.seed, place, k)) for place, prompt, k in wanted
+    ]
+    samples = model.generate(requests, sampling)
+    for (place, prompt, k), request, sample in zip(wanted, requests, samples, strict=True):
+        yield as_row(model, place, prompt, k, request.seed, sample, plain)
+
+
+def as_row(
+    model: ServedModel, place: int, prompt: Prompt, k: int, seed: int, sample: Sample, plain: bool
+) -> dict[str, Any]:
+    """An answer as `posttrain score`, `posttrain select` and `posttrain sft` read it."""
+    assert sample.logprobs is not None
+    tokens = sample.tokens[sample.mask]
+    return {
+        "index": place,
+        "sample": k,
+        "origin": prompt.origin,
+        "prompt": prompt.messages[0]["content"] if plain else prompt.messages,
+        "completion": model.tokenizer.decode(tokens, skip_special_tokens=True),
+        "finish": sample.finish,
+        "tokens": tokens.tolist(),
+        "logprob": float(sample.logprobs[sample.mask].astype("float64").sum()),
+        "seed": seed,
+        "columns": prompt.columns,
+    }
+
+
+# The file
+
+
+def manifest_of(out: Path) -> Path:
+    """The settings that a file of answers was made with, beside it."""
+    return out.with_name(f"{out.name}.settings.json")
+
+
+def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
+    """All that decides what the file holds. Where model and data lie does not: they are known by their content."""
+    settings = {
+        "model": fingerprint(resolve_path(config.model.path)),
+        "dtype": config.model.dtype,
+        "load_in_4bit": config.model.load_in_4bit,
+        "data": data_fingerprint,
+        "template": template_option(config.data),
+        **{name: value for name, value in asdict(config.sampling).items() if name != "stop_ids"},
+        "n": config.n,
+        "seed": config.seed,
+        "window": config.window,
+        "condition": config.condition,
+        "batch": config.batch,
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
+def refuse_existing(out: Path, resume: bool) -> None:
+    """Before anything is loaded."""
+    if out.exists() and out.stat().st_size and not resume:
+        raise UsageError(f"--out {out}: holds answers already. Add --resume to go on, or name another file.")
+
+
+@contextmanager
+def opened(out: Path) -> Iterator[BinaryIO]:
+    """The file, ours alone as long as it is open."""
+    with out.open("ab", buffering=0) as raw:
+        file: Any = raw
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--out {out}: another process is writing it. Wait for it, or name another.") from None
+        yield file
+
+
+def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generation, total: int) -> int:
+    """Rows that stay. What a kill left of a batch is cut off; other settings are refused."""
+    manifest = manifest_of(out)
+    if not out.stat().st_size:
+        made_from = {"model": config.model.path, "data": config.data.train}
+        atomic_write_text(manifest, json.dumps({"made_from": made_from, "settings": settings}, indent=1) + "\n")
+        return 0
+    refuse_existing(out, config.resume)
+    if not manifest.is_file():
+        raise UsageError(f"--out {out}: there is no {manifest.name} beside it, so nobody knows how it was made")
+    try:
+        before = dict(json.loads(manifest.read_text(encoding="utf-8"))["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{manifest}: cannot be read: {error!r}") from error
+    if changed := differences(before, settings):
+        raise UsageError(
+            f"--out {out}: was begun with other settings: {'; '.join(changed)}. Use these again, or name another file."
+        )
+    lines, ends = 0, [0]
+    with out.open("rb") as stored:
+        for line in stored:
+            if not line.endswith(b"\n"):
+                break
+            lines += 1
+            ends.append(ends[-1] + len(line))
+    if lines > total:
+        raise UsageError(f"--out {out}: holds {lines:,} answers, but {total:,} are wanted")
+    whole = prompts_at_once(config) * config.n
+    kept = lines if lines == total else lines // whole * whole
+    if ends[kept] < out.stat().st_size:
+        os.ftruncate(file.fileno(), ends[kept])
+    return kept
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What changed, in words."""
+    names = [name for name in now if before.get(name) != now[name]]
+    return [
+        f"another {name}" if name in ("model", "data") else f"{name} was {before.get(name)!r}, is {now[name]!r}"
+        for name in names
+    ]
+
+
+def append(file: BinaryIO, text: str) -> None:
+    """A whole batch; an operating system may write it in pieces."""
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    while left:
+        left = left[file.write(left) :]
+    os.fsync(file.fileno())

@@ -1,0 +1,98 @@
+"""A model that only answers: loaded once, asked with prompts or with conversations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.config import DataConfig, ModelConfig, UpdateConfig
+from posttrain.data.encode import Encoder
+from posttrain.data.examples import Message, Question
+from posttrain.data.templates import template_option
+from posttrain.engines.base import OnToken, Request, Sampling
+from posttrain.engines.local import LocalEngine
+from posttrain.errors import UsageError
+from posttrain.learner import Learner
+from posttrain.types import Prompt, Sample
+
+CONDITION = "{prompt} <rm_score>: {reward:.2f} "
+"""How a prompt says what its answer is to be worth, in training and afterwards (arXiv:2308.12050)."""
+
+
+class ServedModel:
+    """Weights, tokenizer and engine, for inference."""
+
+    def __init__(self, model: ModelConfig, data: DataConfig) -> None:
+        self.name = model.path
+        self.learner = Learner(model, UpdateConfig(), trainable=False, template=template_option(data))
+        self.tokenizer: Any = self.learner.tokenizer
+        self.engine = LocalEngine(self.learner.trunk, self.tokenizer)
+        self.stop_ids = tuple(self.learner.stop_ids())
+        self.encoder = Encoder(self.tokenizer, data, "prompt", self.learner.trunk.vocabulary)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and answer that the model was made for, if it says so."""
+        return position_limit(self.learner.model.config)
+
+    def encode(self, messages: list[Message]) -> Prompt:
+        """A conversation as the model sees it, up to where its answer begins."""
+        if not self.tokenizer.chat_template:
+            raise UsageError(
+                f"{self.name}: the model has no chat template. Name one: --template chatml, say, or "
+                '--input_template "Human: {}\\nAssistant: "'
+            )
+        (prompt,) = self.encoder.prompts([Question(origin="the conversation", prompt=messages)])
+        assert prompt is not None, "nothing is dropped unless data.on_long says so"
+        return prompt
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+    ) -> list[Sample]:
+        """One answer a request."""
+        return self.engine.generate(requests, sampling, on_token)
+
+
+def position_limit(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def has_position_table(config: Any) -> bool:
+    """Whether there is no place behind the limit; a model that computes positions (RoPE) can go on."""
+    text = config.get_text_config()
+    return position_limit(config) is not None and not hasattr(text, "rope_parameters")
+
+
+def check_sampling(sampling: Sampling) -> Sampling:
+    """UsageError for settings that no token could be drawn with."""
+    for name, value, low, high in (
+        ("max_tokens", sampling.max_tokens, 1, math.inf),
+        ("temperature", sampling.temperature, 0, math.inf),
+        ("top_p", sampling.top_p, 1e-6, 1),
+        ("top_k", sampling.top_k, 0, math.inf),
+        ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-3, math.inf),
+    ):
+        if not (math.isfinite(value) and low <= value <= high):
+            bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise UsageError(f"{name} is {value}; it must be {bounds}.")
+    if not all(sampling.stop_texts):
+        raise UsageError("stop: an empty text would end every answer before it begins.")
+    return sampling
+
+
+def conditioned(messages: list[Message], reward: float, template: str = CONDITION) -> list[Message]:
+    """The prompt with the reward that its answer has, or is to have, in its last message."""
+    *before, last = messages
+    return [*before, {**last, "content": fill_condition(template, str(last["content"]), reward)}]
+
+
+def fill_condition(template: str, prompt: str, reward: float) -> str:
+    if "{prompt}" not in template:
+        raise UsageError(f"condition_template {template!r} needs {{prompt}}, and {{reward:.2f}}")
+    before, after = template.split("{prompt}", 1)
+    try:
+        return before.format(reward=reward) + prompt + after.format(reward=reward)
+    except (ValueError, KeyError, IndexError) as error:
+        raise UsageError(f"condition_template {template!r} cannot be filled: {error!r}") from None

@@ -1,0 +1,178 @@
+"""Files that are missing, cut, changed or malicious: refused with their name, and no target is left."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from posttrain.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.models.convert import convert as conversion
+from posttrain.models.convert.files import open_pt
+from posttrain.models.convert.megatron import Layout
+from tests.unit.models.convert.models import converted, core, make, weights
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make("llama", tmp_path / "hf")
+
+
+@pytest.fixture
+def shards(tmp_path, folder):
+    converted(folder, tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    return tmp_path / "core"
+
+
+def refused(source, kind, *words):
+    out = source.parent / "out"
+    before = sorted(source.parent.iterdir())
+    with pytest.raises(PosttrainError) as caught:
+        converted(source, out, Layout(), kind)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert sorted(source.parent.iterdir()) == before  # no target, nothing half done
+
+
+def rank(shards, name="mp_rank_01_001"):
+    return shards / "iter_0000001" / name / "model_optim_rng.pt"
+
+
+def test_a_missing_rank(shards):
+    rank(shards).unlink()
+    refused(shards, "mcore", "mp_rank_01_001", "missing")
+
+
+def test_a_truncated_rank(shards):
+    data = rank(shards).read_bytes()
+    rank(shards).write_bytes(data[: len(data) // 2])
+    refused(shards, "mcore", "mp_rank_01_001", "cannot be read")
+
+
+def test_a_changed_bit(shards):
+    entry = open_pt(rank(shards)).entries["model/decoder.layers.1.mlp.linear_fc2.weight"]
+    data = bytearray(rank(shards).read_bytes())
+    data[entry.offset + 5] ^= 1
+    rank(shards).write_bytes(bytes(data))
+    refused(shards, "mcore", "mp_rank_01_001", "decoder.layers.1.mlp.linear_fc2.weight", "damaged")
+
+
+def test_copies_that_differ(shards):
+    (shards / "convert.json").unlink()
+    state = core(shards, 1, 0, None)
+    state["model"]["decoder.layers.0.input_layernorm.weight"][3] += 1
+    torch.save(state, rank(shards, "mp_rank_01_000"))
+    refused(shards, "mcore", "mp_rank_01_000", "input_layernorm", "differs from its copy")
+
+
+@pytest.mark.parametrize("change", ["lost", "more", "shape"])
+def test_tensors_that_are_not_as_expected(shards, change):
+    (shards / "convert.json").unlink()
+    state = core(shards, 1, 1, None)
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    if change == "lost":
+        del state["model"][name]
+    elif change == "more":
+        state["model"]["decoder.layers.0.surprise"] = torch.zeros(3)
+    else:
+        state["model"][name] = torch.zeros(16, 7)
+    torch.save(state, rank(shards))
+    word = {"lost": "missing", "more": "surprise", "shape": "(16, 7)"}[change]
+    refused(shards, "mcore", "mp_rank_01_001", word)
+
+
+class Evil:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def test_a_pickle_payload_is_not_run(shards):
+    target = str(shards.parent / "owned")
+    torch.save({"model": {}, "args": Evil(target)}, rank(shards, "mp_rank_00_000"))
+    refused(shards, "mcore", "mp_rank_00_000", "not loaded")
+    assert not (shards.parent / "owned").exists()
+
+
+def test_safetensors_that_lie(folder):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-4])
+    refused(folder, "hf", "model.safetensors", "truncated")
+    file.write_bytes(data[:5])
+    refused(folder, "hf", "model.safetensors", "truncated")
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [10**12]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    refused(folder, "hf", "model.safetensors", "damaged")
+
+
+def test_a_lost_or_unknown_tensor_of_hugging_face(folder):
+    tensors = weights(folder)
+    save_file({k: v for k, v in tensors.items() if "layers.2.mlp.up_proj" not in k}, folder / "model.safetensors")
+    refused(folder, "hf", "model.layers.2.mlp.up_proj.weight", "missing")
+    save_file(tensors | {"model.layers.2.mlp.up_proj.bias": torch.zeros(24)}, folder / "model.safetensors")
+    refused(folder, "hf", "model.layers.2.mlp.up_proj.bias", "no place")
+
+
+def test_a_file_of_the_index_is_missing(folder, tmp_path):
+    converted(folder, tmp_path / "many", Layout(), shard_bytes=5000)
+    lost = sorted((tmp_path / "many").glob("model-*.safetensors"))[1]
+    lost.unlink()
+    refused(tmp_path / "many", "hf", lost.name, "missing")
+
+
+def test_unknown_families_and_quantised_weights(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "rwkv"}))
+    refused(folder, "hf", "rwkv", "table of families")
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = weights(folder)
+    name = "model.layers.2.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    refused(folder, "hf", name, "quantised")
+
+
+def test_a_failure_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
+    count = 0
+    original = conversion.Conversion.load
+
+    def fails_later(self, tensor):
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise KeyboardInterrupt
+        return original(self, tensor)
+
+    monkeypatch.setattr(conversion.Conversion, "load", fails_later)
+    with pytest.raises(KeyboardInterrupt):
+        converted(folder, tmp_path / "core", Layout("mcore", tp=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_full_target_is_not_touched(folder, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/mine").write_text("x")
+    with pytest.raises(UsageError, match="not empty"):
+        converted(folder, tmp_path / "there", Layout("mcore"))
+    assert (tmp_path / "there/mine").read_text() == "x"
+
+
+def test_the_manifest_names_every_tensor(folder, shards):
+    manifest = json.loads((shards / "convert.json").read_text())
+    assert {row["name"] for row in manifest["source"]} == set(weights(folder))
+    assert manifest["elements"] == sum(tensor.numel() for tensor in weights(folder).values())
+    assert all(len(row["sha256"]) == 64 and row["dtype"] == "float32" for row in manifest["target"])
+
+
+def test_a_mixture_of_types_is_refused_unless_one_is_chosen(folder, tmp_path):
+    tensors = weights(folder)
+    name = "model.layers.2.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors")
+    with pytest.raises((UsageError, CheckpointError), match="--dtype"):
+        converted(folder, tmp_path / "core", Layout("mcore"))
+    converted(folder, tmp_path / "core", Layout("mcore"), dtype=torch.bfloat16)

@@ -1,0 +1,133 @@
+"""There and back is bit-equal, for every family and whatever layout is drawn."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.models.convert.families import FAMILIES, model_parts
+from posttrain.models.convert.megatron import Layout
+from posttrain.models.convert.source import read_json
+from tests.unit.models.convert.models import NAMES, assert_equal, converted, core
+
+CASES = 16  # for each of the families: more than 300 in all
+
+
+@st.composite
+def layouts(draw, shape, formats=("mcore", "legacy")):
+    kind = "mcore" if shape.mla else draw(st.sampled_from(formats))
+    tp = draw(st.sampled_from([1, 2, 4] if shape.mla else [1, 2]))
+    ep = draw(st.sampled_from([1, 2, 4])) if shape.experts else 1
+    engine = kind == "mcore" and draw(st.booleans())
+    experts = (
+        draw(st.sampled_from(["single", "grouped"])) if shape.experts and kind == "mcore" and not engine else "single"
+    )
+    noop = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=2, max_size=2)))) if draw(st.booleans()) else ()
+    layout = Layout(kind, tp=tp, engine=engine, experts=experts, noop=noop)
+    total = 4 + len(noop)
+    cut = draw(st.sampled_from(["even", "uneven", "virtual"]))
+    if cut == "even":
+        layout = replace(layout, pp=draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0])))
+    elif cut == "virtual":
+        layout = replace(layout, pp=2, layers_per_virtual_stage=draw(st.sampled_from([1, total // 2])))
+    else:
+        first = draw(st.integers(1, total - 2))
+        second = draw(st.integers(1, total - first - 1))
+        layout = replace(layout, pp=3, layers_per_stage=(first, second, total - first - second))
+    return replace(layout, ep=ep if tp * layout.pp * ep <= 12 else 1)  # fewer files, less time
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back_is_bit_equal(name, tiny, tmp_path):
+    folder = tiny(name)
+    shape, _ = model_parts(read_json(folder / "config.json"))
+
+    @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(layout=layouts(shape), multiple=st.sampled_from([1, 3, 16]))
+    def check(layout, multiple):
+        try:
+            report = converted(folder, tmp_path / "there", layout, vocabulary_multiple=multiple)
+            assert report.target.padded_vocabulary % (multiple * layout.tp) == 0
+            converted(tmp_path / "there", tmp_path / "back", Layout(), layout.format)
+            assert_equal(folder, tmp_path / "back")
+        finally:
+            shutil.rmtree(tmp_path / "there", ignore_errors=True)
+            shutil.rmtree(tmp_path / "back", ignore_errors=True)
+
+    check()
+
+
+def test_every_row_of_the_table_has_a_model():
+    tested = {name.split("-")[0] for name in NAMES}
+    assert {kind for family in FAMILIES.values() for kind in family.types} == tested
+
+
+def same_ranks(one, other):
+    files = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
+    assert files == sorted(path.relative_to(other) for path in other.rglob("*.pt")) and files
+    for file in files:
+        a, b = (core(root, single=file.parent.name) for root in (one, other))
+        for (name, left), (again, right) in zip(walk(a), walk(b), strict=True):
+            assert name == again and torch.equal(left, right), name
+
+
+def walk(state, prefix=""):
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from walk(value, f"{prefix}{key}/")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "qwen2", "mixtral", "gpt2"])
+def test_resharding_equals_converting_directly(name, tiny, tmp_path):
+    goal = Layout("mcore", tp=1, pp=4)
+    converted(tiny(name), tmp_path / "first", Layout("mcore", tp=2, pp=2), vocabulary_multiple=8)
+    converted(tmp_path / "first", tmp_path / "second", goal, "mcore")
+    converted(tiny(name), tmp_path / "direct", goal)
+    same_ranks(tmp_path / "second", tmp_path / "direct")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "gemma2"])
+def test_core_to_legacy_to_core(name, tiny, tmp_path):
+    start = Layout("mcore", tp=2, pp=2)
+    converted(tiny(name), tmp_path / "core", start)
+    converted(tmp_path / "core", tmp_path / "legacy", Layout("legacy", tp=1, pp=4), "mcore")
+    converted(tmp_path / "legacy", tmp_path / "again", start, "legacy")
+    same_ranks(tmp_path / "core", tmp_path / "again")
+
+
+def test_several_workers_and_small_files_give_the_same(tiny, tmp_path):
+    converted(tiny("mixtral"), tmp_path / "core", Layout("mcore", tp=2), workers=4)
+    converted(tmp_path / "core", tmp_path / "hf", Layout(), "mcore", workers=4, shard_bytes=20_000)
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 3
+    converted(tmp_path / "hf", tmp_path / "one", Layout())
+    assert_equal(tiny("mixtral"), tmp_path / "one")
+
+
+def test_a_layout_is_recognised_without_our_manifest(tiny, tmp_path):
+    for number, layout in enumerate(
+        [
+            Layout("mcore", tp=2, pp=2),
+            Layout("mcore", pp=3, layers_per_stage=(1, 2, 1)),
+            Layout("mcore", pp=2, layers_per_virtual_stage=1, engine=True),
+            Layout("legacy", tp=2),
+            Layout("mcore", pp=2, ep=2, experts="grouped"),
+        ]
+    ):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        converted(tiny("mixtral"), there, layout, vocabulary_multiple=8)
+        (there / "convert.json").unlink()
+        converted(there, back, Layout(), layout.format)
+        assert_equal(tiny("mixtral"), back)
+
+
+def test_rounding_and_back(tiny, tmp_path):
+    converted(tiny("deepseek_v3"), tmp_path / "half", Layout("mcore", tp=2), dtype=torch.bfloat16)
+    layer = core(tmp_path / "half", single="mp_rank_00")["model"]
+    assert layer["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
+    assert layer["decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
+    assert read_json(tmp_path / "half/config.json")["dtype"] == "bfloat16"

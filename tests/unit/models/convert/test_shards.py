@@ -1,0 +1,176 @@
+"""What lies where, against slicing written out by hand."""
+
+import pytest
+import torch
+
+from posttrain.errors import UsageError
+from posttrain.models.convert.megatron import Layout, chunks
+from posttrain.models.convert.pieces import fault_in_cover
+from tests.unit.models.convert.models import assert_equal, converted, core, weights
+
+# the tiny models: hidden 16, 4 heads of 4 in 2 groups, feed-forward 24, vocabulary 101, 4 layers
+
+
+def test_a_llama_over_two_tensor_ranks_and_two_stages(tiny, tmp_path):
+    converted(tiny("llama"), tmp_path / "core", Layout("mcore", tp=2, pp=2), vocabulary_multiple=8)
+    hf = weights(tiny("llama"))
+    for tp in (0, 1):
+        ranks = [core(tmp_path / "core", tp, pp, None)["model"] for pp in (0, 1)]
+        # 101 rows padded to 112: the second rank has rows 56 to 100 and eleven copies of the last
+        table = torch.cat([hf["model.embed_tokens.weight"], hf["model.embed_tokens.weight"][100:].repeat(11, 1)])
+        assert torch.equal(ranks[0]["embedding.word_embeddings.weight"], table[tp * 56 : tp * 56 + 56])
+        head = torch.cat([hf["lm_head.weight"], hf["lm_head.weight"][100:].repeat(11, 1)])
+        assert torch.equal(ranks[1]["output_layer.weight"], head[tp * 56 : tp * 56 + 56])
+        assert "output_layer.weight" not in ranks[0] and "embedding.word_embeddings.weight" not in ranks[1]
+        assert torch.equal(ranks[1]["decoder.final_layernorm.weight"], hf["model.norm.weight"])
+        for pp, rank in enumerate(ranks):
+            for local in (0, 1):
+                theirs, ours = f"model.layers.{2 * pp + local}.", f"decoder.layers.{local}."
+                q, k, v = (hf[f"{theirs}self_attn.{x}_proj.weight"] for x in "qkv")
+                # one group a rank: its two heads of queries, its key, its value
+                expected = torch.cat([q[tp * 8 : tp * 8 + 8], k[tp * 4 : tp * 4 + 4], v[tp * 4 : tp * 4 + 4]])
+                assert torch.equal(rank[f"{ours}self_attention.linear_qkv.weight"], expected)
+                out = hf[f"{theirs}self_attn.o_proj.weight"][:, tp * 8 : tp * 8 + 8]
+                assert torch.equal(rank[f"{ours}self_attention.linear_proj.weight"], out)
+                gate, up = hf[f"{theirs}mlp.gate_proj.weight"], hf[f"{theirs}mlp.up_proj.weight"]
+                rows = slice(tp * 12, tp * 12 + 12)
+                assert torch.equal(rank[f"{ours}mlp.linear_fc1.weight"], torch.cat([gate[rows], up[rows]]))
+                down = hf[f"{theirs}mlp.down_proj.weight"][:, rows]
+                assert torch.equal(rank[f"{ours}mlp.linear_fc2.weight"], down)
+                norm = hf[f"{theirs}post_attention_layernorm.weight"]
+                assert torch.equal(rank[f"{ours}pre_mlp_layernorm.weight"], norm)
+
+
+def test_groups_are_interleaved_and_biases_follow(tiny, tmp_path):
+    converted(tiny("llama-biased"), tmp_path / "core", Layout("mcore"))
+    hf, rank = weights(tiny("llama-biased")), core(tmp_path / "core", single="mp_rank_00")["model"]
+    for kind in ("weight", "bias"):
+        q, k, v = (hf[f"model.layers.3.self_attn.{x}_proj.{kind}"] for x in "qkv")
+        expected = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
+        assert torch.equal(rank[f"decoder.layers.3.self_attention.linear_qkv.{kind}"], expected)
+    # behind a sum over ranks the bias is whole on each of them
+    converted(tiny("llama-biased"), tmp_path / "two", Layout("mcore", tp=2))
+    second = core(tmp_path / "two", single="mp_rank_01")["model"]
+    assert torch.equal(second["decoder.layers.0.mlp.linear_fc2.bias"], hf["model.layers.0.mlp.down_proj.bias"])
+    assert torch.equal(
+        second["decoder.layers.0.mlp.linear_fc1.bias"],
+        torch.cat([hf[f"model.layers.0.mlp.{x}_proj.bias"][12:] for x in ("gate", "up")]),
+    )
+
+
+def test_experts_over_expert_ranks_one_by_one_and_grouped(tiny, tmp_path):
+    hf = weights(tiny("mixtral"))
+    name = "model.layers.2.block_sparse_moe.experts.{}.{}.weight"
+    for layout in (Layout("mcore", tp=2, pp=2, ep=2), Layout("mcore", tp=2, pp=2, ep=2, experts="grouped")):
+        out = tmp_path / layout.experts
+        converted(tiny("mixtral"), out, layout)
+        rank = core(out, tp=1, pp=1, ep=1)["model"]  # experts 2 and 3 of layers 2 and 3
+        fc1 = [torch.cat([hf[name.format(e, w)][12:] for w in ("w1", "w3")]) for e in (2, 3)]
+        fc2 = [hf[name.format(e, "w2")][:, 12:] for e in (2, 3)]
+        if layout.experts == "single":
+            for local in (0, 1):
+                place = f"decoder.layers.0.mlp.experts.local_experts.{local}."
+                assert torch.equal(rank[f"{place}linear_fc1.weight"], fc1[local])
+                assert torch.equal(rank[f"{place}linear_fc2.weight"], fc2[local])
+        else:  # as GroupedMLP looks at them
+            first = rank["decoder.layers.0.mlp.experts.weight1"]
+            second = rank["decoder.layers.0.mlp.experts.weight2"]
+            assert first.shape == (16, 48) and second.shape == (24, 16)
+            assert torch.equal(first.view(2, 16, -1), torch.stack([matrix.T for matrix in fc1]))
+            assert torch.equal(second.view(2, -1, 16), torch.stack([matrix.T for matrix in fc2]))
+        router = hf["model.layers.2.block_sparse_moe.gate.weight"]
+        assert torch.equal(rank["decoder.layers.0.mlp.router.weight"], router)
+
+
+def test_virtual_stages_noop_layers_and_tied_embeddings(tiny, tmp_path):
+    layout = Layout("mcore", pp=2, layers_per_virtual_stage=1, noop=(1, 4))
+    converted(tiny("llama-tied"), tmp_path / "core", layout, vocabulary_multiple=1)
+    hf = weights(tiny("llama-tied"))
+    # six layers, 1 and 4 empty: 0 . 1 2 . 3; the first stage has 0, 2, 4, the second 1, 3, 5
+    norms = {(0, 0): 0, (0, 1): 1, (1, 1): 2, (1, 2): 3}
+    for pp in (0, 1):
+        state = core(tmp_path / "core", 0, pp, None)
+        assert {key for key in state if key.startswith("model")} == {"model0", "model1", "model2"}
+        for chunk in range(3):
+            model = state[f"model{chunk}"]
+            if (pp, chunk) in norms:
+                expected = hf[f"model.layers.{norms[pp, chunk]}.input_layernorm.weight"]
+                assert torch.equal(model["decoder.layers.0.input_layernorm.weight"], expected)
+            else:
+                assert not [key for key in model if "layers" in key]
+    assert torch.equal(state["model2"]["output_layer.weight"], hf["model.embed_tokens.weight"])
+
+
+def test_a_stage_without_weights_has_its_file(tiny, tmp_path):
+    converted(tiny("llama"), tmp_path / "core", Layout("mcore", pp=3, noop=(2, 3)))
+    assert core(tmp_path / "core", 0, 1, None)["model"] == {}
+    converted(tmp_path / "core", tmp_path / "hf", Layout(), "mcore")
+    assert_equal(tiny("llama"), tmp_path / "hf")
+
+
+def test_an_uneven_pipeline():
+    assert chunks(Layout("mcore", pp=4, layers_per_stage=(11, 13, 19, 21)), 64) == [
+        [range(11)],
+        [range(11, 24)],
+        [range(24, 43)],
+        [range(43, 64)],
+    ]
+
+
+def test_gpt2_is_transposed(tiny, tmp_path):
+    converted(tiny("gpt2"), tmp_path / "core", Layout("mcore", tp=2))
+    hf, rank = weights(tiny("gpt2")), core(tmp_path / "core", single="mp_rank_01")["model"]
+    q, k, v = hf["transformer.h.1.attn.c_attn.weight"].T.split(16)
+    heads = [torch.cat([x[h * 4 : h * 4 + 4] for x in (q, k, v)]) for h in (2, 3)]
+    assert torch.equal(rank["decoder.layers.1.self_attention.linear_qkv.weight"], torch.cat(heads))
+    assert torch.equal(rank["embedding.position_embeddings.weight"], hf["transformer.wpe.weight"])
+    assert torch.equal(rank["decoder.layers.1.mlp.linear_fc1.weight"], hf["transformer.h.1.mlp.c_fc.weight"].T[32:])
+
+
+def test_fused_families_are_taken_apart_in_the_right_order(tiny, tmp_path):
+    for name, qkv in (("phi3", "self_attn.qkv_proj"), ("internlm2", "attention.wqkv")):
+        converted(tiny(name), tmp_path / name, Layout("mcore"))
+        fused = weights(tiny(name))[f"model.layers.0.{qkv}.weight"]
+        found = core(tmp_path / name, single="mp_rank_00")["model"]["decoder.layers.0.self_attention.linear_qkv.weight"]
+        if name == "phi3":
+            q, k, v = fused.split([16, 8, 8])
+            fused = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
+        assert torch.equal(found, fused)
+
+
+def test_legacy_names_are_nested(tiny, tmp_path):
+    converted(tiny("qwen2"), tmp_path / "legacy", Layout("legacy", pp=2))
+    first, last = (core(tmp_path / "legacy", 0, pp, None)["model"] for pp in (0, 1))
+    hf = weights(tiny("qwen2"))
+    embedding = hf["model.embed_tokens.weight"]
+    assert torch.equal(first["language_model"]["embedding"]["word_embeddings"]["weight"], embedding)
+    assert torch.equal(last["word_embeddings_for_head"]["weight"], embedding)
+    encoder = last["language_model"]["encoder"]
+    assert torch.equal(encoder["layers.0.mlp.dense_4h_to_h.weight"], hf["model.layers.2.mlp.down_proj.weight"])
+    assert torch.equal(encoder["final_norm.weight"], hf["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"tp": 3}, "--tp 3 does not divide"),
+        ({"tp": 4}, "key-value heads"),
+        ({"pp": 3}, "--pp 3 does not divide the layers"),
+        ({"pp": 2, "layers_per_stage": (1, 2)}, "whose sum is 4"),
+        ({"pp": 2, "layers_per_virtual_stage": 3}, "--vpp"),
+        ({"pp": 2, "layers_per_virtual_stage": 1, "layers_per_stage": (2, 2)}, "exclude each other"),
+        ({"ep": 2}, "no experts"),
+        ({"noop": (9,)}, "--noop-layers"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(options, complaint, tiny, tmp_path):
+    with pytest.raises(UsageError, match=complaint):
+        converted(tiny("llama"), tmp_path / "core", Layout("mcore", **options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_gaps_and_overlaps_are_noticed():
+    assert fault_in_cover((4, 2), ((0, 2, 0, 2), (2, 4, 0, 2))) == ""
+    assert "4 of 8" in fault_in_cover((4, 2), ((0, 2, 0, 2),))
+    assert "twice" in fault_in_cover((4, 2), ((0, 3, 0, 2), (2, 4, 0, 2)))
+    assert "does not lie" in fault_in_cover((4, 2), ((0, 5, 0, 2),))

@@ -1,0 +1,251 @@
+"""Answers to a file of prompts: what is asked, what is written, and how a file goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from posttrain.config import DataConfig, ModelConfig
+from posttrain.data.sources import read_rows
+from posttrain.engines.base import Sampling
+from posttrain.errors import DataError, UsageError
+from posttrain.rollout.rollouts import seed_of
+from posttrain.serve.answers import read_answers
+from posttrain.serve.generate import Generation, generate, manifest_of, opened
+from posttrain.serve.model import ServedModel
+from posttrain.serve.progress import Progress, ProgressLine
+from posttrain.types import Drawing, Sample
+from tests.tiny import tiny_folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(7)))
+    return file
+
+
+@pytest.fixture
+def config(prompts, tmp_path):
+    return Generation(
+        model=ModelConfig(path="pico"),
+        data=DataConfig(train=(str(prompts),)),
+        out=str(tmp_path / "answers.jsonl"),
+        sampling=Sampling(max_tokens=6),
+        n=2,
+        batch=4,
+    )
+
+
+def rows_of(config):
+    return [row.values for row in read_rows(config.out)]
+
+
+def test_every_prompt_has_its_answers(config, prompts):
+    seen = []
+    progress = generate(config, lambda now: seen.append(now.done))
+    rows = rows_of(config)
+    assert seen == [0, 4, 8, 12, 14] and progress.done == progress.total == len(rows) == 14
+    assert [(row["index"], row["sample"]) for row in rows] == [(n, k) for n in range(7) for k in range(2)]
+    for row in rows:
+        assert row["prompt"] == [{"role": "user", "content": f"{row['index']}+1="}]
+        assert row["columns"] == {"prompt": f"{row['index']}+1=", "answer": row["index"] + 1}
+        assert row["origin"] == f"{prompts}:{row['index'] + 1}" and row["seed"] == seed_of(
+            0, row["index"], row["sample"]
+        )
+        assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (len(row["tokens"]) < 6)
+    assert progress.tokens == sum(len(row["tokens"]) for row in rows)
+    assert len({row["completion"] for row in rows}) > 10
+
+
+def test_log_probabilities_are_the_models_own(config):
+    generate(replace(config, sampling=Sampling(max_tokens=6, temperature=0.5)))
+    model = ServedModel(config.model, config.data)
+    for row in rows_of(config)[:4]:
+        prompt = model.encode(row["prompt"]).tokens
+        tokens = np.array([*prompt, *row["tokens"]], dtype=np.int32)
+        sample = Sample(tokens=tokens, mask=np.arange(len(tokens)) >= len(prompt))
+        (logprobs,) = model.learner.logprobs([sample], drawing=Drawing(temperature=0.5))
+        assert row["logprob"] == pytest.approx(float(logprobs.sum()), abs=1e-3)
+        assert row["completion"] == model.tokenizer.decode(row["tokens"], skip_special_tokens=True)
+
+
+def test_an_answer_depends_on_its_seed_not_on_its_company(config, tmp_path):
+    generate(config)
+    whole = rows_of(config)
+    part = replace(config, out=str(tmp_path / "part.jsonl"), window=(2, 3), batch=64)
+    generate(part)
+    assert [(row["index"], row["tokens"]) for row in rows_of(part)] == [
+        (row["index"], row["tokens"]) for row in whole if row["index"] in (3, 4, 5)
+    ]
+    other = replace(config, out=str(tmp_path / "other.jsonl"), seed=1)
+    generate(other)
+    assert all(a["tokens"] != b["tokens"] for a, b in zip(whole, rows_of(other), strict=True))
+
+
+def test_the_last_window_may_be_short_and_there_is_none_after_it(config):
+    generate(replace(config, window=(3, 3)))
+    assert {row["index"] for row in rows_of(config)} == {6}
+    with pytest.raises(UsageError, match="only 7 prompts"):
+        generate(replace(config, window=(4, 3), out=config.out + "2.jsonl"))
+
+
+def test_greedy(config, tmp_path):
+    greedy = replace(config, sampling=Sampling(max_tokens=6, temperature=0.0), n=1)
+    generate(greedy)
+    again = replace(greedy, seed=5, out=str(tmp_path / "again.jsonl"))
+    generate(again)
+    assert [row["tokens"] for row in rows_of(greedy)] == [row["tokens"] for row in rows_of(again)]
+
+
+def test_conditional_prompts(config):
+    generate(replace(config, condition=5.0))
+    assert rows_of(config)[0]["prompt"] == [{"role": "user", "content": "0+1= <rm_score>: 5.00 "}]
+
+
+def test_stop_texts(config):
+    generate(config)
+    letter = rows_of(config)[0]["completion"][1]
+    stopped = replace(config, out=config.out + "2.jsonl", sampling=Sampling(max_tokens=6, stop_texts=(letter,)))
+    generate(stopped)
+    row = rows_of(stopped)[0]
+    assert row["finish"] == "stop" and row["completion"].endswith(letter)
+
+
+def test_a_model_without_a_chat_template_continues_text(config, tmp_path):
+    folder = tiny_folder("llama", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
+        file.unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    generate(replace(config, model=ModelConfig(path=str(folder))))
+    assert rows_of(config)[0]["prompt"] == "0+1="
+    answer = read_answers(config.out)[0]
+    assert answer.plain and answer.trainable_prompt == "0+1="
+
+
+def test_a_model_with_few_places_says_so(config, tmp_path):
+    model = ModelConfig(path=str(tiny_folder("gpt2", tmp_path)))
+    generate(replace(config, model=model))
+    longer = replace(config, model=model, sampling=Sampling(max_tokens=500), out=config.out + "2.jsonl")
+    with pytest.raises(DataError, match="has places for 128"):
+        generate(longer)
+    assert not Path(longer.out).read_bytes()
+    generate(replace(longer, sampling=Sampling(max_tokens=6)))  # nothing was written, so nothing is in the way
+
+
+# Going on
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4, 9, 13])
+def test_a_torn_file_goes_on_and_comes_out_the_same(config, kept):
+    generate(config)
+    file = Path(config.out)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2])
+    progress = generate(replace(config, resume=True))
+    assert progress.resumed == kept // 4 * 4
+    assert file.read_bytes() == b"".join(lines)
+
+
+def test_a_complete_file_stays(config):
+    generate(config)
+    before = manifest_of_file(config).read_bytes()
+    assert generate(replace(config, resume=True)) == Progress(14, 14, resumed=14)
+    assert len(rows_of(config)) == 14 and manifest_of_file(config).read_bytes() == before
+
+
+def manifest_of_file(config):
+    return manifest_of(Path(config.out))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"n": 1}, "n was 2, is 1"),
+        ({"batch": 8}, "batch was 4, is 8"),
+        ({"window": (1, 2)}, "window was None"),
+        ({"condition": 1.0}, "another data"),
+        ({"sampling": Sampling(max_tokens=6, top_p=0.5)}, "top_p was 1.0, is 0.5"),
+        ({"model": ModelConfig(path="pico", dtype="bfloat16")}, "dtype was"),
+    ],
+)
+def test_other_settings_are_refused(config, change, words):
+    generate(replace(config, window=None))
+    with pytest.raises(UsageError, match=words):
+        generate(replace(config, resume=True, **change))
+    assert len(rows_of(config)) == 14
+
+
+def test_other_data_is_refused(config, prompts):
+    generate(config)
+    prompts.write_text(prompts.read_text().replace("6+1=", "6+2="))
+    with pytest.raises(UsageError, match="another data"):
+        generate(replace(config, resume=True))
+
+
+def test_nothing_is_overwritten(config):
+    generate(config)
+    with pytest.raises(UsageError, match="Add --resume"):
+        generate(config)
+    manifest_of_file(config).unlink()
+    with pytest.raises(UsageError, match="nobody knows"):
+        generate(replace(config, resume=True))
+    assert len(rows_of(config)) == 14
+
+
+def test_one_process_at_a_time(config):
+    with opened(Path(config.out)), pytest.raises(UsageError, match="another process"):
+        generate(config)
+
+
+def test_bad_rows_are_set_aside_and_counted(config, prompts):
+    prompts.write_text(prompts.read_text() + '{"prompt": null}\n' + json.dumps({"prompt": "9" * 99}) + "\n")
+    with pytest.raises(DataError):
+        generate(config)
+    data = replace(config.data, on_bad_row="quarantine", on_long="drop", max_tokens=50)
+    progress = generate(replace(config, data=data))
+    assert progress.left_out == {"dropped": 1, "quarantined": 1} and progress.total == 14
+    assert [row.origin for row in read_rows(f"{config.out}.quarantine.jsonl")] == [f"{config.out}.quarantine.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 0},
+        {"batch": 0},
+        {"window": (0, 3)},
+        {"out": ""},
+        {"out": "answers.txt"},
+        {"sampling": Sampling(temperature=0.0)},
+        {"sampling": Sampling(temperature=float("nan"))},
+        {"sampling": Sampling(top_p=0.0)},
+        {"sampling": Sampling(max_tokens=0)},
+        {"sampling": Sampling(stop_texts=("",))},
+    ],
+)
+def test_what_cannot_be(config, change):
+    with pytest.raises(UsageError):
+        generate(replace(config, **change))
+
+
+def test_progress_in_words():
+    assert str(Progress(0, 10)) == "0 of 10 answers"
+    assert str(Progress(6, 10, resumed=4, tokens=300, seconds=3.0)) == "6 of 10 answers, 100 tokens/s, 0:06 left"
+    assert str(Progress(10, 10, tokens=3000, seconds=2.0)) == "10 of 10 answers, 1,500 tokens/s"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys):
+    show = ProgressLine()
+    for done, seconds in ((0, 0.0), (10, 1.0), (20, 2.0), (40, 12.0), (50, 13.0), (60, 14.0)):
+        show(Progress(done, 60, tokens=done * 10, seconds=seconds))
+    assert capsys.readouterr().err.splitlines() == [
+        "10 of 60 answers, 100 tokens/s, 0:05 left",
+        "40 of 60 answers, 33 tokens/s, 0:06 left",
+        "60 of 60 answers, 43 tokens/s",
+    ]
