@@ -21,7 +21,7 @@ TRAINERS = {
 }
 
 TOOLS = {
-    "demo": "see it work: a toy model through SFT, reward model, DPO and GRPO on this machine in 4 minutes",
+    "demo": "see it work: a toy model through SFT, reward model, DPO and GRPO on this machine in 3 minutes",
     "data": "check files before training, or tokenise them once: data check, data preprocess",
     "rewards": "judge saved answers and see why: rewards check",
     "generate": "answers of a model to the prompts of a file, several to each if wanted; goes on after a kill",
