@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
-from bench.engine import SHAPES
+from bench.engine import SHAPES, random_weights
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.engines.base import Request, Sampling
@@ -42,23 +42,8 @@ def measure_steps() -> None:
 
 
 def make_model(folder: Path, shape: str) -> Path:
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied, _ = SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=vocabulary - 1,
-        pad_token_id=vocabulary - 2,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    *sizes, vocabulary, tied, _ = SHAPES[shape]
+    model = random_weights(*sizes, vocabulary, tied)
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
