@@ -1,30 +1,57 @@
-"""`python -m bench [NAME ...]`: each benchmark runs ours and its peer on the same work in one process, in turns.
+"""`python -m bench [NAME ...]`: ours and its peers on the same work in one process; a row for each in bench/results.md.
 
-On a CPU only the ratio means something; it is taken with one thread each.
+On a CPU only ratios mean something; they are taken with one thread each.
 """
 
 import argparse
 import importlib
 import platform
+import sys
 import time
+from pathlib import Path
 
-BENCHMARKS = ("sft", "data", "engine", "steps", "convert")  # bench/<name>.py with a function measure_<name>
+TABLES = ("generate", "sft", "dpo", "grpo")  # bench/<name>.py with a function measure_<name>(options)
+CURVES = "curves"
+OTHERS = ("data", "convert", "serve")  # with a function measure_<name>()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS))
-    names = parser.parse_args().names
-    if unknown := set(names) - set(BENCHMARKS):
-        parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(BENCHMARKS)}")
+    known = (*TABLES, CURVES, *OTHERS)
+    told = f"{', '.join(known)}; all but {CURVES} if none is named"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=told)
+    add = parser.add_argument_group("of the tables and curves").add_argument
+    add("--shapes", type=listed, metavar="A,B", help="sizes of models: small, 0.5b, 1.5b, 7b")
+    add("--pack", type=int, metavar="TOKENS", help="tokens of one of our forward passes in training")
+    add("--steps", type=int, help="steps of each; the median of the last 7 of 10 counts")
+    add("--profile", action="store_true", help="print the kernels that take longest")
+    add("--peers", type=listed, metavar="A,B", help="of trl, vllm, hf: those that may run, if they are installed")
+    add("--model", metavar="FOLDER", help="generate with this model in place of random weights (on a CPU)")
+    add("--out", type=Path, metavar="FILE", help="page that results are appended to")
+    add("--picture", type=Path, metavar="FILE.png", help="of the curves; their numbers go to FILE.json")
+    add("--redraw", action="store_true", help="draw the curves from the numbers that are there")
+    chosen = vars(parser.parse_args(arguments))
+    names = chosen.pop("names") or [*TABLES, *OTHERS]
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(known)}")
     import torch  # not above: worker processes read this file too
     import transformers
 
     torch.set_num_threads(1)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(f"{time.strftime('%Y-%m-%d')} {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+    from bench.common import Options, command_line
+
+    given = {key: value for key, value in chosen.items() if value is not None}
+    options = Options(**given, command=command_line(arguments))
     for name in names:
-        getattr(importlib.import_module(f"bench.{name}"), f"measure_{name}")()
+        measure = getattr(importlib.import_module(f"bench.{name}"), f"measure_{name}")
+        measure() if name in OTHERS else measure(options)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
 
 
 if __name__ == "__main__":

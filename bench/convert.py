@@ -1,11 +1,14 @@
-"""Weight conversion: bytes a second against a plain copy of the same files, and memory against the model's size.
+"""Weight conversion: bytes a second against a plain copy of the same bytes, and memory against the model's size.
 
-A made-up Llama in bfloat16 goes hf -> mcore (tp 2, pp 2) -> hf. BENCH_CONVERT_GIGABYTES gives its sizes (`0.5 1 2`).
-Both the copy and the conversion wait until the disk has everything; memory is the peak of a process of its own.
+A made-up Llama in bfloat16 goes hf -> mcore (tp 2, pp 2) -> hf. BENCH_CONVERT_GIGABYTES gives its sizes (`0.5 1 2`),
+BENCH_CONVERT_PICTURE a .png file for memory against size, BENCH_CONVERT_MEMORY a limit in GiB on what a conversion may
+take (as the kernel counts data; more is refused). Twice the model's size must be free on the disk.
+Copy and conversion both begin with nothing in the page cache and end when the disk has everything.
 """
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,27 +26,40 @@ from posttrain.models.convert.source import open_source
 
 HIDDEN, FFN, VOCABULARY = 2048, 5632, 32_000
 TARGET = Layout("mcore", tp=2, pp=2)
+WORKERS = 2
+GIB = 2**30
 
 
 def measure_convert() -> None:
     sizes = [float(word) for word in os.environ.get("BENCH_CONVERT_GIGABYTES", "0.5 1 2").split()]
-    for gigabytes in sizes:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            written = write_model(folder / "hf", gigabytes)
-            copied = timed_copy(folder / "hf", folder / "copy")
-            shutil.rmtree(folder / "copy")
-            there = in_a_process("hf", folder / "hf", folder / "core")
-            back = in_a_process("mcore", folder / "core", folder / "back")
-            again = timed_copy(folder / "hf", folder / "copy")
-            copy_rate = 2 * written / (copied + again) / 1e9
-            for what, (seconds, peak, largest) in (("hf -> mcore", there), ("mcore -> hf", back)):
-                rate = written / seconds / 1e9
-                print(
-                    f"convert {what} {written / 1e9:.2f} GB: {rate:.2f} GB/s, copy {copy_rate:.2f} GB/s, "
-                    f"ratio {rate / copy_rate:.2f}; memory added {peak / 2**20:.0f} MiB, "
-                    f"largest tensor {largest / 2**20:.0f} MiB"
-                )
+    rows = [row for gigabytes in sizes for row in measure_size(gigabytes)]
+    if picture := os.environ.get("BENCH_CONVERT_PICTURE"):
+        draw(rows, Path(picture))
+
+
+def measure_size(gigabytes: float) -> list[dict[str, float]]:
+    """There and back at one size; copies before and after."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = write_model(folder / "hf", gigabytes)
+        copied = timed_copy(folder / "hf", folder / "copy")
+        shutil.rmtree(folder / "copy")
+        there = in_a_process("hf", folder / "hf", folder / "core")
+        shutil.rmtree(folder / "hf")
+        back = in_a_process("mcore", folder / "core", folder / "back")
+        shutil.rmtree(folder / "back")
+        again = timed_copy(folder / "core", folder / "copy")
+    print(f"copy {written / 1e9:.2f} GB: {written / copied / 1e9:.2f} and {written / again / 1e9:.2f} GB/s")
+    copy_rate = 2 * written / (copied + again) / 1e9
+    for what, row in (("hf -> mcore", there), ("mcore -> hf", back)):
+        rate = written / row["seconds"] / 1e9
+        row["gigabytes"] = written / 1e9
+        print(
+            f"convert {what} {written / 1e9:.2f} GB: {rate:.2f} GB/s, ratio {rate / copy_rate:.2f}; "
+            f"{row['cpu']:.0f} s of CPU in {row['seconds']:.0f} s; "
+            f"memory {row['peak'] / GIB:.2f} GiB, bound {row['bound'] / GIB:.2f} GiB"
+        )
+    return [there, back]
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
@@ -74,41 +90,76 @@ def write_model(folder: Path, gigabytes: float) -> int:
     return sum(entry.size for entry in file.entries.values())
 
 
+def forget(folder: Path) -> None:
+    """Take a folder's files out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
 def timed_copy(source: Path, target: Path) -> float:
     """Seconds of a sequential copy that is on the disk at the end."""
-    shutil.rmtree(target, ignore_errors=True)
+    forget(source)
     start = time.perf_counter()
     shutil.copytree(source, target)
-    with (target / "model.safetensors").open("rb") as file:
-        os.fsync(file.fileno())
+    for path in target.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     return time.perf_counter() - start
 
 
-def in_a_process(kind: str, source: Path, out: Path) -> tuple[float, int, int]:
-    """Seconds, peak memory beyond what the imports took, largest tensor; of one conversion in a fresh process."""
+def in_a_process(kind: str, source: Path, out: Path) -> dict[str, float]:
+    """Seconds and memory of one conversion in a fresh process."""
+    forget(source)
     words = [sys.executable, "-m", "bench.convert", kind, str(source), str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    seconds, peak, largest = json.loads(done.stdout.splitlines()[-1])
-    return seconds, peak, largest
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
-def resident(field: str) -> int:
-    """Bytes, as the kernel counts them (VmRSS: now, VmHWM: at most)."""
+def resident() -> int:
+    """Bytes at most, as the kernel counts them."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
+        if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
+    raise RuntimeError("no VmHWM in /proc/self/status")
 
 
 def one_conversion(kind: str, folder: str, out: str) -> None:
     torch.set_num_threads(1)
-    before = resident("VmRSS")
-    start = time.perf_counter()
+    if limit := float(os.environ.get("BENCH_CONVERT_MEMORY", "0")):
+        resource.setrlimit(resource.RLIMIT_DATA, (int(limit * GIB), int(limit * GIB)))
+    start, before = time.perf_counter(), time.process_time()
     source = open_source(Path(folder), kind, None, None)
-    convert(source, Path(out), TARGET if kind == "hf" else Layout(), workers=2)
-    seconds = time.perf_counter() - start
-    largest = max(source.entry(tensor).size for tensor in source.stored)
-    print(json.dumps([seconds, resident("VmHWM") - before, largest]))
+    target = TARGET if kind == "hf" else Layout()
+    convert(source, Path(out), target, workers=WORKERS)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - before
+    both = open_source(Path(out), target.format, None, None)
+    largest = max(side.entry(tensor).size for side in (source, both) for tensor in side.stored)
+    bound = 2 * largest * WORKERS + GIB
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": resident(), "bound": bound}))
+
+
+def draw(rows: list[dict[str, float]], file: Path) -> None:
+    """Peak memory of the whole process against the size of the model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    for label, marker, part in (("hf to mcore", "o", rows[0::2]), ("mcore to hf", "x", rows[1::2])):
+        axes.plot([r["gigabytes"] for r in part], [r["peak"] / GIB for r in part], marker=marker, label=label)
+    bounds = [r["bound"] / GIB for r in rows[0::2]]
+    axes.plot([r["gigabytes"] for r in rows[0::2]], bounds, "--", color="grey", label="bound")
+    axes.set(xlabel="size of the model, GB", ylabel="peak memory, GiB", ylim=(0, None), xlim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=90)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,13 @@ def write_rows(task, source: Path, out: Path) -> None:
     (out / "rule.py").write_text(RULE, encoding="utf-8")
 
 
+def merged(first: dict, second: dict) -> dict:
+    """Both, section by section; the second decides."""
+    return first | {
+        key: merged(first[key], value) if isinstance(first.get(key), dict) else value for key, value in second.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("task", choices=["gsm8k", "countdown"])
@@ -69,6 +76,10 @@ def main() -> None:
     parser.add_argument("--grpo_rate", type=float, default=5e-6)
     parser.add_argument("--sft_rate", type=float, default=3e-4)
     parser.add_argument("--base", action="store_true", help="also evaluate the model as it comes")
+    parser.add_argument("--sft", type=json.loads, default={}, help="other options of SFT, as JSON")
+    parser.add_argument("--grpo", type=json.loads, default={}, help="other options of GRPO, as JSON")
+    parser.add_argument("--start", default="", help="a model that SFT has already made: GRPO alone")
+    parser.add_argument("--look_every", type=int, default=0, help="also evaluate every so many steps")
     options = parser.parse_args()
     from posttrain import GRPOTrainer, sft
 
@@ -80,34 +91,39 @@ def main() -> None:
 
     def grpo(model: str, name: str, steps: int) -> GRPOTrainer:
         config = {"out": str(options.out / name), "rollout": rollout, "update": update, "steps": steps, "quiet": True}
+        config |= {"rewards": {"workers": 4}, "save": {"every": 0}}
         return GRPOTrainer(
             model,
             rewards=judge,
             data=str(rows / "train-prompts.jsonl"),
             eval_data=str(rows / "test-prompts.jsonl"),
-            config=config | {"rewards": {"workers": 4}, "save": {"every": 0}},
+            config=merged(config, options.grpo),
         )
 
     if options.base:
         with grpo(options.model, "base", 1) as trainer:
             say(f"base: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
-    trained = sft(
-        model={"path": options.model},
-        data={"train": [str(rows / "train-chat.jsonl")], "max_tokens": 640},
-        update={
-            "rows_per_step": 64,
-            "learning_rate": options.sft_rate,
-            "warmup": 20,
-            "min_lr_ratio": 0.0,
-            "tokens_per_device": 32768,
-        },
-        epochs=3,
-        save={"every": 0},
-        out=str(options.out / "sft"),
-        quiet=True,
-    )
-    say(f"sft, 3 epochs, {trained.steps} steps, loss {trained.metrics['loss']:.3f}")
-    with grpo(str(trained.folder), "grpo", options.grpo_steps) as trainer:
+    model = options.start
+    if not model:
+        wanted = {
+            "model": {"path": options.model},
+            "data": {"train": [str(rows / "train-chat.jsonl")], "max_tokens": 640},
+            "update": {
+                "rows_per_step": 64,
+                "learning_rate": options.sft_rate,
+                "warmup": 20,
+                "schedule": "cosine:0",
+                "tokens_per_device": 32768,
+            },
+            "epochs": 3,
+            "save": {"every": 0},
+            "out": str(options.out / "sft"),
+            "quiet": True,
+        }
+        trained = sft(**merged(wanted, options.sft))
+        say(f"sft, {trained.steps} steps, loss {trained.metrics['loss']:.3f}")
+        model = str(trained.folder)
+    with grpo(model, "grpo", options.grpo_steps) as trainer:
         began = time.time()
         say(f"after sft: {100 * trainer.evaluate()['eval/accuracy']:.2f}%; evaluated in {time.time() - began:.0f} s")
         examined, done = time.time() - began, 0
@@ -119,6 +135,8 @@ def main() -> None:
                     f"{name} {metrics[name]:.4g}" for name in ("reward", "length", "entropy", "sampler_kl", "no_signal")
                 )
                 say(f"grpo step {done}: {shown}")
+            if options.look_every and done % options.look_every == 0:
+                say(f"grpo step {done}: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
         say(f"after grpo, {done} steps: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
         lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])

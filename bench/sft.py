@@ -1,107 +1,99 @@
-"""Supervised training on ragged rows: our packed learner against a padded loop with full logits."""
+"""Supervised training on ragged rows: our packed learner against TRL's SFTTrainer.
 
-import tempfile
-import time
+    python -m bench sft [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
+
+On a GPU: rows of 64..2048 tokens, 65,536 tokens a step, every token counts; TRL packs them to 4,096. On a CPU: 32 rows
+of 32..384 tokens, a question that does not count and its answer; TRL lays rows end to end without padding.
+"""
+
+from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from posttrain.algos.sft import SFT
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.models.pico import build_tokenizer
-from posttrain.types import Objective, Sample, count
+from bench import common
+from bench.common import GPU, SHAPES, Options, Result, Shape
+from posttrain.types import Sample
 
-ROUNDS = 3
-VOCABULARY = 16_384
-ROWS = 32
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+TOKENS_PER_STEP = 65_536  # on a GPU
+ROWS_PER_STEP = 32  # on a CPU
+ROWS_PER_PASS = 2  # TRL's, on a CPU: better than 4 when tried
 
 
-def measure_sft() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        config = LlamaConfig(**SHAPE, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tokenizer: PreTrainedTokenizerFast = build_tokenizer()
-        tokenizer.save_pretrained(folder)
-        rows = ragged_rows()
-        tokens = sum(len(row) for row in rows)
-        steps = {"packed (ours)": ours(folder, rows), "padded, full logits": padded(folder, rows)}
-        losses = {name: step() for name, step in steps.items()}  # warm-up, and the proof that the work is the same
-        seconds = {name: min(timed(step) for _ in range(ROUNDS)) for name, step in steps.items()}
-    first, second = losses.values()
-    assert abs(first - second) < 1e-4 * abs(second), losses
-    for name in steps:
-        print(f"sft {tokens:,} tokens in {ROWS} rows, {name}: {tokens / seconds[name]:,.0f} tokens/s")
-    print(f"sft ratio: {seconds['padded, full logits'] / seconds['packed (ours)']:.2f}x")
+def measure_sft(options: Options) -> None:
+    for name in options.chosen("0.5b", "1.5b"):
+        with common.saved_model(SHAPES[name]) as folder:
+            compare(name, folder, options)
 
 
-def ragged_rows() -> list[Sample]:
-    """A long question and a shorter answer, as instruction data has; only the answer counts."""
+def rows_of_steps(shape: Shape, steps: int) -> list[list[Sample]]:
     rng = np.random.default_rng(0)
-    rows = []
-    for length in rng.integers(32, 385, ROWS):
-        tokens = rng.integers(10, VOCABULARY, length).astype(np.int32)
-        rows.append(Sample(tokens=tokens, mask=np.arange(length) >= int(length * rng.uniform(0.3, 0.7))))
-    return rows
+    if not GPU:
+        return [[question_and_answer(rng, shape) for _ in range(ROWS_PER_STEP)] for _ in range(steps)]
+    found: list[list[Sample]] = [[] for _ in range(steps)]
+    for rows in found:
+        while sum(map(len, rows)) < TOKENS_PER_STEP:
+            rows.append(common.ragged(rng, 64, 2048, shape))
+    return found
 
 
-def timed(step) -> float:
-    started = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+def question_and_answer(rng: np.random.Generator, shape: Shape) -> Sample:
+    sample = common.ragged(rng, 32, 385, shape)
+    sample.mask[: int(len(sample) * rng.uniform(0.3, 0.7))] = False
+    return sample
 
 
-def ours(folder: str, rows: list[Sample]):
-    learner = Learner(ModelConfig(path=folder, dtype="float32"), UpdateConfig(tokens_per_device=4096))
-    algo = SFT(SFT.Config())
-    objective = Objective(request=algo.request(len), loss=algo.loss, unit="token")
-    denominator, tokens = count(rows, "token"), sum(map(len, rows))
+def compare(name: str, folder: str, options: Options) -> None:
+    shape = SHAPES[name]
+    rows = rows_of_steps(shape, options.steps)
+    flops: list[float] = []
 
-    def step() -> float:
-        sums = learner.forward_backward(rows, objective, denominator, tokens)
-        learner.step(1e-4)
-        return sums["loss"][0] / denominator
+    def ours() -> common.Step:
+        policy = common.learner(folder, options)
+        _, wanted = common.objective("sft")
+        flops.extend(common.training_flops(policy, step, wanted, shape) for step in rows)
+        return lambda number: {"loss": common.update(policy, rows[number], wanted)}
 
-    return step
+    trl = (lambda callbacks: trl_trainer(folder, rows, options, callbacks)) if options.peer("trl") else None
+    times = common.in_turns(options, ours, trl)
+    size, seconds = typical_size(rows), times["ours"].typical
+    result = Result(
+        what=f"SFT {name}, {size:,.0f} tokens a step in ragged rows",
+        ours=f"{size / seconds:,.0f} tokens/s{times['ours'].memory}",
+        limits=common.share_of_limits(float(np.median(flops)), 0.0, seconds),
+    )
+    if "TRL" in times:
+        logs = times["TRL"].logs
+        if GPU:  # it packs rows itself
+            size = float(np.median(np.diff([log["num_tokens"] for log in logs if "num_tokens" in log])))
+        else:  # the same weights and rows give the same loss
+            first = (times["ours"].logs[0]["loss"], logs[0]["loss"])
+            assert abs(first[0] - first[1]) < 1e-3 * first[1], first
+        rate = size / times["TRL"].typical
+        result.peer, result.peers = f"TRL {rate:,.0f} tokens/s{times['TRL'].memory}", ("trl",)
+        result.ratio = typical_size(rows) / seconds / rate
+    common.record(result, options)
 
 
-def padded(folder: str, rows: list[Sample]):
-    """What most training loops do: micro-batches of 8 rows padded to the longest, cross-entropy on all logits."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    denominator = count(rows, "token")
+def typical_size(rows: list[list[Sample]]) -> float:
+    return float(np.median([sum(map(len, step)) for step in rows]))
 
-    def step() -> float:
-        total = 0.0
-        for first in range(0, len(rows), 8):
-            part = rows[first : first + 8]
-            width = max(map(len, part))
-            ids = torch.zeros(len(part), width, dtype=torch.long)
-            labels = torch.full_like(ids, -100)
-            seen = torch.zeros_like(ids)
-            for i, row in enumerate(part):
-                ids[i, : len(row)] = torch.as_tensor(row.tokens)
-                labels[i, : len(row)] = torch.where(torch.as_tensor(row.mask), torch.as_tensor(row.tokens), -100)
-                seen[i, : len(row)] = 1
-            logits = model(input_ids=ids, attention_mask=seen, use_cache=False).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-            (loss / denominator).backward()
-            total += float(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total / denominator
 
-    return step
+def trl_trainer(folder: str, rows: list[list[Sample]], options: Options, callbacks: list[Any]) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    def row(sample: Sample) -> dict[str, Any]:
+        return {"input_ids": sample.tokens, "labels": np.where(sample.mask, sample.tokens, -100)}
+
+    if GPU:
+        how: dict[str, Any] = {"per_device_train_batch_size": 4, "max_length": 4096, "packing": True}
+    else:
+        how = {"per_device_train_batch_size": ROWS_PER_PASS, "max_length": None, "padding_free": True}
+    passes = TOKENS_PER_STEP // (4 * 4096) if GPU else ROWS_PER_STEP // ROWS_PER_PASS
+    return SFTTrainer(
+        model=folder,
+        args=SFTConfig(**how, gradient_accumulation_steps=passes, **common.trl_options(options)),
+        train_dataset=Dataset.from_list([row(sample) for step in rows for sample in step]),
+        processing_class=common.words_of(folder),
+        callbacks=callbacks,
+    )

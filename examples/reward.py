@@ -17,6 +17,11 @@ def short(text: str) -> float:
     return max(0.0, min(1.0, 2 - words / WANTED_WORDS))
 
 
+def letters(text: str) -> float:
+    """Share of what a reader can read: letters, digits, spaces."""
+    return sum(letter.isascii() and (letter.isalnum() or letter.isspace()) for letter in text) / max(1, len(text))
+
+
 def states_the_answer(text: str, ground_truth: str, **columns: Any) -> tuple[float, str]:
     """1 if the answer stands in the text as a word of its own; the second value is shown as the reason."""
     found = re.search(rf"(?<!\w){re.escape(str(ground_truth))}(?!\w)", text) is not None

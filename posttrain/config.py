@@ -13,15 +13,20 @@ import difflib
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import yaml
 
 from posttrain.errors import UsageError
 from posttrain.verbs import TRAINERS
+
+Schedule = Literal["cosine", "linear", "constant"]
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+LAYOUT_KEYS = ("devices", "tp", "zero")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,9 +58,7 @@ class DataConfig:
     train: tuple[str, ...] = ()
     """Files, folders, globs or hub names to train on; with weights to mix them: a.jsonl:0.7 b.parquet:0.3."""
     eval: tuple[str, ...] = ()
-    """Files to evaluate on."""
-    eval_fraction: float = 0.0
-    """Part of the training rows set aside for evaluation when data.eval is not given."""
+    """Files to evaluate on; or a number below 1: so large a part of the training rows is set aside for it."""
     repeat: bool = False
     """When mixing by weights: start a source again when it runs out, instead of ending the epoch there."""
     max_rows: int | None = None
@@ -65,15 +68,22 @@ class DataConfig:
     map_keys: str = ""
     """Columns under other names, as JSON: {"prompt": "question", "response": "answer"}."""
     template: str = ""
-    """Chat template by name (chatml, llama3, qwen_r1 ...) or file, instead of the tokenizer's own."""
+    """Chat template by name (chatml, llama3, qwen_r1 ...) or file; or text with {}, as "Human: {}\\nAssistant: "."""
     max_tokens: int = 2048
     """Longest sequence; data.on_long says what happens to longer ones."""
     on_long: Literal["truncate", "drop", "error"] = "truncate"
     """truncate: cut the end (text is split instead, so that nothing is lost); drop: leave the row out and count it."""
-    input_template: str = ""
-    """For models without a chat template: prompt with {} for the question, as "Human: {}\\nAssistant: "."""
     shuffle: bool = True
     """A new order every epoch, decided by the seed."""
+
+    @property
+    def eval_fraction(self) -> float:
+        """What data.eval says, if it is a number."""
+        return (as_number(self.eval[0]) or 0.0) if len(self.eval) == 1 else 0.0
+
+    @property
+    def eval_files(self) -> tuple[str, ...]:
+        return () if self.eval_fraction else self.eval
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,10 +94,8 @@ class UpdateConfig:
     """Tokens packed into one forward pass: bounds memory, does not change the result."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
-    min_lr_ratio: float = 0.1
-    """Where cosine and linear end, as a part of the peak."""
+    schedule: str = "cosine"
+    """How the learning rate falls: cosine, linear, constant; cosine:0.05 ends at 0.05 of the peak (else at 0.1)."""
     warmup: float = 0.0
     """Steps of linear warm-up; below 1: as a part of all steps."""
     weight_decay: float = 0.0
@@ -98,6 +106,17 @@ class UpdateConfig:
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     ema_decay: float = 0.0
     """Keep an average of the weights with this decay (0.992, say); `posttrain export --ema` takes it."""
+
+    @property
+    def shape(self) -> Schedule:
+        """The schedule without its end."""
+        return cast(Schedule, self.schedule.partition(":")[0])
+
+    @property
+    def min_lr_ratio(self) -> float:
+        """Where the schedule ends, as a part of the peak."""
+        end = self.schedule.partition(":")[2]
+        return float(end) if end else 0.1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,6 +150,61 @@ class LogConfig:
         return next((place.removeprefix("wandb:") for place in self.to if place.startswith("wandb:")), "")
 
 
+@dataclass(slots=True, frozen=True)
+class RoleLayout:
+    """Where a role's model lies and how it is divided."""
+
+    place: str  # the role whose devices it is on: itself, where it has devices of its own, or `actor`
+    devices: int
+    tensor_parallel: int
+    zero: int
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    devices: int = 1
+    """Worker processes, one a device (on a CPU: with a share of its cores). Under torchrun or srun: theirs are used."""
+    ray: str = ""
+    """Place the workers on a Ray cluster: `auto`, or its address."""
+    layout: tuple[str, ...] = ()
+    """How models are divided, for all (`tp=2 zero=2`) or for one role (`rollout.devices=4 reference.tp=2`)."""
+    offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
+    """Keep these in host memory while they are not used."""
+    limits: tuple[int, float] = (0, 1800.0)
+    """How often a run may go on by itself after it lost a worker, and the seconds that a wait for a worker may take."""
+
+    def of(self, role: str) -> RoleLayout:
+        """Layout of a role: actor, critic, reference, reward-N, rollout. What all share is called `actor`'s place."""
+        found = {name: self.entry(role, name) for name in LAYOUT_KEYS}
+        devices, own = found["devices"], self.own_devices()
+        place = role if role in own else role.partition("-")[0]
+        if devices in ROLES:  # those of another role
+            other = self.of(devices)
+            place, size = other.place, other.devices
+        elif devices and role != "actor":
+            size = int(devices)
+        else:
+            place, size = "actor", self.devices - sum(map(int, own.values()))
+        return RoleLayout(place, size, int(found["tp"] or 1), 3 if found["zero"] == "" else int(found["zero"]))
+
+    def entry(self, role: str, key: str) -> str:
+        """Of reward-0: its own, or that of all reward models, or that of all models."""
+        names = [f"{role}.{key}", f"{role.partition('-')[0]}.{key}"]
+        if key != "devices" and role != "rollout":  # engines divide a model in their own way
+            names.append(key)
+        written = dict(entry.partition("=")[::2] for entry in self.layout)
+        return next((written[name] for name in names if name in written), "")
+
+    def own_devices(self) -> dict[str, str]:
+        """Role -> number of devices that only it (and who joins it) has."""
+        written = dict(entry.partition("=")[::2] for entry in self.layout)
+        return {
+            key.partition(".")[0]: value
+            for key, value in written.items()
+            if key.endswith(".devices") and value.isdigit() and not key.startswith("actor.")
+        }
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     samples_per_prompt: int = 8
@@ -157,26 +231,28 @@ class RolloutConfig:
     """Take answers from this run folder's records instead of generating them; they are scored again."""
     max_mismatch: float = 0.1
     """Stop when sampler and trainer disagree by this KL a token, three steps in a row; warn at a tenth."""
-    offload: tuple[Literal["reference", "critic", "reward", "optimizer"], ...] = ()
-    """Keep these in host memory while they are not used."""
+    engine: tuple[str, ...] = ("local",)
+    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardsConfig:
     weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1 each."""
-    limits: tuple[float, float] = (10.0, 2.0)
-    """Seconds for one answer and GiB of memory; past them its child process is killed and the answer left out."""
+    limits: tuple[float, float, float] = (10.0, 2.0, 0.1)
+    """Seconds and GiB for one answer, else it fails and is left out; the part of a batch that may fail."""
     workers: int = 2
     """Child processes that run reward functions."""
-    max_failure_rate: float = 0.1
-    """Stop the run when more than this part of a batch could not be scored."""
     clip: float = 0.0
     """Hold the sum of rewards between -clip and clip; 0: leave it."""
     normalize_models: bool = False
     """Take a reward model's scores relative to the mean and deviation that were saved with it."""
     overlong: tuple[int, float] = (0, 1.0)
     """N and P: the last N tokens before rollout.max_tokens cost a penalty that grows from 0 to P (DAPO)."""
+
+    @property
+    def max_failure_rate(self) -> float:
+        return self.limits[2]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,6 +287,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     algo: Any = None
 
 
@@ -225,12 +302,15 @@ class OnlineConfig(Config):
     eval: OnlineEvalConfig = field(default_factory=OnlineEvalConfig)
 
 
-def parse(verb: str, algorithm: Any, args: Sequence[str]) -> Config:
-    """`[CONFIG.yaml] --section.option value ...` -> a checked configuration; wrong use exits with 2."""
+def parse(verb: str, algorithm: Any, args: Sequence[str], *, data: bool = True) -> Config:
+    """`[CONFIG.yaml] --section.option value ...` -> a checked configuration; wrong use exits with 2.
+
+    `data`: whether there must be some.
+    """
     file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
     start = with_algorithm(algorithm)
     filed = entries_of_file(Path(file), start, verb) if file else []
-    return read_options(verb, start, filed, list(typed))
+    return read_options(verb, start, filed, list(typed), data=data)
 
 
 def from_mapping(verb: str, algorithm: Any, mapping: dict[str, Any]) -> Config:
@@ -261,9 +341,9 @@ class Entry(NamedTuple):
     value: Any
 
 
-def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str]) -> Config:
+def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str], *, data: bool = True) -> Config:
     about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
-    return check(read_entries(f"posttrain {verb}", about, start, entries, typed))
+    return check(read_entries(f"posttrain {verb}", about, start, entries, typed), data=data)
 
 
 def parse_plain(command: str, about: str, start: Any, args: Sequence[str]) -> Any:
@@ -301,6 +381,7 @@ def read_entries(prog: str, about: str, start: Any, entries: Sequence[Entry], ty
 WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 WORDS |= {"tuple[float, ...]": "a list of numbers", "tuple[int, float]": "a whole number and a number"}
 WORDS |= {"int | None": "a whole number", "tuple[str, ...]": "a list of texts", "tuple[float, float]": "two numbers"}
+WORDS |= {"tuple[float, float, float]": "three numbers"}
 
 
 def type_of(config: Any, key: str) -> str:
@@ -311,30 +392,39 @@ def type_of(config: Any, key: str) -> str:
     return WORDS.get(written) or written.replace("Literal[", "one of ").rstrip("]")
 
 
-def check(config: Config) -> Config:
+def check(config: Config, *, data: bool = True) -> Config:
     """Settings that cannot work, alone or together, named with what resolves them."""
 
     def refuse(problem: bool, message: str) -> None:
         if problem:
             raise UsageError(message)
 
-    model, data, update = config.model, config.data, config.update
+    model, rows, update = config.model, config.data, config.update
     for place in config.log.to:
         known = place == "tensorboard" or (place.startswith("wandb:") and place != "wandb:")
         refuse(not known, f"log.to is {place!r}; it must be tensorboard or wandb:PROJECT.")
     refuse(not model.path, "model.path is not set. Give a folder, a hub name, a run folder or pico: --model.path pico")
-    refuse(not data.train, "data.train is not set. Name the files to train on: --data.train rows.jsonl")
+    refuse(data and not rows.train, "data.train is not set. Name the files to train on: --data.train rows.jsonl")
     refuse(
         model.load_in_4bit and not model.lora_rank,
         "model.load_in_4bit freezes the weights, so there is nothing to train. Add --model.lora_rank 16, say.",
     )
+    for entry in rows.eval:
+        number = as_number(entry)
+        refuse(
+            number is not None and not (0 < number < 1 and len(rows.eval) == 1),
+            f"data.eval is {' '.join(rows.eval)}; it must be files, or one number above 0 and below 1.",
+        )
     refuse(
-        bool(data.eval and data.eval_fraction),
-        f"data.eval and data.eval_fraction {data.eval_fraction} are both set. Keep one.",
+        bool(config.eval.every and not rows.eval),
+        f"eval.every is {config.eval.every} but there is nothing to evaluate on. Give data.eval files, or a part.",
     )
+    shape, colon, end = update.schedule.partition(":")
+    known = shape in get_args(Schedule) and not (colon and shape == "constant")
     refuse(
-        bool(config.eval.every and not data.eval and not data.eval_fraction),
-        f"eval.every is {config.eval.every} but there is nothing to evaluate on. Give data.eval or data.eval_fraction.",
+        not known or bool(colon and not 0 <= (-1 if (ratio := as_number(end)) is None else ratio) <= 1),
+        f"update.schedule is {update.schedule!r}; it must be constant, or cosine or linear, with the part of the peak "
+        "that is left at the end (from 0 to 1), as cosine:0.05.",
     )
     for key, low, high in (
         ("steps", 0, None),
@@ -342,12 +432,10 @@ def check(config: Config) -> Config:
         ("update.rows_per_step", 1, None),
         ("update.tokens_per_device", 1, None),
         ("update.learning_rate", 0, None),
-        ("update.min_lr_ratio", 0, 1),
         ("update.warmup", 0, None),
         ("update.weight_decay", 0, None),
         ("update.max_grad_norm", 0, None),
         ("update.ema_decay", 0, 0.999999),
-        ("data.eval_fraction", 0, 0.999999),
         ("data.max_tokens", 2, None),
         ("data.max_rows", 1, None),
         ("model.lora_rank", 0, None),
@@ -359,6 +447,7 @@ def check(config: Config) -> Config:
         ("save.keep_gigabytes", 0, None),
     ):
         refuse(*outside(config, key, low, high))
+    check_cluster(config, refuse)
     if isinstance(config, OnlineConfig):
         check_online(config, refuse)
     refuse(
@@ -370,6 +459,56 @@ def check(config: Config) -> Config:
         f"epochs is {config.epochs}; it must be above 0, and finite.",
     )
     return config
+
+
+def launched_size() -> int:
+    """Processes that torchrun or srun started together, this one among them; 1 if neither did."""
+    for size, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")):
+        if size in os.environ and rank in os.environ:
+            return int(os.environ[size])
+    return 1
+
+
+def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
+    """Layouts that cannot be, and roles that are not there."""
+    cluster = config.cluster
+    if launched_size() > 1:
+        cluster.devices = launched_size()
+    roles = ROLES if isinstance(config, OnlineConfig) else ("actor", "reference")
+    refuse(*outside(config, "cluster.devices", 1, None))
+    for entry in cluster.layout:
+        key, equals, value = entry.partition("=")
+        role, dot, name = key.rpartition(".")
+        bad = f"cluster.layout has {entry!r}; it must be [role.]key=value with a key of {', '.join(LAYOUT_KEYS)}"
+        refuse(not equals or name not in LAYOUT_KEYS, f"{bad}.")
+        refuse(bool(dot) and role.partition("-")[0] not in roles, f"{bad}, and a role of {', '.join(roles)}.")
+        joins = name == "devices" and value in roles and value != role
+        refuse(not joins and not value.isdigit(), f"{bad} and a whole number.")
+        refuse(
+            name == "devices" and role in ("", "actor"),
+            f"cluster.layout has {entry!r}: the actor has the devices that cluster.devices leaves it.",
+        )
+        refuse(value.isdigit() and int(value) < (2 if name == "zero" else 1), f"{bad}; {value} is too small.")
+        refuse(name == "zero" and int(value) > 3, f"{bad}; zero is 2 or 3.")
+        joined = cluster.entry(value, "devices") if joins else ""
+        refuse(joined in roles, f"{bad}; {value} has no devices of its own to share.")
+    left = cluster.devices - sum(map(int, cluster.own_devices().values()))
+    refuse(
+        left < 1,
+        f"cluster.devices is {cluster.devices}, but roles of cluster.layout take {cluster.devices - left}, and the "
+        "actor needs one too.",
+    )
+    for role in roles:
+        found = cluster.of(role)
+        refuse(
+            bool(found.devices % found.tensor_parallel),
+            f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel} does not divide.",
+        )
+    restarts, seconds = cluster.limits
+    refuse(
+        restarts < 0 or not 0 < seconds < math.inf,
+        f"cluster.limits is {list(cluster.limits)}; it must be a number of restarts and seconds above 0.",
+    )
 
 
 def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> None:
@@ -393,8 +532,22 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         f"{rollout.max_tokens}, and a penalty of at least 0.",
     )
     refuse(
-        not all(0.01 <= limit < math.inf for limit in rewards.limits),
-        f"rewards.limits is {list(rewards.limits)}; it must be seconds and GiB, each at least 0.01.",
+        not all(0.01 <= limit < math.inf for limit in rewards.limits[:2]) or not 0 <= rewards.limits[2] <= 1,
+        f"rewards.limits is {list(rewards.limits)}; it must be seconds and GiB, each at least 0.01, and the part of a "
+        "batch that may fail, from 0 to 1.",
+    )
+    refuse(
+        rollout.engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in rollout.engine[1:]),
+        f"rollout.engine is {' '.join(rollout.engine)!r}; it must be local, or vllm and its options as name=value.",
+    )
+    refuse(
+        rollout.engine[0] == "local" and config.cluster.of("rollout").tensor_parallel > 1,
+        "cluster.layout has rollout.tp, but the local engine keeps a whole model on each device. Leave it out, or take "
+        "--rollout.engine vllm.",
+    )
+    refuse(
+        rollout.engine[0] == "local" and len(rollout.engine) > 1,
+        f"rollout.engine local has no options of its own, but got {' '.join(rollout.engine[1:])}.",
     )
     for key, low, high in (
         ("rollout.samples_per_prompt", 1, None),
@@ -407,13 +560,20 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         ("rollout.dynamic_sampling", 0, None),
         ("rollout.max_mismatch", 0, None),
         ("rewards.workers", 1, None),
-        ("rewards.max_failure_rate", 0, 1),
         ("rewards.clip", 0, None),
         ("eval.samples_per_prompt", 1, None),
         ("eval.temperature", 0, None),
         ("eval.max_rows", 1, None),
     ):
         refuse(*outside(config, key, low, high))
+
+
+def as_number(text: str) -> float | None:
+    """The number that a text is, if it is one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:

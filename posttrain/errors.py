@@ -1,5 +1,9 @@
 """Errors that are shown to the user as one message, without a traceback."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class PosttrainError(Exception):
     """Something failed; the message says what, where and what to do."""
@@ -27,6 +31,16 @@ class DivergedError(PosttrainError):
 
 class RewardError(PosttrainError):
     """Reward functions failed for too many completions."""
+
+
+class WorkerError(PosttrainError):
+    """A worker process was lost, did not answer in time, or failed; the message names it and its log."""
+
+    def __init__(self, message: str, *, lost: bool) -> None:
+        super().__init__(message)
+        self.lost = lost
+        """The process is gone or does not answer: with another in its place the run can go on."""
+        self.folder: Path | None = None  # of the run, where it is known
 
 
 class Stopped(PosttrainError):  # noqa: N818  a request, not a fault

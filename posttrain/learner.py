@@ -1,12 +1,17 @@
-"""The learner: a model and its optimizer on one device. Knows packs, sums and gradients; knows no algorithm by name."""
+"""The learner: a model and its optimizer on one device. Knows packs, sums and gradients; knows no algorithm by name.
+
+Where processes hold a model together (models/shard.py) each has a learner, all are called at once, each with samples of
+its own, and the methods keep in step: who has less to compute makes passes that count for nothing.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +21,23 @@ from posttrain.data.pack import collate, pack
 from posttrain.data.templates import apply_template, stop_ids
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.base import Sampling
+from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
 from posttrain.errors import UsageError
 from posttrain.models import lora
 from posttrain.models.checkpoint import load_tensors, save_tensors
 from posttrain.models.forward import Trunk, check_router, forward, prove
-from posttrain.models.load import load_model, load_tokenizer, load_weights, save_model, trainable_parameters
+from posttrain.models.load import (
+    compute_dtype,
+    load_model,
+    load_tokenizer,
+    load_weights,
+    save_model,
+    trainable_parameters,
+)
 from posttrain.models.optimizer import Optimizer
+from posttrain.models.shard import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
+from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
 from posttrain.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
 
 PLAIN = Drawing()
@@ -31,6 +46,7 @@ SHARED_TOKENS = 16  # neighbours with so long a common beginning compute it once
 LARGEST = "largest_"
 """Metrics of this prefix are the largest of all packs and ranks, not sums."""
 
+T = TypeVar("T")
 Part = Literal["model", "optimizer"]
 Sums = dict[str, tuple[float, float | None]]
 """Metric -> (sum, count); a count of None stands for the objective's own denominator."""
@@ -50,31 +66,58 @@ class Learner:
         template: str = "",
         value_head: bool = False,
         sampler_copy: bool = False,
+        engine: Sequence[str] = ("local",),
         seed: int = 0,
+        layout: Layout | None = Layout(),  # noqa: B008  frozen
     ) -> None:
-        """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own."""
+        """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own.
+
+        `engine`: who generates, see rollout.engine; others than the local one always have weights of their own.
+        `layout`: how the processes of a group share the model; None: they do not, each has it whole.
+        """
         self.device = default_device()
+        self.dtype = compute_dtype(model, self.device)
         self.update = update
-        self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed)
+        self.shards = Shards.among(layout, self.device, self.dtype) if layout and layout.applies() else None
+        self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed, shards=self.shards)
         self.tokenizer = load_tokenizer(model)
         if template:  # saved with the model, so that it is asked, and stops, as it was trained
             apply_template(self.tokenizer, template)
             if head == "token":
                 self.model.generation_config.eos_token_id = stop_ids(self.tokenizer)
-        self.trunk = Trunk.of(self.model)
-        prove(self.trunk)
         if model.router_loss:
             check_router(self.model)
-        self.teacher: Trunk | None = None
+        taught = None
         if teacher is not None:
-            self.teacher = Trunk.of(load_model(teacher, "token", device=self.device, trainable=False, seed=seed))
-            prove(self.teacher)
+            options: dict[str, Any] = {"device": self.device, "trainable": False, "seed": seed, "shards": self.shards}
+            taught = load_model(teacher, "token", **options)
+        valued = new_value_head(self.model, seed) if value_head else None
+        self.copies: dict[str, Copy] = {}  # to generate with, where this process holds a part of the model only
+        if self.shards is not None:
+            self.skeleton = skeleton_of(self.model) if head == "token" else None
+            self.shards.cut(self.model, [taught, None if valued is None else valued.float()])
+        self.trunk = self.inside(Trunk.of, self.model)
+        self.inside(prove, self.trunk)
+        self.teacher: Trunk | None = None
+        if taught is not None:
+            self.teacher = self.inside(Trunk.of, taught)
+            self.inside(prove, self.teacher)
             check_teacher(self.trunk, self.teacher)
-        if value_head:
-            self.trunk.value_head = new_value_head(self.model, seed)
-        self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False)) if sampler_copy else self.trunk
+        self.let_go()
+        self.trunk.value_head = valued
+        self.own_sampler = sampler_copy
+        self.sampler = self.trunk
+        self.follower: Follower | None = None
+        if engine[0] == "vllm":
+            looks = (self.weights, self.logprobs)
+            self.follower = Follower(engine[1:], self.model, self.tokenizer, self.dtype, *looks)
+        elif sampler_copy and self.shards is None:
+            self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
-        self.optimizer = Optimizer(self.parameters(), update) if trainable else None
+        self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
+        self.version = 0  # of the weights
+        if sampler_copy and self.shards is not None and self.follower is None:
+            self.refresh_sampler()
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """All that is trained, by name."""
@@ -83,22 +126,33 @@ class Learner:
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         """Add the gradient of (sum of losses) / denominator. `tokens`: of the whole step, for the router's balance."""
+        if self.follower is not None and not self.own_sampler:
+            self.follower.sleep()
         totals = Totals()
-        for batch in self.batches(samples, objective.group_size):
-            out = forward(self.trunk, batch, objective.request, self.teacher)
-            loss = objective.loss(out, batch)
-            scaled = loss.total / denominator
-            if out.router_loss is not None:
-                scaled = scaled + objective.request.router_loss * out.router_loss / tokens
-                totals.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
-            scaled.backward()
-            totals.add("loss", loss.total)
-            totals.add_all(loss.metrics)
+        for batch in self.paced(self.batches(samples, objective.group_size)):
+            self.inside(self.scaled_loss, batch, objective, denominator, tokens, totals).backward()
         return totals.read()
+
+    def scaled_loss(
+        self, batch: Batch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
+    ) -> torch.Tensor:
+        """What is differentiated of one pack; 0 of a pack for company."""
+        out = forward(self.trunk, self.company() if batch is None else batch, objective.request, self.teacher)
+        if batch is None:
+            return touch(torch.zeros((), device=self.device), out)
+        loss = objective.loss(out, batch)
+        scaled = loss.total / denominator
+        if out.router_loss is not None:
+            scaled = scaled + objective.request.router_loss * out.router_loss / tokens
+            totals.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
+        totals.add("loss", loss.total)
+        totals.add_all(loss.metrics)
+        return scaled if self.shards is None else touch(scaled, out)
 
     def step(self, learning_rate: float) -> dict[str, float]:
         """Apply and forget the gradients; see Optimizer.step."""
         assert self.optimizer is not None, "this learner was loaded for inference"
+        self.version += 1
         return self.optimizer.step(learning_rate)
 
     def discard(self) -> dict[str, float]:
@@ -112,10 +166,14 @@ class Learner:
         """Loss and metrics without gradients."""
         self.model.eval()
         totals = Totals()
-        for batch in self.batches(samples, objective.group_size):
-            loss = objective.loss(forward(self.trunk, batch, objective.request, self.teacher), batch)
-            totals.add("loss", loss.total)
-            totals.add_all(loss.metrics)
+        for batch in self.paced(self.batches(samples, objective.group_size)):
+            pack = self.company() if batch is None else batch
+            out = self.inside(forward, self.trunk, pack, objective.request, self.teacher)
+            if batch is not None:
+                loss = objective.loss(out, batch)
+                totals.add("loss", loss.total)
+                totals.add_all(loss.metrics)
+        self.let_go()
         self.model.train()
         return totals.read()
 
@@ -131,7 +189,16 @@ class Learner:
 
     def generate(self, requests: Sequence[Wanted], sampling: Sampling, *, current: bool = False) -> list[Sample]:
         """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own."""
-        trunk = self.trunk if current else self.sampler
+        if self.follower is not None and not (current and self.own_sampler):  # which is at work on another batch
+            if current:
+                self.follower.refresh()
+            return self.follower.generate(requests, sampling)
+        if self.shards is None:
+            trunk = self.trunk if current else self.sampler
+        elif self.own_sampler and not current:
+            trunk = self.copies["sampler"].trunk
+        else:
+            trunk = self.copied("current")
         if id(trunk) not in self.engines:
             self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer)
         return self.engines[id(trunk)].generate(requests, sampling)
@@ -139,11 +206,43 @@ class Learner:
     @torch.no_grad()
     def refresh_sampler(self) -> None:
         """Bring the sampler's own weights up to date; where it shares the trainer's there is nothing to do."""
+        if self.follower is not None:
+            self.follower.refresh()
+            return
+        if self.shards is not None:
+            self.copied("sampler" if self.own_sampler else "current")
         if self.sampler is self.trunk:
             return
         ours, theirs = self.model.state_dict(), self.sampler.model.state_dict()
         for name, tensor in theirs.items():
             tensor.copy_(ours[name])
+
+    @torch.no_grad()
+    def copied(self, name: str) -> Trunk:
+        """A whole copy of the model with the weights of now; all processes that hold it call together."""
+        assert self.shards is not None and self.skeleton is not None, "a model with a score head does not generate"
+        if name not in self.copies:
+            model = filled(self.skeleton, self.device, self.shards.dtype)
+            self.copies[name] = Copy(Trunk.of(model), -1)
+        mine = self.copies[name]
+        if mine.version != self.version:
+            theirs = module_tensors(mine.trunk.model)
+            for key, live in module_tensors(self.model).items():
+                theirs[key].copy_(gathered(local(live).to(theirs[key].dtype), live))
+            mine.version = self.version
+        return mine.trunk
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors by their names in Hugging Face files, adapters merged, always in the same order.
+
+        In the type that the model computes in. All processes that hold the model iterate together.
+        """
+        yield from plain_tensors(self.model, self.dtype)
+
+    def accept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write what another learner's `weights` gives into this model, in place."""
+        assert self.shards is None and self.optimizer is None, "only a learner that looks takes weights of others"
+        write_tensors(self.model, weights)
 
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer: the tokenizer's, and those the model's files name."""
@@ -181,15 +280,39 @@ class Learner:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
         self.model.eval()
         seen = []
-        for indices in pack(samples, self.update.tokens_per_device, share=self.shared_tokens):
+        for indices in self.paced(pack(samples, self.update.tokens_per_device, share=self.shared_tokens)):
+            if indices is None:
+                self.inside(forward, self.trunk, self.company(), request)
+                continue
             batch = collate([samples[i] for i in indices], self.device, self.shared_tokens)
-            seen.append((indices, forward(self.trunk, batch, request), batch))
+            seen.append((indices, self.inside(forward, self.trunk, batch, request), batch))
+        self.let_go()
         self.model.train()
         return seen
 
     def batches(self, samples: Sequence[Sample], group_size: int) -> list[Batch]:
         packs = pack(samples, self.update.tokens_per_device, group_size, self.shared_tokens)
         return [collate([samples[i] for i in indices], self.device, self.shared_tokens) for indices in packs]
+
+    # Keeping in step with others, where there are some
+
+    def inside(self, function: Callable[..., T], *args: Any) -> T:
+        """Call it where the parameters are whole."""
+        return function(*args) if self.shards is None else self.shards.inside(function, *args)
+
+    def let_go(self) -> None:
+        """After passes that only looked: whole parameters are not kept."""
+        if self.shards is not None:
+            self.shards.let_go()
+
+    def paced(self, packs: Sequence[T]) -> Iterator[T | None]:
+        """The packs, then None for each pass that others make and this process has nothing for."""
+        return iter(packs) if self.shards is None else self.shards.paced(packs)
+
+    def company(self) -> Batch:
+        """A pack that stands for none."""
+        two = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
+        return collate([two], self.device)
 
     @property
     def shared_tokens(self) -> int:
@@ -205,22 +328,22 @@ class Learner:
     def save(self, folder: Path) -> None:
         """model/ is a plain Hugging Face folder; beside it what training needs to go on."""
         assert self.optimizer is not None
-        save_model(self.model, self.tokenizer, folder / "model")
-        save_tensors(folder / "optimizer.safetensors", self.optimizer.state())
-        if self.optimizer.average:
-            save_tensors(folder / "ema.safetensors", self.optimizer.average)
+        save_model(self.model, self.tokenizer, folder / "model", self.shards)
+        self.optimizer.save(folder)
         if self.trunk.value_head is not None:
-            save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: self.trunk.value_head.weight.detach()})
+            weight = gathered(local(self.trunk.value_head.weight), self.trunk.value_head.weight)
+            if self.shards is None or self.shards.rank == 0:
+                save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
     def load(self, folder: Path) -> None:
+        """Of any number of processes, whatever number there is now."""
         assert self.optimizer is not None
         load_weights(self.model, folder / "model")
         if self.trunk.value_head is not None:
-            saved = load_tensors(folder / "value-head.safetensors")[VALUE_HEAD]
-            self.trunk.value_head.weight.data.copy_(saved)
-        self.optimizer.load_state(load_tensors(folder / "optimizer.safetensors"))
-        if self.optimizer.average:
-            self.optimizer.load_average(load_tensors(folder / "ema.safetensors"))
+            weight = self.trunk.value_head.weight
+            local(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][part_of(weight)])
+        self.optimizer.load(folder)
+        self.version += 1
 
     def offload(self, part: Part) -> None:
         """Move a part to host memory until `onload`; on a CPU it is there already."""
@@ -230,12 +353,21 @@ class Learner:
         self.move(part, self.device)
 
     def move(self, part: Part, device: torch.device) -> None:
-        if self.device.type == "cpu":
+        in_host_memory = self.shards is not None and "parameters" in self.shards.layout.offload
+        if self.device.type == "cpu" or in_host_memory:
             return
         if part == "model":
-            self.model.to(device)
+            (self.model if self.shards is None else self.shards.root).to(device)
         if self.optimizer is not None:
             self.optimizer.move(device)
+
+
+@dataclass(slots=True)
+class Copy:
+    """A whole model to generate with, and the version of its weights."""
+
+    trunk: Trunk
+    version: int
 
 
 class Totals:
@@ -283,7 +415,7 @@ def new_value_head(model: Any, seed: int) -> torch.nn.Linear:
     size, like = model.config.get_text_config().hidden_size, next(model.parameters())
     head = torch.nn.Linear(size, 1, bias=False)
     head.weight.data.normal_(0.0, 1 / (size + 1), generator=torch.Generator().manual_seed(seed))
-    return head.to(device=like.device, dtype=like.dtype)
+    return head if like.is_meta else head.to(device=like.device, dtype=like.dtype)
 
 
 def default_device() -> torch.device:

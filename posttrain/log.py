@@ -193,7 +193,8 @@ class Log:
         self._record("info", text)
         self.console.end()
         self._close_sinks(failed=False)  # wandb has last words of its own
-        self.console.last(text)
+        if not _parts:
+            self.console.last(text)
 
     def _close_sinks(self, failed: bool) -> None:
         while self.sinks:
@@ -202,6 +203,19 @@ class Log:
     def _record(self, level: str, text: str) -> None:
         if self.run_file is not None:
             _append(self.run_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}: {text}\n")
+
+
+_parts: list[str] = []  # what runs are parts of now
+
+
+@contextlib.contextmanager
+def part_of(whole: str) -> Iterator[None]:
+    """Runs in here leave the last words to what they are a part of."""
+    _parts.append(whole)
+    try:
+        yield
+    finally:
+        _parts.pop()
 
 
 class Phases:

@@ -45,9 +45,7 @@ class PPO(PolicyGradient):
         shared_trunk: float = 0.0
         """The critic is a second head on the policy, its loss with this weight; 0: a model of its own."""
         pretrain_data: tuple[str, ...] = ()
-        """Files of texts whose loss is mixed in, against forgetting (PPO-ptx)."""
-        pretrain_weight: float = 0.05
-        """Weight of that loss."""
+        """Texts whose loss is mixed in, against forgetting (PPO-ptx), with its weight: texts.jsonl:0.05 (else 1)."""
 
     defaults: ClassVar[dict[str, Any]] = PolicyGradient.defaults | {"rollout.samples_per_prompt": 1}
 
@@ -57,7 +55,6 @@ class PPO(PolicyGradient):
         check_bounds(0, 1, gamma=config.gamma, gae_lambda=config.gae_lambda)
         check_bounds(0, value_clip=config.value_clip, shared_trunk=config.shared_trunk)
         check_bounds(0, critic_learning_rate=config.critic_learning_rate, freeze_actor_steps=config.freeze_actor_steps)
-        check_bounds(0, pretrain_weight=config.pretrain_weight)
         if config.shared_trunk and config.critic:
             raise UsageError(f"algo.shared_trunk leaves no room for algo.critic {config.critic}: keep one of them")
         if config.shared_trunk and config.freeze_actor_steps:
@@ -129,8 +126,8 @@ class PPO(PolicyGradient):
         }
         return torch.max(free, held) / 2, metrics
 
-    def pretrain_loss(self, out: Outputs, batch: Batch) -> Loss:
+    def pretrain_loss(self, out: Outputs, batch: Batch, weight: float) -> Loss:
         """The loss on texts, weighted, as a sum over their tokens; the gradient is added to the policy's."""
         assert out.logprobs is not None
         nll = -out.logprobs[batch.counted].sum()
-        return Loss(total=self.config.pretrain_weight * nll, metrics={"pretrain_nll": nll.detach()})
+        return Loss(total=weight * nll, metrics={"pretrain_nll": nll.detach()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from posttrain.verbs import TOOLS
 if TYPE_CHECKING:
     import torch
 
+    from posttrain.models.convert.adapter import Adapter
     from posttrain.models.convert.megatron import Layout
     from posttrain.models.convert.source import Source
 
@@ -28,6 +30,17 @@ def numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 11,13") from error
 
 
+def joined(args: list[str]) -> list[str]:
+    """Lists of numbers may have blanks behind their commas: 11, 13, 19, 21."""
+    found: list[str] = []
+    for word in args:
+        if found and found[-1].endswith(",") and found[-1][:-1].replace(",", "").isdigit():
+            found[-1] += word
+        else:
+            found.append(word)
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="posttrain convert", description=TOOLS["convert"], allow_abbrev=False)
     add = made.add_argument
@@ -38,7 +51,14 @@ def parser() -> argparse.ArgumentParser:
     cut = made.add_argument_group("how the target is cut")
     cut.add_argument("--tp", "--target-tensor-parallel-size", type=int, default=1, help="tensor parallel ranks")
     cut.add_argument("--pp", "--target-pipeline-parallel-size", type=int, default=1, help="pipeline stages")
-    cut.add_argument("--ep", "--target-expert-model-parallel-size", type=int, default=1, help="expert parallel ranks")
+    cut.add_argument(
+        "--ep",
+        "--target-expert-model-parallel-size",
+        "--target-expert-parallel-size",
+        type=int,
+        default=1,
+        help="expert parallel ranks",
+    )
     cut.add_argument("--cp", "--context-parallel-size", type=int, default=1, help="accepted; does not change weights")
     cut.add_argument(
         "--vpp", "--num-layers-per-virtual-pipeline-stage", type=int, default=0, help="layers a virtual stage"
@@ -53,9 +73,13 @@ def parser() -> argparse.ArgumentParser:
     cut.add_argument("--dtype", "--params-dtype", choices=sorted({*TYPES, *TYPES.values()}), help="round to this type")
     more = made.add_argument_group("what else")
     more.add_argument("--original", help="Hugging Face folder with config.json and tokenizer, if the source has none")
-    more.add_argument("--lora", "--lora-load", help="folder of LoRA adapters (peft) to merge on the way")
+    more.add_argument(
+        "--lora", "--lora-load", help="folder of LoRA adapters (peft's or Megatron's) to merge on the way"
+    )
+    more.add_argument("--lora-r", type=int, default=0, help="rank of adapters whose folder does not say it")
+    more.add_argument("--lora-alpha", type=float, default=0.0, help="the same of their alpha")
     more.add_argument("--verify", choices=("logits",), help="load both sides and compare what they compute")
-    more.add_argument("--workers", type=int, default=1, help="tensors converted at a time")
+    more.add_argument("--workers", type=int, default=0, help="tensors converted at a time; one a core, at most 4")
     more.add_argument("--source-noop-layers", type=numbers, default=(), help="of a source that this tool did not write")
     more.add_argument("--source-ep", type=int, default=1, help="of a source that this tool did not write")
     old = made.add_argument_group("names of older scripts")
@@ -66,26 +90,39 @@ def parser() -> argparse.ArgumentParser:
     old.add_argument("--use-mcore-models", action="store_true", help="Megatron means core, not legacy")
     old.add_argument("--load-from-legacy", action="store_true", help="the source is legacy")
     old.add_argument("--save-to-legacy", action="store_true", help="the target is legacy")
-    for name in ("--model-type", "--model-type-hf", "--tokenizer-model", "--spec", "--loader", "--saver"):
+    for name in ("--model-type", "--model-type-hf", "--tokenizer-model", "--loader", "--saver"):
         old.add_argument(name, help=NO_EFFECT)
-    for name in ("--add-qkv-bias", "--load-checkpoint-loosely"):
+    for name in ("--spec", "--lora-target-modules"):
+        old.add_argument(name, nargs="+", help=NO_EFFECT)
+    for name in (
+        "--add-qkv-bias",
+        "--add-dense-bias",
+        "--load-checkpoint-loosely",
+        "--save-lora-to-hf",
+        "--load-hf-from-config",
+    ):
         old.add_argument(name, action="store_true", help=NO_EFFECT)
+    old.add_argument("--moe-tp-extend-ep", action="store_true", help="not known here: use --ep")
     return made
 
 
 def run(args: list[str]) -> int:
     """Convert and say what was done."""
-    options = parser().parse_args(args)
+    options = parser().parse_args(joined(args))
     translate(options)
     from posttrain.log import quiet_libraries
 
     quiet_libraries()
-    import torch
+    folder = Path(options.source)
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}")
+    from posttrain.models.convert.adapter_files import is_adapter_folder
 
-    dtype: torch.dtype | None = getattr(torch, TYPES.get(options.dtype, options.dtype)) if options.dtype else None
-    source = opened(options)
+    if options.origin != "sharded" and is_adapter_folder(folder):
+        return convert_adapters(options, folder)
+    source, carried = opened(options, folder)
     try:
-        convert(options, source, dtype)
+        convert(options, source, carried)
     finally:
         source.close()
     return 0
@@ -105,36 +142,83 @@ def translate(options: argparse.Namespace) -> None:
         options.goal = "hf" if options.save_model_type == "hf" else core
     if not options.goal:
         raise UsageError(f"--to: say what to write: {', '.join(FORMATS)}")
-    if options.workers < 1 or options.vocab_multiple < 1:
+    if options.workers < 0 or options.vocab_multiple < 1:
         raise UsageError("--workers and --vocab-multiple are at least 1")
+    if options.moe_tp_extend_ep and options.tp > 1:
+        raise UsageError("--moe-tp-extend-ep: experts over tensor ranks too are not known here; use --ep alone")
+    if options.goal in ("hf", "sharded") and max(options.tp, options.pp, options.ep) > 1:
+        raise UsageError(f"--to {options.goal}: is not cut; leave --tp, --pp and --ep out")
 
 
-def opened(options: argparse.Namespace) -> Source:
-    """The source, with the adapters of a run noted for merging."""
+def opened(options: argparse.Namespace, folder: Path) -> tuple[Source, Path | None]:
+    """The source, with the adapters of a run noted for merging; and the run's checkpoint, if it is one."""
     from posttrain.models.convert.megatron import Layout
     from posttrain.models.convert.source import megatron_kind, open_source, recognise_format
 
-    folder = Path(options.source)
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
     kind = options.origin or recognise_format(folder)
     if kind == "megatron":
         kind = megatron_kind(folder)
+    carried = None
     if kind == "sharded":
         from posttrain.models import lora
         from posttrain.models.load import is_adapter, resolve_path
 
         folder, kind = Path(resolve_path(str(folder))), "hf"
+        carried = folder.parent
         if is_adapter(folder):
             if options.lora:
                 raise UsageError(f"--lora: {folder} holds adapters already")
             options.lora = str(folder)
             folder = Path(resolve_path(lora.base_of(folder)))
-    original = Path(options.original) if options.original else None
+    original = original_of(options, kind)
+    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
+    return open_source(folder, kind, original, given), carried
+
+
+def original_of(options: argparse.Namespace, kind: str) -> Path | None:
+    """Where configuration and tokenizer are. With the original's folder as target: in it, and the result beside."""
     out = Path(options.out)
     if options.goal == "hf" and kind != "hf" and (out / "config.json").is_file():
-        original, options.out = original or out, str(out / "mg2hf")  # beside the original, as older tools do
-    return open_source(folder, kind, original, Layout(ep=options.source_ep, noop=options.source_noop_layers))
+        options.original, options.out = options.original or str(out), str(out / "mg2hf")  # as older tools do
+    return Path(options.original) if options.original else None
+
+
+def known_of(options: argparse.Namespace) -> dict[str, Any]:
+    return {"r": options.lora_r, "lora_alpha": options.lora_alpha}
+
+
+def read_lora(options: argparse.Namespace, source: Source) -> Adapter:
+    from posttrain.models.convert.adapter_files import Base, is_peft, read_adapter
+    from posttrain.models.convert.megatron import Layout
+    from posttrain.models.convert.source import megatron_kind
+
+    folder = Path(options.lora)
+    base = Base(source.config, source.shape, source.parts)
+    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
+    kind = "hf" if is_peft(folder) else megatron_kind(folder)
+    return read_adapter(folder, base, kind, given, known_of(options))[0]
+
+
+def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
+    """Adapters alone, from one form to the other."""
+    from posttrain.models.convert.adapter_files import Base, base_folder, is_peft, read_adapter, write_adapter
+    from posttrain.models.convert.families import model_parts
+    from posttrain.models.convert.megatron import Layout
+    from posttrain.models.convert.source import megatron_kind, read_json
+
+    if options.goal == "sharded" or options.lora or options.dtype or options.verify:
+        raise UsageError(
+            f"{folder} holds adapters: they go to hf, mcore or legacy, without --lora, --dtype and --verify"
+        )
+    kind = "hf" if is_peft(folder) else options.origin or megatron_kind(folder)
+    config = read_json(base_folder(folder, original_of(options, "adapters")) / "config.json")
+    base = Base(config, *model_parts(config))
+    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
+    adapter, _ = read_adapter(folder, base, kind, given, known_of(options))
+    count = write_adapter(adapter, base, Path(options.out), target_of(options), folder)
+    print(f"{len(adapter.factors)} adapted matrices, {count} tensors")
+    print(f"done: {options.out}")
+    return 0
 
 
 def target_of(options: argparse.Namespace) -> Layout:
@@ -155,7 +239,8 @@ def target_of(options: argparse.Namespace) -> Layout:
     )
 
 
-def convert(options: argparse.Namespace, source: Source, dtype: torch.dtype | None) -> None:
+def convert(options: argparse.Namespace, source: Source, carried: Path | None) -> None:
+    import torch
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -164,8 +249,9 @@ def convert(options: argparse.Namespace, source: Source, dtype: torch.dtype | No
     from posttrain.models.convert.verify import verify_logits
 
     out = Path(options.out)
-    lora = Path(options.lora) if options.lora else None
-    if options.verify and (dtype is not None or lora is not None):
+    dtype: torch.dtype | None = getattr(torch, TYPES.get(options.dtype, options.dtype)) if options.dtype else None
+    adapter = read_lora(options, source) if options.lora else None
+    if options.verify and (dtype is not None or adapter is not None):
         raise UsageError("--verify compares equal weights: leave --dtype and --lora out")
 
     def verify(folder: Path, layout: Layout) -> None:
@@ -175,19 +261,21 @@ def convert(options: argparse.Namespace, source: Source, dtype: torch.dtype | No
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        total = sum(source.entry(tensor).size for tensor in source.stored)
-        task = bar.add_task("converting", total=total)
+        task = bar.add_task("converting", total=None)
         details: dict[str, Any] = {
             "dtype": dtype,
-            "lora": lora,
+            "adapter": adapter,
             "vocabulary_multiple": options.vocab_multiple,
-            "workers": options.workers,
-            "progress": lambda count: bar.advance(task, count),
+            "workers": options.workers or min(4, os.cpu_count() or 1),
+            "progress": lambda count, total: bar.update(task, advance=count, total=total),
         }
         if options.verify:
             details["check"] = verify
-        make = wrap_as_checkpoint if options.goal == "sharded" else write
-        report = make(source, out, target_of(options), **details)
+        if options.goal == "sharded":
+            same = dtype is None and adapter is None
+            report = wrap_as_checkpoint(source, out, carried if same else None, **details)
+        else:
+            report = write(source, out, target_of(options), **details)
     print(f"{report.elements:,} weights in {report.tensors} tensors, {report.bytes_written:,} bytes: each used once")
     if report.padding:
         print(f"{report.padding} rows of padding")

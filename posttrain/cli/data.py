@@ -81,8 +81,9 @@ def check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data.max_tokens", "--max_tokens", dest="max_tokens", type=int, help="longest sequence")
     parser.add_argument("--data.on_long", dest="on_long", choices=("truncate", "drop", "error"), default="truncate")
     parser.add_argument("--data.map_keys", dest="map_keys", default="", help="columns under other names, as JSON")
-    parser.add_argument("--data.template", dest="template", default="", help="chat template by name or file")
-    parser.add_argument("--data.input_template", dest="input_template", default="", help="as `Human: {} Assistant: `")
+    parser.add_argument(
+        "--data.template", dest="template", default="", help="chat template by name or file, or text with {}"
+    )
     parser.add_argument("--algo.placeholder", dest="placeholder", default="ки", help="what marks the end of a step")
     parser.add_argument("--full", action="store_true", help="encode every row of large files too, not every tenth")
     return parser
@@ -99,7 +100,7 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     if not options.model and not options.tokenizer:
         tokenizer.chat_template = ANY_ROLE
     vocabulary = vocabulary_size(model) if options.model else len(tokenizer)
-    names = ("on_long", "map_keys", "template", "input_template")
+    names = ("on_long", "map_keys", "template")
     chosen = {name: getattr(options, name) for name in names}
     if options.max_tokens is None and (options.model or options.tokenizer):
         options.max_tokens = DataConfig().max_tokens

@@ -128,7 +128,7 @@ def run_demo(out: str, seed: int) -> int:
 
 SFT_OPTIONS: dict[str, Any] = {
     "steps": 300,
-    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup": 20, "min_lr_ratio": 0.02},
+    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup": 20, "schedule": "cosine:0.02"},
 }
 REWARD_OPTIONS: dict[str, Any] = {
     "steps": 160,

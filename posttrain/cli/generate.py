@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.cli.options import parse
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(args: list[str]) -> int:
     """0 when all answers are in the file."""
-    options = parser().parse_args(args)
+    options = parse(parser(), args)
     from posttrain.log import quiet_libraries
 
     quiet_libraries()
@@ -125,9 +126,10 @@ def model_of(path: str, options: argparse.Namespace) -> ModelConfig:
 
 
 def add_template(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--template", default="", help="chat template by name or file, instead of the model's own")
     group.add_argument(
-        "--input_template", default="", help='prompt with {} for the question: "Human: {}\\nAssistant: "'
+        "--template",
+        default="",
+        help='chat template by name or file instead of the model\'s own, or "Human: {}\\nAssistant: "',
     )
 
 
@@ -149,7 +151,6 @@ def data_of(options: argparse.Namespace, files: list[str]) -> DataConfig:
     return DataConfig(
         train=tuple(files),
         template=options.template,
-        input_template=options.input_template,
         map_keys=options.map_keys,
         max_rows=options.max_rows,
         max_tokens=options.max_prompt_tokens,

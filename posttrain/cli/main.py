@@ -6,12 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 
 def overview() -> str:
     lines = ["usage: posttrain <verb> [CONFIG.yaml] [--section.option value ...]", "", "train:"]
     lines += [f"  {verb:<10} {text}" for verb, text in TRAINERS.items()]
+    lines += ["", "train in iterations:"]
+    lines += [f"  {verb:<19} {text}" for verb, text in PIPELINES.items()]
     lines += ["", "more:"]
     lines += [f"  {verb:<10} {text}" for verb, text in TOOLS.items()]
     lines += [
@@ -53,12 +55,16 @@ def dispatch(args: list[str]) -> int:
         from posttrain.cli.train import run
 
         return run(verb, rest)
+    if verb in PIPELINES:
+        from posttrain.cli.pipelines import run
+
+        return run(verb, rest)
     if verb in TOOLS:
         from posttrain.cli.tools import run
 
         return run(verb, rest)
     import difflib
 
-    near = difflib.get_close_matches(verb, [*TRAINERS, *TOOLS], n=1)
+    near = difflib.get_close_matches(verb, [*TRAINERS, *PIPELINES, *TOOLS], n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UsageError(f"there is no verb {verb!r}.{hint} posttrain --help lists them.")

@@ -22,22 +22,25 @@ from posttrain.log import quiet_libraries
 from posttrain.loops.run import Data, load_data
 from posttrain.models import memory
 from posttrain.models.load import DTYPES, load_tokenizer
-from posttrain.models.memory import Needs, Passing, Standing
+from posttrain.models.memory import Division, Needs, Passing, Standing
+from posttrain.runtime.base import cut
 from posttrain.types import Sample
 
 GIB = 2**30
 STEPS_LOOKED_AT = 100
+
+Row = tuple[str, str, str]
 
 # Beyond what is counted: the device's own context or the libraries' code, and gaps that the allocator cannot use.
 BASE_BYTES = GIB // 2
 GAPS = 1.08
 
 
-def plan(verb: str, config: Config) -> int:
-    """Print the plan; whether it fits is in its last line."""
+def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
+    """Print the plan; whether it fits is in its last line. `device_gib`: of accelerators that are not here."""
     quiet_libraries()
     algo = ALGORITHMS[verb](config.algo)
-    device = default_device()
+    device = torch.device("cuda") if device_gib else default_device()
     model = memory.empty_model(config.model, algo.head, dtype_of(config.model, device))
     data, packs = None, Packs(counts=[], largest=invented_pack(config, algo))
     if config.data.train:
@@ -47,9 +50,13 @@ def plan(verb: str, config: Config) -> int:
     print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
     print_rows("batches", batch_ledger(config, algo, data, packs))
     needs = needs_of(config, algo, device, packs.largest)
-    name, available = device_memory(device)
-    print_rows(f"memory, on {name} with {amount(available)}", memory_ledger(config, algo, device, needs, packs.largest))
+    name, available = ("a device", round(device_gib * GIB)) if device_gib else device_memory(device)
+    where = f"{'each of its devices' if division_of(config).devices > 1 else name} with {amount(available)}"
+    print_rows(f"memory, on {where}", memory_ledger(config, algo, device, needs, packs.largest))
     print_rows("at the worst moment of", [(phase, amount(size), "") for phase, size in needs.phases.items()])
+    others = list(other_places(config, algo, device))
+    if others:
+        print_rows("on devices of their own, each", others)
     print(verdict(config, algo, device, packs.largest, needs, available))
     return 0
 
@@ -58,7 +65,7 @@ def plan(verb: str, config: Config) -> int:
 class Packs:
     """How the first steps are cut up."""
 
-    counts: list[int]  # packs of each step
+    counts: list[int]  # packs of each step, on the device that has the most
     largest: list[Sample]
 
 
@@ -67,10 +74,13 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     packs = Packs(counts=[], largest=[])
     edges = data.rows_at[: STEPS_LOOKED_AT + 1]
     for before, after in pairwise(edges):
-        samples = taken(config, data, after - before)
-        cut = [[samples[i] for i in part] for part in pack(samples, config.update.tokens_per_device, algo.group_size)]
-        packs.counts.append(len(cut))
-        packs.largest = max([packs.largest, *cut], key=lambda part: sum(map(len, part)))
+        samples, most = taken(config, data, after - before), 0
+        for share in cut(samples, division_of(config).data, algo.group_size):  # the longest queue decides
+            places = pack(share, config.update.tokens_per_device, algo.group_size)
+            parts = [[share[i] for i in part] for part in places]
+            most = max(most, len(parts))
+            packs.largest = max([packs.largest, *parts], key=lambda part: sum(map(len, part)))
+        packs.counts.append(most)
     return packs
 
 
@@ -97,14 +107,18 @@ def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
     return [sample] * (rows * algo.group_size)
 
 
-Row = tuple[str, str, str]
-
-
 def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Packs) -> Iterator[Row]:
-    update = config.update
+    update, division = config.update, division_of(config)
+    if division.devices > 1:
+        note = f"{division.data} of them see different samples"
+        note += f", {division.tensor} divide each layer" if division.tensor > 1 else ""
+        yield "devices", f"{division.devices:,}", f"{note}; zero {division.zero}"
     if data is None:
         yield "rows", "?", "data.train is not given"
         yield "steps", f"{config.steps:,}" if config.steps else "?", f"of {update.rows_per_step} rows"
+        if isinstance(config, OnlineConfig):
+            answers = update.rows_per_step * config.rollout.samples_per_prompt
+            yield "answers a step", f"{answers:,}", f"{config.rollout.samples_per_prompt} a prompt"
         yield "tokens a pack", f"{sum(map(len, packs.largest)):,}", "at most"
         return
     rows, counts = len(data.train.rows), data.train.counts
@@ -136,7 +150,11 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
     mean = sum(packs.counts) / len(packs.counts)
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""
     spread = f"{min(packs.counts)} to {max(packs.counts)}, " if min(packs.counts) < max(packs.counts) else ""
-    yield "packs a step", f"{mean:.1f}", f"{spread}of at most {update.tokens_per_device:,} tokens{seen}"
+    yield (
+        f"packs a step{' each' * (division.data > 1)}",
+        f"{mean:.1f}",
+        f"{spread}of at most {update.tokens_per_device:,} tokens{seen}",
+    )
     largest = sum(map(len, packs.largest))
     yield (
         "largest pack",
@@ -169,25 +187,80 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
         with suppress(RuntimeError, NotImplementedError):
             passing = memory.passing(model, largest, request, teacher)
 
-    def weights(other: Any) -> int:
-        return memory.standing(other, average=False, in_4bit=in_4bit).weights if other is not None else 0
+    def weights(other: Any, role: str) -> int:
+        if other is None:
+            return 0
+        division = division_of(config, role)
+        if division.devices > 1:
+            return memory.share(other, division, average=False).weights
+        return memory.standing(other, average=False, in_4bit=in_4bit).weights
 
+    division, average = division_of(config), bool(config.update.ema_decay)
+    whole = memory.standing(model, average=average, in_4bit=in_4bit)
+    apart = {role for role in ("reference", "critic") if config.cluster.of(role).place != "actor"}
+    if "reference" in config.cluster.offload:  # it comes when there are no gradients, which are larger
+        apart.add("reference")
+    own = memory.share(model, division, average=average) if division.devices > 1 else whole
+    if division.devices > 1 and "parameters" in config.cluster.offload:
+        own = replace(own, weights=0, masters=0, gradients=0, optimizer=0, average=0)
     return Needs(
-        standing=memory.standing(model, average=bool(config.update.ema_decay), in_4bit=in_4bit),
+        standing=own,
         passing=passing,
-        reference=weights(reference),
+        reference=0 if "reference" in apart else weights(reference, "reference"),
         reference_stays=not algo.precomputes(),
-        teacher=weights(teacher),
-        critic=critic_of(config, algo, dtype),
+        teacher=weights(teacher, "actor"),
+        critic=0 if "critic" in apart else critic_of(config, algo, dtype),
+        gathered=memory.gathered(model, division) if division.devices > 1 else 0,
+        sampler=whole.parameters * dtype.itemsize if has_sampler(config, division) else 0,
     )
+
+
+def division_of(config: Config, role: str = "actor") -> Division:
+    """How the devices of a role divide its model."""
+    found = config.cluster.of(role)
+    return Division(found.devices // found.tensor_parallel, found.tensor_parallel, found.zero)
+
+
+def has_sampler(config: Config, division: Division) -> bool:
+    """Whether the learners keep a whole copy to generate with."""
+    if not isinstance(config, OnlineConfig) or config.cluster.of("rollout").place != "actor":
+        return False
+    return division.devices > 1 or bool(config.rollout.ahead)
 
 
 def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
     """A critic is trained like the policy: weights, masters, gradients, AdamW."""
     if not (algo.online and algo.has_critic()):
         return 0
-    own = memory.standing(memory.empty_model(config.model, "score", dtype), average=False)
+    model, division = memory.empty_model(config.model, "score", dtype), division_of(config, "critic")
+    whole = memory.standing(model, average=False)
+    own = memory.share(model, division, average=False) if division.devices > 1 else whole
     return own.weights + own.masters + own.gradients + own.optimizer
+
+
+def other_places(config: Config, algo: Any, device: torch.device) -> Iterator[Row]:
+    """Devices that do not hold the policy."""
+    dtype = dtype_of(config.model, device)
+    for role in config.cluster.own_devices():
+        found, division = config.cluster.of(role), division_of(config, role)
+        if role == "rollout":
+            size = frozen(config.model, config.model.path, dtype)
+            weights = memory.standing(size, average=False).weights // found.tensor_parallel
+            number = found.devices // found.tensor_parallel
+            engines = f"{number:,} engine{'s' * (number > 1)}"
+            engines += f" of {found.tensor_parallel} devices" if found.tensor_parallel > 1 else ""
+            yield role, amount(weights), f"{engines}; what is left holds keys and values of answers"
+        elif role == "critic":
+            critic = memory.empty_model(config.model, "score", dtype)
+            more = memory.gathered(critic, division) if division.devices > 1 else 0
+            yield role, amount(critic_of(config, algo, dtype) + more), f"{found.devices:,} devices; and activations"
+        elif role == "reference":
+            model = frozen(config.model, algo.reference() or config.model.path, dtype)
+            whole = memory.standing(model, average=False).weights
+            divided = memory.share(model, division, average=False).weights + memory.gathered(model, division)
+            yield role, amount(divided if division.devices > 1 else whole), f"{found.devices:,} devices"
+        else:
+            yield role, "?", f"{found.devices:,} devices; as large as the reward models are"
 
 
 def frozen(config: ModelConfig, path: str, dtype: torch.dtype) -> Any:
@@ -210,7 +283,13 @@ def memory_ledger(
     other = needs_of(with_model(config, checkpoint_activations=not on), algo, device, largest).passing.kept
     dtype = str(dtype_of(config.model, device)).removeprefix("torch.")
     yield "weights", amount(own.weights), "4 bits, adapters and the rest " * config.model.load_in_4bit + dtype
-    yield "masters", amount(own.masters), "float32" if own.masters else "the weights are float32 themselves"
+    divided = division_of(config).devices > 1
+    alone = "the weights are float32 themselves"
+    yield (
+        "masters",
+        amount(own.masters),
+        ("float32, this device's part" if divided else "float32") if own.masters else alone,
+    )
     yield "gradients", amount(own.gradients), "float32"
     yield "AdamW", amount(own.optimizer), "two float32 averages"
     if own.average:
@@ -221,6 +300,10 @@ def memory_ledger(
         yield "critic", amount(needs.critic), "weights, masters, gradients and AdamW, if it is as large as the policy"
     if needs.teacher:
         yield "teacher", amount(needs.teacher), ""
+    if needs.gathered:
+        yield "gathered", amount(needs.gathered), "others' parts of the layers in use, and gradients on their way"
+    if needs.sampler:
+        yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
     note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"

@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from posttrain.algos import ALGORITHMS, Algorithm
 from posttrain.cli import tools
 from posttrain.config import Config, OnlineConfig, value_of
+from posttrain.pipelines.settings import RECIPES, PipelineConfig
 from posttrain.types import RowKind
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 WIDTH = 100  # of the tools' help, whatever the terminal
 
@@ -63,13 +64,17 @@ def page() -> str:
         "",
         *online_options(),
         *(line for verb in TRAINERS for line in trainer(verb, ALGORITHMS[verb])),
+        "## Options of pipelines",
+        "",
+        *pipeline_options(),
+        *(line for verb in PIPELINES for line in pipeline(verb)),
         *(line for verb in TOOLS for line in tool(verb)),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def verbs() -> Iterator[tuple[str, str]]:
-    for verb, about in (TRAINERS | TOOLS).items():
+    for verb, about in (TRAINERS | PIPELINES | TOOLS).items():
         yield f"[`{verb}`](#{verb})", escaped(about)
 
 
@@ -111,6 +116,31 @@ def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
     yield ""
     options = list(option_table(algorithm.Config, "algo."))
     yield from (*(options or ["No options of its own."]), "")
+
+
+def pipeline_options() -> Iterator[str]:
+    """What pipelines have besides the sections of trainers."""
+    known = get_type_hints(Config)
+    hints = get_type_hints(PipelineConfig).items()
+    sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    yield from option_table(PipelineConfig, without={*sections, "algo"})
+    yield ""
+    shared = [name for name, kind in sections.items() if known.get(name) == kind]
+    yield f"The sections {', '.join(f'`{name}`' for name in shared)} and `algo` are those of the trainer."
+    yield ""
+    for name, kind in sections.items():
+        if name not in shared:
+            yield from (f"### {name} of pipelines", "", *option_table(kind, f"{name}."), "")
+
+
+def pipeline(verb: str) -> Iterator[str]:
+    """What is particular about one pipeline."""
+    recipe = RECIPES[verb]
+    yield from (f"## {verb}", "", f"{capital(escaped(PIPELINES[verb]))}.")
+    yield f"Selects `{recipe.method}`, trains by [`{recipe.trainer}`](#{recipe.trainer})."
+    yield f"Preset: `posttrain {verb} configs/{verb}.yaml`. More: [pipelines.md](pipelines.md)."
+    defaults = [f"`{key}` is {shown(value)}" for key, value in recipe.defaults.items()]
+    yield from (f"Other default: {', '.join(defaults)}.", "")
 
 
 def tool(verb: str) -> Iterator[str]:
@@ -167,12 +197,14 @@ def type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is tuple:
-        first, second = get_args(hint)
+        first, *others = get_args(hint)
         if get_origin(first) is Literal:
             return f"any of {type_name(first)}"
-        if second is ...:
+        if others == [...]:
             return f"{NAMES[first]}s"
-        return f"two {NAMES[first]}s" if first == second else f"{NAMES[first]} and {NAMES[second]}"
+        if len(others) == 2:
+            return f"three {NAMES[first]}s"
+        return f"two {NAMES[first]}s" if others == [first] else f"{NAMES[first]} and {NAMES[others[0]]}"
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     return f"{NAMES[kinds[0]]} or `None`" if kinds else NAMES[hint]
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.options import add_rewards, parse, rewards_of
 from posttrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -48,24 +49,16 @@ def list_verifiers(args: list[str]) -> int:
 
 def check(args: list[str]) -> int:
     """0 if every function gave a value for every row, 1 if not."""
-    options = check_parser().parse_args(args)
+    options = parse(check_parser(), args)
     from rich.console import Console
 
     from posttrain.rewards.base import Rewards
 
     console = Console(highlight=False, soft_wrap=True)
-    with Rewards(
-        options.reward,
-        options.weights,
-        timeout_seconds=options.timeout_seconds,
-        workers=options.workers,
-        memory_gib=options.memory_gib,
-        max_failure_rate=1.0,  # all rows are to be seen
-        env=options.env,
-    ) as rewards:
+    with Rewards(options.reward, **rewards_of(options), max_failure_rate=1.0) as rewards:  # all rows are to be seen
         if rewards.models:
             raise UsageError(f"model:{rewards.models[0][1]}: reward models are scored in training only; leave it out")
-        origins, completions = read_completions(options.file, options.map_keys, options.limit)
+        origins, completions = read_completions(options.file, options.map_keys, options.max_rows)
         rewards.check(sorted(set.intersection(*(set(row.columns) for row in completions))))
         verdicts: list[list[Verdict | None]] = []
         for start in range(0, len(completions), AT_ONCE):
@@ -78,16 +71,9 @@ def check(args: list[str]) -> int:
 def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="posttrain rewards check", description=COMMANDS["check"])
     parser.add_argument("file", metavar="FILE", help="rollouts of a run, or rows with a column text, completion ...")
-    parser.add_argument(
-        "--reward", nargs="+", required=True, metavar="REWARD", help="verifier, file.py:function, http://"
-    )
-    parser.add_argument("--weights", nargs="+", type=float, default=[], help="one for each reward; default: 1 each")
-    parser.add_argument("--limit", type=int, default=None, help="only the first so many rows")
+    add_rewards(parser, models=False)
+    parser.add_argument("--max_rows", type=int, default=None, help="only the first rows")
     parser.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"text": "answer"}')
-    parser.add_argument("--timeout_seconds", type=float, default=10.0, help="for one completion")
-    parser.add_argument("--memory_gib", type=float, default=2.0, help="of one process")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--env", nargs="+", default=[], help="environment variables that functions may see")
     parser.add_argument("--full", action="store_true", help="reasons in full, not only their last line")
     return parser
 
@@ -106,7 +92,7 @@ def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[
         origins.append(row.origin)
         completions.append(completion_of(values, row.origin, "text" if "text" in renamed else None))
     if not completions:
-        raise UsageError(f"--limit {limit}: no row is left")
+        raise UsageError(f"--max_rows {limit}: no row is left")
     return origins, completions
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from posttrain.cli.generate import add_condition_template
-from posttrain.errors import DataError, UsageError
+from posttrain.cli.options import parse
+from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
 METHODS = {
@@ -19,18 +20,14 @@ METHODS = {
 
 def run(args: list[str]) -> int:
     """0 when there are rows and they are written."""
-    options = parser().parse_args(args)
-    from posttrain.serve import select
-    from posttrain.serve.answers import new_file, read_answers, write_rows
+    options = parse(parser(), args)
+    from posttrain.serve.answers import new_file
+    from posttrain.serve.select import select_file
 
     values = values_of(options)
     out = new_file(options.out, options.overwrite, options.file)
-    selected = select.METHODS[options.method](read_answers(options.file, options.map_keys), *values)
-    counts = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in selected.counts.items() if number)
-    if not selected.rows:
-        raise DataError(f"{options.file}: nothing is left to train on: {counts}")
-    write_rows(out, selected.rows)
-    print(f"done: {len(selected.rows):,} rows in {out}; answers: {counts}")
+    selected = select_file(options.method, options.file, out, *values, map_keys=options.map_keys)
+    print(f"done: {len(selected.rows):,} rows in {out}; answers: {selected}")
     return 0
 
 

@@ -18,11 +18,17 @@ def run(verb: str, args: list[str]) -> int:
         "generate": generate,
         "score": score,
         "select": select,
+        "eval": evaluate,
         "chat": chat,
+        "serve": serve,
         "samples": samples,
         "plan": plan,
+        "slurm": slurm,
         "export": export,
         "convert": convert,
+        "inspect": inspect,
+        "diff": diff,
+        "cluster": cluster,
         "doctor": doctor,
     }
     return commands[verb](args)
@@ -72,10 +78,22 @@ def select(args: list[str]) -> int:
     return run_select(args)
 
 
+def evaluate(args: list[str]) -> int:
+    from posttrain.cli.eval import run as run_eval
+
+    return run_eval(args)
+
+
 def chat(args: list[str]) -> int:
     from posttrain.cli.chat import run as run_chat
 
     return run_chat(args)
+
+
+def serve(args: list[str]) -> int:
+    from posttrain.cli.serve import run as run_serve
+
+    return run_serve(args)
 
 
 def samples(args: list[str]) -> int:
@@ -89,18 +107,30 @@ def plan(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: posttrain plan [VERB] [CONFIG.yaml] [--section.option value ...]\n\n" + TOOLS["plan"])
         print("\nVERB may be left out when the file has a line like `verb: sft`.")
+        print(
+            "--device_gib N plans for accelerators of so much memory that are not here, one or many (cluster.devices)."
+        )
         return 0
     from posttrain.cli.plan import plan as show
     from posttrain.cli.train import read
     from posttrain.config import verb_of_file
 
+    parser = argparse.ArgumentParser(prog="posttrain plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--device_gib", type=float, default=0.0)
+    options, args = parser.parse_known_args(args)
     if args[0] in TRAINERS:
         verb, rest = args[0], args[1:]
     else:
         verb, rest = verb_of_file(Path(args[0])), args
         if verb not in TRAINERS:
             raise UsageError(f"{args[0]} does not say what it is for: posttrain plan VERB {args[0]}")
-    return show(verb, read(verb, rest))
+    return show(verb, read(verb, rest, data=False), options.device_gib)
+
+
+def slurm(args: list[str]) -> int:
+    from posttrain.cli.slurm import run as run_slurm
+
+    return run_slurm(args)
 
 
 def export(args: list[str]) -> int:
@@ -125,6 +155,24 @@ def convert(args: list[str]) -> int:
     from posttrain.cli.convert import run as run_convert
 
     return run_convert(args)
+
+
+def inspect(args: list[str]) -> int:
+    from posttrain.cli.inspect import run as run_inspect
+
+    return run_inspect(args)
+
+
+def diff(args: list[str]) -> int:
+    from posttrain.cli.diff import run as run_diff
+
+    return run_diff(args)
+
+
+def cluster(args: list[str]) -> int:
+    from posttrain.cli.cluster import run as run_cluster
+
+    return run_cluster(args)
 
 
 def doctor(args: list[str]) -> int:

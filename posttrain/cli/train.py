@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from posttrain import config as configs
+from posttrain.config import launched_size
 
 
 def run(verb: str, args: list[str]) -> int:
     """Parse, train, report. With --resume and no file, the run folder's own configuration is the start."""
+    if launched_size() > 1:
+        from posttrain.runtime import launched
+
+        if launched.is_follower():  # of torchrun or srun: rank 0 reads the options
+            launched.follow()
+            return 0
     config = read(verb, args)
     from posttrain.loops import train_from
 
@@ -14,7 +21,8 @@ def run(verb: str, args: list[str]) -> int:
     return 0
 
 
-def read(verb: str, args: list[str]) -> configs.Config:
+def read(verb: str, args: list[str], *, data: bool = True) -> configs.Config:
+    """`data`: whether there must be some."""
     from posttrain.algos import ALGORITHMS
 
     algorithm = ALGORITHMS[verb]
@@ -23,7 +31,7 @@ def read(verb: str, args: list[str]) -> configs.Config:
 
         file = find_run(option(args, "--out"), verb) / "config.yaml"
         args = [str(file), *args]
-    config = configs.parse(verb, algorithm, args)
+    config = configs.parse(verb, algorithm, args, data=data)
     algorithm(config.algo)  # checks its options
     return config
 

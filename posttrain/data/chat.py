@@ -352,8 +352,8 @@ def _match(pieces: Sequence[str | int], contents: Sequence[str], rendered: str) 
 
 def _no_template(origin: str) -> NoReturn:
     raise DataError(
-        f"{origin}: a conversation, but the tokenizer has no chat template: give data.template (chatml, say), "
-        'data.input_template (as "Human: {}\\nAssistant: "), or a model with a chat template'
+        f"{origin}: a conversation, but the tokenizer has no chat template: give data.template (chatml, say, "
+        'or "Human: {}\\nAssistant: "), or a model with a chat template'
     )
 
 

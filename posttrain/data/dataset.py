@@ -239,14 +239,14 @@ def _dataset(
 def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Set a part of the rows aside, the same every time. Rows that come from one row of a file stay together."""
     if not 0 < fraction < 1:
-        raise UsageError(f"data.eval_fraction is {fraction}: it must be between 0 and 1")
+        raise UsageError(f"data.eval is {fraction}: a part must be above 0 and below 1")
     rows = dataset.rows
     origins: list[str] = [rows.origin(row) for row in range(len(rows))]
     units = list(dict.fromkeys(origins))
     if len(units) == 1:  # one long text: its parts may be parted
         origins = units = [str(row) for row in range(len(rows))]
     if len(units) < 2:
-        raise UsageError("data.eval_fraction: one row cannot be divided into training and evaluation; give data.eval")
+        raise UsageError("data.eval: one row cannot be divided into training and evaluation; name files")
     order = np.random.default_rng([seed, SPLIT]).permutation(len(units))
     size = min(max(1, round(fraction * len(units))), len(units) - 1)
     aside = {units[index] for index in order[:size]}
@@ -256,7 +256,7 @@ def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, D
         edges = np.cumsum((0, *mixture.sizes))
         left = tuple(int((~is_aside[a:b]).sum()) for a, b in pairwise(edges))
         if not all(left):
-            raise UsageError(f"data.eval_fraction {fraction} leaves no rows of a source to train on; give data.eval")
+            raise UsageError(f"data.eval {fraction} leaves no rows of a source to train on; name files")
         mixture = replace(mixture, sizes=left)
     return (
         _dataset(rows.subset(np.flatnonzero(~is_aside)), dataset.verdicts, dataset.counts, mixture),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from posttrain.config import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.examples import Chat, Example, Labelled, Message, Pair, Question, Stepwise, Text
-from posttrain.data.templates import apply_template, template_option
+from posttrain.data.templates import apply_template
 from posttrain.data.tokens import Part, Segment, TokenEncoder
 from posttrain.errors import DataError, UsageError
 from posttrain.types import Prompt, RowKind, Sample
@@ -55,7 +55,7 @@ class Encoder:
         self.kind = kind
         self.vocab_size = vocab_size
         self.placeholder = placeholder
-        apply_template(tokenizer, template_option(config))
+        apply_template(tokenizer, config.template)
         self.tokens = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.tokens)
         self.bos_id = tokenizer.bos_token_id

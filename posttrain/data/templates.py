@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from posttrain.config import DataConfig
 from posttrain.data.tokens import whole_tokens
 from posttrain.errors import UsageError
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 QUESTION = """
 {%- for message in messages %}
   {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
-    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.input_template has a place "
+    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.template has a place "
       ~ "only for questions of the user and answers of the assistant in turn. Use a chat template") }}
   {%- elif message.role == 'user' %}
     {{- BEFORE + message.content + AFTER }}
@@ -60,17 +59,8 @@ def turn_ends(chat_template: Any) -> tuple[str, ...]:
     return tuple(json.loads(found.group(1))) if found else ()
 
 
-def template_option(data: DataConfig) -> str:
-    """What `load_template` is to load: data.template, or data.input_template, or nothing."""
-    if data.template and data.input_template:
-        raise UsageError(f"data.template {data.template} and data.input_template are both set. Keep one.")
-    if data.input_template:
-        question_template(data.input_template)  # refused here, not taken for a name
-    return data.template or data.input_template
-
-
 def load_template(name: str) -> Template:
-    """By name, from `FILE.yaml:NAME`, from a file that holds one Jinja template, or data.input_template itself."""
+    """By name, from `FILE.yaml:NAME`, from a file that holds one Jinja template, or a text with {} for the question."""
     known = shipped()
     if name in known:
         return known[name]
@@ -90,11 +80,11 @@ def load_template(name: str) -> Template:
 
 
 def question_template(text: str) -> Template:
-    """data.input_template as a chat template: each question in it, each answer ended by EOS."""
+    """A text with {} as a chat template: each question in it, each answer ended by EOS."""
     before, *rest = text.replace("\\n", "\n").split("{}")  # a shell passes "\n" as two characters; nobody means these
     if len(rest) != 1:
         example = '"Human: {}\\nAssistant: "'
-        raise UsageError(f"data.input_template {text!r} needs {{}} once, for the question, as in {example}")
+        raise UsageError(f"data.template {text!r} needs {{}} once, for the question, as in {example}")
     return Template(text, QUESTION.replace("BEFORE", literal(before)).replace("AFTER", literal(rest[0])))
 
 

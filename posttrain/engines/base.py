@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.types import Ints, Sample
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class Request:
     prompt: Ints
     group: int = 0
     seed: int = 0
+    likeliest: int = 0
+    """So many of the likeliest tokens are told at each place, where somebody reads along."""
 
 
 OnToken = Callable[[int, int], None]
@@ -41,8 +46,21 @@ OnToken = Callable[[int, int], None]
 
 
 class Engine(Protocol):
-    """Generates with the weights of the version it was last given."""
+    """Generates with the weights it has."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]: ...
+
+    def sleep(self) -> None:
+        """Give back what memory the next call can take again."""
+
+
+class CopyEngine(Engine, Protocol):
+    """An engine with weights of its own, which must be sent."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """New weights, whole and by their Hugging Face names; samples bear the version from now on."""
+
+    def wake(self) -> None:
+        """Take the memory again; weights may have to be sent again."""

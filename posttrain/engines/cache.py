@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from posttrain.engines import plain
 from posttrain.models.attention import plain_attention
@@ -91,6 +92,13 @@ class SlotCache:
         k, v = (stream[: len(q), : self.longest].transpose(1, 2) for stream in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
         return plain_attention(grouped, k, v, mask, scaling, softcap, sinks).reshape(1, *q.shape[:2], v.shape[3])
+
+    def widen(self, capacity: int) -> None:
+        """More positions for every slot. Addresses change, so no graph may know them."""
+        more = (0, 0, 0, 0, 0, capacity - self.capacity)
+        for index, (keys, values) in self.layers.items():
+            self.layers[index] = (F.pad(keys, more), F.pad(values, more))
+        self.capacity = capacity
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Sequences change their slots."""

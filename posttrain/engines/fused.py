@@ -1,7 +1,7 @@
 """The passes of generation through the models that most people train, with few and fat steps.
 
-Llama, Qwen2, Qwen3 and Mistral share one shape: RMS norms, rotated queries and keys, grouped heads, a gated MLP. For
-them the layers are walked here, on the trainer's own weights. Every other model runs its own code (see local.py).
+The families of models/layers.py are walked here, on the trainer's own weights. Every other model runs its own code (see
+local.py).
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from posttrain.engines.cache import SlotCache
 from posttrain.models import attention
+from posttrain.models.layers import head_norms, knows, lay_together, window_of
 from posttrain.types import Batch
 
 Attend = Callable[[int, "Layer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """(layer's index, layer, queries and keys and values, cos and sin) -> [n, heads, d]."""
-
-FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
 class Joined:
@@ -38,29 +33,13 @@ class Joined:
         linears: list[Any] = [module for module in modules if type(module) is torch.nn.Linear]
         biased = [linear.bias is not None for linear in linears]
         if len(linears) == len(modules) and len(set(biased)) == 1:  # adapters and quantized maps keep their own code
-            self.weight = laid_together([linear.weight for linear in linears])
-            self.bias = laid_together([linear.bias for linear in linears]) if biased[0] else None
+            self.weight = lay_together([linear.weight for linear in linears])
+            self.bias = lay_together([linear.bias for linear in linears]) if biased[0] else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
             return torch.cat([module(x) for module in self.modules], -1)
         return F.linear(x, self.weight, self.bias)
-
-
-def laid_together(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """One tensor of which the parameters are parts, from now on if not before. Who writes them in place writes it."""
-    first = parameters[0].detach()
-    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
-    in_a_row = [parameter.data_ptr() for parameter in parameters[1:]] == ends[:-1]
-    same_storage = len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
-    if in_a_row and same_storage and all(parameter.is_contiguous() for parameter in parameters):
-        rows = sum(parameter.shape[0] for parameter in parameters)
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
-    with torch.inference_mode(False), torch.no_grad():  # training goes on with these weights
-        joined = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-            parameter.data = part
-    return joined
 
 
 @dataclass(slots=True, eq=False)
@@ -87,30 +66,17 @@ class FusedDecoder:
     @staticmethod
     def knows(model: Any) -> bool:
         """Whether the model has the shape that is walked here."""
-        layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
-        if layers is None or not all(type(layer) in FAMILIES for layer in layers):
-            return False
-        config = model.config
-        fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
-        return fixed_rope and config.hidden_act in ("silu", "swish")
+        return knows(model)
 
     def parts(self, layer: Any) -> Layer:
         own, mlp = layer.self_attn, layer.mlp
-        config = own.config
-        if isinstance(layer, Qwen2DecoderLayer | Qwen3DecoderLayer):
-            window = own.sliding_window
-        else:
-            window = config.sliding_window if isinstance(layer, MistralDecoderLayer) else None
-        norms = (None, None, 0.0)
-        if isinstance(layer, Qwen3DecoderLayer):
-            norms = (own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon)
         return Layer(
             module=layer,
             qkv=Joined([own.q_proj, own.k_proj, own.v_proj]),
             gate_up=Joined([mlp.gate_proj, mlp.up_proj]),
-            norms=norms,
-            window=window,
-            kv_shape=(config.num_key_value_heads, own.head_dim),
+            norms=head_norms(layer),
+            window=window_of(layer),
+            kv_shape=(own.config.num_key_value_heads, own.head_dim),
         )
 
     def prefill(self, batch: Batch, packing: attention.Packing, cache: SlotCache) -> torch.Tensor:

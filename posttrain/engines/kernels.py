@@ -1,16 +1,20 @@
-"""The small steps of decoding as Triton kernels; plain.py has the same names and says what each one does.
+"""The steps of decoding as Triton kernels, with those of a layer; plain.py has the same names and says what they do.
 
 Imported only where there is a GPU with Triton. A row's work is one program (or one a head), so that nothing a row
 computes depends on the others.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201, N803, N806  (what Triton compiles follows its own habits)
+# ruff: noqa: ANN001, ANN201, N803  (what Triton compiles follows its own habits)
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from posttrain.models.kernels import add_norm as add_norm
+from posttrain.models.kernels import gated as gated
+from posttrain.models.kernels import rotate_and_store as rotate_and_store
 
 BLOCK = 4096
 PROGRAMS = 264  # a GPU wants so many; long caches of few rows are split to get there
@@ -19,102 +23,6 @@ SPLIT_FROM = 512  # positions that are worth a split
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_2 = tl.constexpr(0x94D049BB133111EB)
-
-
-def add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, width = x.shape
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    warps = 4 if block <= 2048 else 8
-    add_norm_kernel[(rows,)](x, residual, weight, normed, total, width, eps, BLOCK=block, num_warps=warps)
-    return normed, total
-
-
-@triton.jit
-def add_norm_kernel(x, residual, weight, normed, total, width, eps, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
-    kind = x.dtype.element_ty
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
-    tl.store(total + at, value, mask=inside)
-    value = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
-    unit = (value * scale).to(kind).to(tl.float32)
-    out = unit * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + at, out.to(kind), mask=inside)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    rows, (capacity, kv_heads, width) = len(qkv), keys.shape[1:]
-    heads = qkv.shape[1] // width - 2 * kv_heads
-    query = qkv.new_empty(rows, heads, width)
-    rotate_and_store_kernel[(rows,)](
-        qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
-        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, ALL_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
-        BLOCK=triton.next_power_of_2(width // 2), NORM=q_norm is not None, num_warps=4,
-    )  # fmt: skip
-    return query
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def rotate_and_store_kernel(
-    qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    HALF: tl.constexpr = WIDTH // 2
-    kind = qkv.dtype.element_ty
-    head, low = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
-    high = low + HALF
-    inside = low < HALF
-    real = inside & (head < HEADS + 2 * KV_HEADS)
-    source = qkv + row * (HEADS + 2 * KV_HEADS) * WIDTH + head * WIDTH
-    first = tl.load(source + low, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(source + high, mask=real, other=0.0).to(tl.float32)
-    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
-    turned_1, turned_2 = first, second
-    if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + eps)[:, None]
-        query_1 = tl.load(q_norm + low, mask=inside, other=0.0).to(tl.float32)
-        query_2 = tl.load(q_norm + high, mask=inside, other=0.0).to(tl.float32)
-        key_1 = tl.load(k_norm + low, mask=inside, other=0.0).to(tl.float32)
-        key_2 = tl.load(k_norm + high, mask=inside, other=0.0).to(tl.float32)
-        turned_1 = (first * scale).to(kind).to(tl.float32) * tl.where(is_query, query_1, key_1)
-        turned_2 = (second * scale).to(kind).to(tl.float32) * tl.where(is_query, query_2, key_2)
-        turned_1, turned_2 = turned_1.to(kind).to(tl.float32), turned_2.to(kind).to(tl.float32)
-    angle = row * WIDTH
-    cos_1 = tl.load(cos + angle + low, mask=inside, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos + angle + high, mask=inside, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin + angle + low, mask=inside, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin + angle + high, mask=inside, other=0.0).to(tl.float32)
-    out_1 = (turned_1 * cos_1).to(kind).to(tl.float32) - (turned_2 * sin_1).to(kind).to(tl.float32)
-    out_2 = (turned_2 * cos_2).to(kind).to(tl.float32) + (turned_1 * sin_2).to(kind).to(tl.float32)
-    to_query = query + row * HEADS * WIDTH + head * WIDTH
-    tl.store(to_query + low, out_1.to(kind), mask=inside & is_query)
-    tl.store(to_query + high, out_2.to(kind), mask=inside & is_query)
-    spot = (row * capacity + tl.load(positions + row).to(tl.int64)) * KV_HEADS * WIDTH
-    to_key = keys + spot + (head - HEADS) * WIDTH
-    is_key = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(to_key + low, out_1.to(kind), mask=is_key)
-    tl.store(to_key + high, out_2.to(kind), mask=is_key)
-    to_value = values + spot + (head - HEADS - KV_HEADS) * WIDTH
-    tl.store(to_value + low, first.to(kind), mask=real & is_value)
-    tl.store(to_value + high, second.to(kind), mask=real & is_value)
 
 
 def attend(
@@ -212,24 +120,6 @@ def combine_kernel(partial, weights, out, items, splits, WIDTH: tl.constexpr, BL
         total = total * fade + share
         most = higher
     tl.store(out + item * WIDTH + column, (gathered / total).to(out.dtype.element_ty), mask=inside)
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
-    return out
-
-
-@triton.jit
-def gated_kernel(gate_up, out, width, BLOCK: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    kind = out.dtype.element_ty
-    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
 
 
 def draw(

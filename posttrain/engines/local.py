@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from posttrain.types import Floats, Ints, Sample
 
 LOOK_EVERY = 8  # steps of a graph between two looks of the host
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
+MOST_KINDS = 256  # ways to draw that are remembered
 log = logging.getLogger("posttrain")
 
 
@@ -40,8 +41,34 @@ class Answer:
 
     index: int  # among the requests
     request: Request
+    sampling: Sampling
+    kind: Kind
     place: int = 0  # tokens so far, as of the last look
     tokens: list[int] = field(default_factory=list)  # only where somebody reads along
+    logprobs: list[float] = field(default_factory=list)  # likewise
+    likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Answers of one kind draw their tokens in the same way, so that one draw serves them all."""
+
+    drawing: Sampling
+    likeliest: int
+
+    @property
+    def is_special(self) -> bool:
+        """Whether there is more to do than to divide by the temperature and draw."""
+        how = self.drawing
+        truncates = how.top_k or how.top_p < 1.0 or how.min_p
+        return bool(truncates or self.likeliest or how.temperature == 0.0 or how.repetition_penalty != 1.0)
+
+
+Likeliest = list[tuple[int, float]]
+"""The likeliest tokens at a place with their log-probabilities, from the likeliest down."""
+
+Hear = Callable[[Answer], None]
+"""Called as soon as an answer has a new token."""
 
 
 class LocalEngine:
@@ -58,6 +85,7 @@ class LocalEngine:
         self.cache: SlotCache | None = None
         self.slots: Slots | None = None
         self.graphs: Graphs | None = None
+        self.logits: torch.Tensor | None = None  # [slots, V]: where a captured step leaves them, if it does not draw
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
@@ -70,32 +98,60 @@ class LocalEngine:
         try:
             with torch.inference_mode():
                 self.prepare(requests, sampling)
-                return Run(self, requests, sampling, on_token).all()
+                hear = None if on_token is None else lambda answer: on_token(answer.index, answer.tokens[-1])
+                session = Session(self, hear)
+                for request in requests:
+                    session.submit(request, sampling)
+                ended: dict[int, Sample] = {}
+                while session.busy:
+                    ended |= session.step()
+                return [ended[index] for index in range(len(requests))]
         finally:
             self.trunk.model.train(was_training)
             if self.device.type == "cpu":
                 self.sleep()
 
+    def session(self, longest: int, answer: int, hear: Hear) -> Session:
+        """Requests may come and go at any time, each with settings of its own, until the engine sleeps.
+
+        `longest`: tokens of prompt and answer, `answer`: of the answer alone. All calls must come from one thread, in
+        inference mode, and the model must not be training.
+        """
+        self.find_weights()
+        on_gpu = self.device.type == "cuda"
+        self.make_room(self.most, self.rounded(longest if on_gpu else min(longest, 256)), self.rounded(answer))
+        assert self.slots is not None
+        self.slots.begin(self.slots.answer, None)
+        return Session(self, hear, mixed=True)
+
     def sleep(self) -> None:
         """Give the cache's memory back. The next call takes it again, and captures its graphs again."""
-        self.cache = self.slots = self.graphs = None
+        self.cache = self.slots = self.graphs = self.logits = None
 
     def prepare(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Room for these requests. What is there is kept if it is large enough: graphs hold its addresses."""
         self.find_weights()
-        step = 64 if self.device.type == "cpu" else 256
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
-        capacity, answer = (-(-size // step) * step for size in (longest, sampling.max_tokens))
-        wanted = (min(self.most, self.bucket(len(requests))), capacity, answer)
+        count = min(self.most, self.bucket(len(requests)))
+        self.make_room(count, self.rounded(longest), self.rounded(sampling.max_tokens))
+        assert self.slots is not None
+        self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
+
+    def make_room(self, count: int, capacity: int, answer: int) -> None:
+        """So many slots with so many positions each, for answers of so many tokens."""
+        wanted = (count, capacity, answer)
         if self.cache is None or any(more > had for more, had in zip(wanted, self.room, strict=True)):
             self.sleep()
             self.room = wanted
-            count = self.affordable(wanted[0], capacity)
+            count = self.affordable(count, capacity)
             self.cache = SlotCache(count, capacity, self.device)
             self.slots = Slots(count, answer, self.device)
             self.graphs = Graphs() if self.can_capture() else None
-        assert self.slots is not None
-        self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
+
+    def rounded(self, size: int) -> int:
+        """Few sizes, so that the next call finds room."""
+        step = 64 if self.device.type == "cpu" else 256
+        return -(-size // step) * step
 
     def find_weights(self) -> None:
         """Look where the weights lie. An optimizer writes them in place; if they have moved, graphs are worthless."""
@@ -140,38 +196,68 @@ def rung(count: int) -> int:
     return size * 3 // 4 if size >= 256 and count <= size * 3 // 4 else size
 
 
-class Run:
-    """One call of `generate`."""
+class Session:
+    """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one."""
 
-    def __init__(
-        self, engine: LocalEngine, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None
-    ) -> None:
+    def __init__(self, engine: LocalEngine, hear: Hear | None, *, mixed: bool = False) -> None:
+        """`mixed`: answers of all kinds side by side; those that are heard have log-probabilities."""
         assert engine.cache is not None and engine.slots is not None
-        self.engine, self.sampling, self.on_token = engine, sampling, on_token
+        self.engine, self.hear, self.mixed = engine, hear, mixed
         self.trunk, self.cache, self.slots, self.device = engine.trunk, engine.cache, engine.slots, engine.device
-        self.stops = self.slots.stops_of(sampling.stop_ids)
-        self.distribution = replace(sampling, max_tokens=0, stop_texts=())  # what a captured step depends on
         self.draw = steps_for(self.device).draw
-        self.waiting = deque(Answer(index, request) for index, request in enumerate(requests))
+        self.submitted = 0
+        self.waiting: deque[Answer] = deque()
         self.live: dict[int, Answer] = {}  # by slot
-        self.ended: dict[int, Sample] = {}
-        self.watched = on_token is not None or bool(sampling.stop_texts)
+        self.kinds: dict[tuple[Sampling, int], Kind] = {}
+        self.watched = hear is not None
         on_gpu = engine.graphs is not None
-        self.patience = LOOK_EVERY if on_gpu and not self.watched else 1
+        self.patience = LOOK_EVERY if on_gpu else 1
         self.worth_a_prefill = max(1, self.cache.slots // 4) if on_gpu else 1  # launching one costs several steps
         self.prefill_tokens = 32768 if self.device.type == "cuda" else 8192
 
-    def all(self) -> list[Sample]:
-        """Until every request has its answer."""
-        while self.waiting or self.live:
-            free = self.cache.slots - len(self.live)
-            if self.waiting and free >= min(self.worth_a_prefill, len(self.waiting)):
-                self.admit()
-            else:
-                self.advance()
-            self.look()
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.live)
+
+    def submit(self, request: Request, sampling: Sampling) -> int:
+        """Its number: from 0, in the order of submission."""
+        if sampling.repetition_penalty != 1.0:
+            self.slots.note(self.trunk.vocabulary)
+        self.watched = self.watched or bool(sampling.stop_texts)
+        index = self.submitted
+        self.submitted += 1
+        self.waiting.append(Answer(index, request, sampling, self.kind_of(sampling, request.likeliest)))
+        return index
+
+    def kind_of(self, sampling: Sampling, likeliest: int) -> Kind:
+        if self.waiting and self.waiting[-1].sampling is sampling and self.waiting[-1].kind.likeliest == likeliest:
+            return self.waiting[-1].kind
+        what = (replace(sampling, max_tokens=0, stop_texts=()), likeliest)  # what a captured step depends on
+        if what not in self.kinds:
+            assert self.mixed or not self.kinds, "a captured step draws in one way"
+            if len(self.kinds) >= MOST_KINDS:  # most are of users who are long gone
+                self.kinds.clear()
+            self.kinds[what] = Kind(*what)
+        return self.kinds[what]
+
+    def cancel(self, index: int) -> None:
+        """Its slot is free for others. One that has ended, or was never there, is nothing to cancel."""
+        self.waiting = deque(answer for answer in self.waiting if answer.index != index)
+        for slot in [slot for slot, answer in self.live.items() if answer.index == index]:
+            self.slots.done[slot] = True
+            del self.live[slot]
             self.close_gaps()
-        return [self.ended[index] for index in range(len(self.ended))]
+
+    def step(self) -> dict[int, Sample]:
+        """Let requests in, or a few tokens for those under way; the answers that are complete, by number."""
+        free = self.cache.slots - len(self.live)
+        if self.waiting and free >= min(self.worth_a_prefill, len(self.waiting)):
+            self.admit()
+        else:
+            self.advance()
+        ended = self.look()
+        self.close_gaps()
+        return ended
 
     def admit(self) -> None:
         """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
@@ -180,6 +266,7 @@ class Run:
         sharing: list[list[int]] = []  # slots of each prompt
         newcomers: dict[int, Answer] = {}
         room = self.prefill_tokens
+        longest = 0
         while self.waiting and free:
             prompt = self.waiting[0].request.prompt
             if not prompts or not np.array_equal(prompts[-1].tokens, prompt):
@@ -189,7 +276,10 @@ class Run:
                 prompts.append(Sample(tokens=prompt, mask=np.zeros(len(prompt), dtype=np.bool_)))
                 sharing.append([])
             sharing[-1].append(free[0])
+            longest = max(longest, len(prompt) + self.waiting[0].sampling.max_tokens)
             newcomers[free.popleft()] = self.waiting.popleft()
+        if longest > self.cache.capacity:
+            self.cache.widen(max(self.engine.rounded(longest), 2 * self.cache.capacity))
         batch = collate(prompts, self.device)
         self.cache.begin_prefill(batch.lengths, sharing)
         if self.engine.decoder is not None:
@@ -201,41 +291,107 @@ class Run:
         asked = [answer.request for answer in newcomers.values()]
         rows = self.slots.admit(list(newcomers), [r.prompt.tolist() for r in asked], [r.seed for r in asked])
         repeats = torch.tensor([len(slots) for slots in sharing], device=self.device)
-        self.choose(rows, hidden.repeat_interleave(repeats, 0, output_size=len(rows)))
+        hidden = hidden.repeat_interleave(repeats, 0, output_size=len(rows))
+        self.choose(rows, self.logits_of(hidden), list(newcomers.values()))
         self.live |= newcomers
 
     def advance(self) -> None:
         """A few steps: as many as nobody can end before, and no more than the host likes to wait."""
         count = self.engine.bucket(max(self.live) + 1)
-        left = self.sampling.max_tokens - max(answer.place for answer in self.live.values())
+        left = min(answer.sampling.max_tokens - answer.place for answer in self.live.values())
         longest = max(len(answer.request.prompt) + answer.place for answer in self.live.values())
-        for ahead in range(min(self.patience, left)):
-            if self.engine.graphs is None:
-                self.step(count, longest + ahead)
+        rows, graphs, capacity = self.slots.index[:count], self.engine.graphs, self.cache.capacity
+        if self.mixed:  # drawing is not captured: it may be different for each row, and at each step
+            if graphs is None:
+                logits = self.forward(count, longest)
             else:
-                self.engine.graphs.run((count, self.distribution), lambda: self.step(count, self.cache.capacity))
+                graphs.run((count, None), lambda: self.keep(self.forward(count, capacity)))
+                logits = self.kept(count)
+            self.choose(rows, logits, [self.live.get(slot) for slot in range(count)])
+            return
+        (kind,) = self.kinds.values()
+        for ahead in range(1 if self.watched else min(self.patience, left)):
+            if graphs is None:
+                self.draw_for(rows, self.forward(count, longest + ahead), kind.drawing)
+            else:  # all on the device, so that it can be captured
+                graphs.run(
+                    (count, kind.drawing), lambda: self.draw_for(rows, self.forward(count, capacity), kind.drawing)
+                )
 
-    def step(self, count: int, longest: int) -> None:
-        """Run the newest token of the first slots and draw the next. All on the device, so that it can be captured."""
+    def forward(self, count: int, longest: int) -> torch.Tensor:
+        """Run the newest token of the first slots: logits of the next, [count, V]."""
         positions = self.slots.positions(count)
         self.cache.begin_step(positions, longest)
         tokens = self.slots.token[:count]
         if self.engine.decoder is not None:
-            hidden = self.engine.decoder.decode(tokens, positions, self.cache)
-        else:
-            layers = getattr(self.trunk.model, self.trunk.model.base_model_prefix)
-            out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
-            hidden = out.last_hidden_state[0]
-        self.choose(self.slots.index[:count], hidden)
+            return self.logits_of(self.engine.decoder.decode(tokens, positions, self.cache))
+        layers = getattr(self.trunk.model, self.trunk.model.base_model_prefix)
+        out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
+        return self.logits_of(out.last_hidden_state[0])
 
-    def choose(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.trunk.logits(hidden) if self.engine.decoder is None else self.engine.decoder.logits(hidden)
+
+    def keep(self, logits: torch.Tensor) -> None:
+        """Where they are found again after a captured step."""
+        if self.engine.logits is None:
+            self.engine.logits = logits.new_zeros(self.cache.slots, logits.shape[1])
+        self.engine.logits[: len(logits)] = logits
+
+    def kept(self, count: int) -> torch.Tensor:
+        assert self.engine.logits is not None
+        return self.engine.logits[:count]
+
+    def choose(self, rows: torch.Tensor, logits: torch.Tensor, answers: Sequence[Answer | None]) -> None:
+        """Draw the next token of each row that has an answer: all in one draw, however they are to be drawn."""
+        kinds: dict[Kind, list[int]] = {}
+        for place, answer in enumerate(answers):
+            if answer is not None:
+                kinds.setdefault(answer.kind, []).append(place)
+        if len(kinds) == 1 and not any(kind.likeliest for kind in kinds):
+            (kind,) = kinds
+            self.draw_for(rows, logits, kind.drawing)
+            return
+        temperature = [1.0] * len(answers)
+        for kind, places in kinds.items():
+            for place in places:
+                temperature[place] = kind.drawing.temperature or 1.0
+        spots = {kind: torch.tensor(places, device=self.device) for kind, places in kinds.items() if kind.is_special}
+        logits = logits.float()
+        for kind, at in spots.items():
+            if kind.drawing.repetition_penalty != 1.0:
+                logits[at] = self.penalized(rows[at], logits[at], kind.drawing)
+        logits = logits / torch.tensor(temperature, device=self.device)[:, None]
+        least = logits.new_full((len(logits), 1), -torch.inf)
+        for kind, at in spots.items():
+            floor = ops.least_kept(logits[at], kind.drawing.top_k, kind.drawing.top_p, kind.drawing.min_p)
+            if floor is not None:
+                least[at] = floor
+        tokens, logprobs = self.draw(logits, 1.0, least, self.slots.seed[rows], self.slots.place[rows])
+        for kind, at in spots.items():
+            chances = logits[at].masked_fill(logits[at] < least[at], -torch.inf).log_softmax(-1)
+            if kind.drawing.temperature == 0.0:
+                logprobs[at], tokens[at] = chances.max(-1)
+            if kind.likeliest:
+                best = chances.topk(min(kind.likeliest, chances.shape[1]))
+                pairs = torch.stack([best.indices.double(), best.values.double()], -1).tolist()
+                for place, of_answer in zip(kinds[kind], pairs, strict=True):
+                    answer = answers[place]
+                    assert answer is not None
+                    answer.likeliest.append(
+                        [(int(token), chance) for token, chance in of_answer if chance > -torch.inf]
+                    )
+        by_stops: dict[tuple[int, ...], list[int]] = {}
+        for kind, places in kinds.items():
+            by_stops.setdefault(kind.drawing.stop_ids, []).extend(places)
+        for stop_ids, places in by_stops.items():
+            at = torch.tensor(places, device=self.device)
+            self.slots.record(rows[at], tokens[at], logprobs[at], self.slots.stops_of(stop_ids))
+
+    def draw_for(self, rows: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> None:
         """Draw the next token of each row and note it with its log-probability."""
-        sampling, slots = self.sampling, self.slots
-        logits = self.trunk.logits(hidden) if self.engine.decoder is None else self.engine.decoder.logits(hidden)
-        if slots.noting:
-            assert slots.seen is not None
-            penalty = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
-            logits = torch.where(slots.seen[rows], logits * penalty, logits)
+        slots = self.slots
+        logits = self.penalized(rows, logits, sampling)
         if sampling.temperature == 0.0:
             logits = ops.tempered(logits.float(), 1.0, sampling.top_k, sampling.top_p, sampling.min_p)
             tokens = logits.argmax(-1)
@@ -246,11 +402,19 @@ class Run:
                 logits, temperature = logits.float() / temperature, 1.0
                 least = ops.least_kept(logits, sampling.top_k, sampling.top_p, sampling.min_p)
             tokens, logprobs = self.draw(logits, temperature, least, slots.seed[rows], slots.place[rows])
-        slots.record(rows, tokens, logprobs, self.stops)
+        slots.record(rows, tokens, logprobs, slots.stops_of(sampling.stop_ids))
 
-    def look(self) -> None:
+    def penalized(self, rows: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        if sampling.repetition_penalty == 1.0:
+            return logits
+        assert self.slots.seen is not None
+        penalty = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        return torch.where(self.slots.seen[rows], logits * penalty, logits)
+
+    def look(self) -> dict[int, Sample]:
         """See who has ended."""
         looked = self.slots.look(max(self.live) + 1)
+        newest = self.slots.newest_logprobs(max(self.live) + 1) if self.mixed else []
         over: dict[int, bool] = {}  # slot: whether a stop text ended it
         for slot, answer in self.live.items():
             done, place, token = looked[slot]
@@ -259,13 +423,16 @@ class Run:
             answer.place = place
             if self.watched:
                 answer.tokens.append(token)
+            if self.mixed:
+                answer.logprobs.append(newest[slot])
             said = self.says_stop(answer)
-            if done or said:
+            if done or said or place >= answer.sampling.max_tokens:
                 over[slot] = said
-            if self.on_token is not None:
-                self.on_token(answer.index, token)
+            if self.hear is not None:
+                self.hear(answer)
+        ended: dict[int, Sample] = {}
         if not over:
-            return
+            return ended
         rows = torch.tensor(list(over), device=self.device)
         self.slots.done[rows] = True
         width = max(self.live[slot].place for slot in over)
@@ -274,16 +441,17 @@ class Run:
         for row, (slot, said) in enumerate(over.items()):
             answer = self.live.pop(slot)
             chosen, chances = tokens[row, : answer.place], logprobs[row, : answer.place]
-            finish = "stop" if said or int(chosen[-1]) in self.sampling.stop_ids else "length"
-            self.ended[answer.index] = finished(answer.request, chosen, chances, finish)
+            finish = "stop" if said or int(chosen[-1]) in answer.sampling.stop_ids else "length"
+            ended[answer.index] = finished(answer.request, chosen, chances, finish)
+        return ended
 
     def says_stop(self, answer: Answer) -> bool:
         """Whether a stop text is complete with the newest token."""
-        if not self.sampling.stop_texts:
+        if not answer.sampling.stop_texts:
             return False
-        longest = max(len(text) for text in self.sampling.stop_texts)
+        longest = max(len(text) for text in answer.sampling.stop_texts)
         tail = self.engine.tokenizer.decode(answer.tokens[-(longest + 8) :])  # most tokens are longer than a character
-        return any(text in tail for text in self.sampling.stop_texts)
+        return any(text in tail for text in answer.sampling.stop_texts)
 
     def close_gaps(self) -> None:
         """When fewer slots would do, the sequences in the last ones move to the front."""

@@ -9,54 +9,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from posttrain.models.steps import add_norm as add_norm
+from posttrain.models.steps import gated as gated
+from posttrain.models.steps import rotate_and_store as rotate_and_store
+
 BLOCK = 4096  # tokens of the vocabulary whose probabilities are added first
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
-
-
-def add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMS norm of the sum, the sum): [n, H] each."""
-    total = residual + x
-    return rms_norm(total, weight, eps), total
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,  # [n, (heads + 2 kv_heads) * d]
-    cos: torch.Tensor,  # [n, d]
-    sin: torch.Tensor,
-    positions: torch.Tensor,  # [n]
-    keys: torch.Tensor,  # [slots, capacity, kv_heads, d]
-    values: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    """Rotate queries and keys, put keys and values into the cache; the queries: [n, heads, d]."""
-    rows, (kv_heads, width) = len(qkv), keys.shape[2:]
-    heads = qkv.shape[1] // width - 2 * kv_heads
-    query, key, value = qkv.view(rows, -1, width).split([heads, kv_heads, kv_heads], 1)
-    if q_norm is not None and k_norm is not None:
-        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
-    cos, sin = cos[:, None], sin[:, None]
-    query, key = (stream * cos + rotate_half(stream) * sin for stream in (query, key))
-    slots = torch.arange(rows, device=qkv.device)
-    keys[slots, positions] = key
-    values[slots, positions] = value
-    return query
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
 
 
 def attend(
@@ -81,12 +42,6 @@ def visible(positions: torch.Tensor, longest: int, window: int | None) -> torch.
     distance = positions[:, None] - torch.arange(longest, device=positions.device)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [n, 2 I] -> [n, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def draw(

@@ -24,6 +24,7 @@ class Slots:
         )  # the last column is for the done
         self.logprobs = torch.zeros(count, answer + 1, device=device)
         self.noting = False
+        self.yes = torch.ones((), dtype=torch.bool, device=device)  # a graph cannot fetch one from the host
         self.seen: torch.Tensor | None = None  # [count, V]: tokens to be penalized
         self.stops: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -33,8 +34,14 @@ class Slots:
         self.place.fill_(1)
         self.start.zero_()
         self.done.fill_(True)
-        self.noting = vocabulary is not None
-        if vocabulary is not None and self.seen is None:
+        self.noting = False
+        if vocabulary is not None:
+            self.note(vocabulary)
+
+    def note(self, vocabulary: int) -> None:
+        """From now on tokens that occur are noted."""
+        self.noting = True
+        if self.seen is None:
             self.seen = torch.zeros(self.count, vocabulary, dtype=torch.bool, device=self.device)
 
     def stops_of(self, ids: tuple[int, ...]) -> torch.Tensor:
@@ -71,12 +78,17 @@ class Slots:
         self.done[rows] = done | (place >= self.limit) | (tokens[:, None] == stops).any(1)
         if self.noting:
             assert self.seen is not None
-            self.seen[rows, tokens] = True
+            self.seen[rows, tokens] = self.yes
 
     def look(self, count: int) -> list[tuple[bool, int, int]]:
         """(done, place, newest token) of the first slots; the one time that the host waits."""
         looked = torch.stack([self.done[:count].long(), self.place[:count], self.token[:count]], 1).tolist()
         return [(bool(done), place, token) for done, place, token in looked]
+
+    def newest_logprobs(self, count: int) -> list[float]:
+        """Of the newest token of the first slots."""
+        newest = (self.place[:count] - 1).clamp(min=0)[:, None]
+        return self.logprobs[:count].gather(1, newest)[:, 0].tolist()
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Sequences change their slots; those that they leave are free."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,11 +14,16 @@ from posttrain.engines.base import Request, Sampling
 from posttrain.rollout.judge import Judge
 from posttrain.rollout.record import Rollout
 from posttrain.rollout.rollouts import Conversation, Generator, answers, by_group, seed_of
-from posttrain.runtime.base import LearnerGroup
 from posttrain.types import Prompt, Sample
 
 RIGHT = 0.5  # an answer whose first reward is above this counts as right
 EXAMINATION = 0xE7A1  # keeps its random numbers apart from those of training
+
+
+class Speaker(Protocol):
+    """A policy that can answer with the weights of now."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]: ...
 
 
 class Examination:
@@ -37,7 +42,7 @@ class Examination:
         self.seed = config.seed
         self.sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
 
-    def hold(self, policy: LearnerGroup, prompts: Sequence[Prompt]) -> dict[str, float]:
+    def hold(self, policy: Speaker, prompts: Sequence[Prompt]) -> dict[str, float]:
         prompts, n = prompts[: self.config.max_rows], self.config.samples_per_prompt
         asked = [(place, prompt) for place, prompt in enumerate(prompts) for _ in range(n)]
         seeds = [seed_of(self.seed ^ EXAMINATION, place, k) for place in range(len(prompts)) for k in range(n)]
@@ -78,7 +83,7 @@ class Examination:
 class Examinee:
     """The policy with the weights of now, whatever batches are being made ahead."""
 
-    def __init__(self, policy: LearnerGroup) -> None:
+    def __init__(self, policy: Speaker) -> None:
         self.policy = policy
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:

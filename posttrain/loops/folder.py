@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -152,10 +153,15 @@ def find_run(out: str, verb: str) -> Path:
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Write a file so that after a kill it is the old one or the new one, whole."""
+    atomic_write(path, [text])
+
+
+def atomic_write(path: Path, parts: Iterable[str]) -> None:
+    """The same in parts. Half a character, which a model may say, is written as JSON writes it."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.algos.base import Algorithm
-from posttrain.config import OnlineConfig
 from posttrain.errors import UsageError
 from posttrain.learner import PLAIN
 from posttrain.loops.run import Run
@@ -30,7 +29,7 @@ class Helpers:
         # New adapters start as the identity, so the policy without them is the reference, at no cost.
         self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
         self.precomputed = algo.precomputes()
-        self.offloaded = run.config.rollout.offload if isinstance(run.config, OnlineConfig) else ()
+        self.offloaded = run.config.cluster.offload
         if "ref_logprobs" in self.needs and not self.adapters_off:
             self.reference = run.frozen(algo.reference())
             self.away("reference", self.reference)
@@ -40,7 +39,9 @@ class Helpers:
             for dataset in datasets:
                 dataset.rows.hold()
             self.fill_reference([sample for dataset in datasets for row in dataset.rows for sample in row])
-            self.reference = None
+            if self.reference is not None:
+                self.reference.workers.close()
+                self.reference = None
 
     def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
         """`keep` leaves alone what an earlier call filled: right only if the same samples always come together.
@@ -74,7 +75,7 @@ class Helpers:
 
     @contextmanager
     def here(self, role: str, model: LearnerGroup) -> Iterator[None]:
-        """The model is on the device inside; afterwards in host memory again, if rollout.offload says so."""
+        """The model is on the device inside; afterwards in host memory again, if cluster.offload says so."""
         if role in self.offloaded:
             model.onload("optimizer" if role == "optimizer" else "model")
         try:
@@ -90,7 +91,9 @@ class Critic:
         algo: Any = run.algo
         self.helpers, self.rate = helpers, algo.config.critic_learning_rate
         path = algo.critic_path() or first_reward_model or run.model.path
-        self.model = run.start(replace(run.model, path=path, router_loss=0.0), head="score", trainable=True)
+        self.model = run.start(
+            replace(run.model, path=path, router_loss=0.0), role="critic", head="score", trainable=True
+        )
         helpers.away("critic", self.model)
         self.objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
 
@@ -117,13 +120,14 @@ def check_reward_model(path: str) -> None:
 class RewardModel:
     """A score for each answer by a model that `posttrain reward` made, or any with a score head."""
 
-    def __init__(self, run: Run, path: str, helpers: Helpers, *, normalize: bool) -> None:
+    def __init__(self, run: Run, path: str, helpers: Helpers, *, place: int, normalize: bool) -> None:
+        """`place`: its number among the run's rewards."""
         self.helpers = helpers
         config = replace(run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_loss=0.0)
         self.tokenizer: Any = load_tokenizer(config)
         # Another tokenizer means another spelling of the same conversation.
         self.same_tokens = self.tokenizer.get_vocab() == run.tokenizer.get_vocab()
-        self.model = run.start(config, head="score", trainable=False)
+        self.model = run.start(config, role=f"reward-{place}", head="score", trainable=False)
         self.mean, self.deviation = self.model.score_statistics() if normalize else (0.0, 1.0)
         helpers.away("reward", self.model)
 

@@ -27,6 +27,7 @@ def train_from(verb: str, config: Config) -> Result:
         helpers = Helpers(run, algo, policy)
         metrics: dict[str, float] = {}
         for step in range(run.resume(policy) + 1, run.data.steps + 1):
+            run.places.step = step
             with run.log.phase("data"):
                 samples = algo.prepare(run.data.stream.take(run.data.rows_at[step] - run.data.rows_at[step - 1]))
             with run.log.phase("helpers"):

@@ -109,8 +109,10 @@ class Trainer:
             self.critic = Critic(run, self.helpers, next((path for _, path in rewards.models), ""))
         self.sampling = sampling_of(self.config, self.policy.stop_ids())
         self.environments = environments
+        self.samplers = run.samplers()
+        speaker: Generator = self.samplers or self.policy
         self.rollouts = Rollouts(
-            self.policy,
+            speaker,
             self.judge,
             run.data.stream,
             self.config,
@@ -118,7 +120,7 @@ class Trainer:
             run.tokenizer,
             phase=run.log.phase,
             greedy_baseline=algo.greedy_baseline,
-            environment=self.dialogues(self.policy, self.sampling),
+            environment=self.dialogues(speaker, self.sampling),
             recorded=record.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
         )
         self.pretraining = Pretraining(run) if algo.pretrain_files() else None
@@ -153,6 +155,7 @@ class Trainer:
 
     def make_experience(self) -> list[Rollout]:
         """A batch of judged answers, filled with what the algorithm needs and scored."""
+        self.run.places.step = self.step + 1
         rollouts = self.rollouts.take()
         samples = usable(rollouts, self.step + 1)
         with self.run.log.phase("logprobs"):
@@ -175,6 +178,8 @@ class Trainer:
         metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
         metrics["tokens"] = float(sum(len(sample) for sample in samples))
         self.rollouts.version = self.step
+        if self.samplers is not None:
+            metrics |= {"sync_bytes": float(self.samplers.moved.bytes), "sync_seconds": self.samplers.moved.seconds}
         with self.run.log.phase("record"):
             self.records.write(record.as_lines(rollouts, self.step).encode())
         return metrics
@@ -193,7 +198,7 @@ class Trainer:
                 part |= {f"critic/{name}": value for name, value in fitted.items() if name != "tokens"}
             if not self.algo.actor_frozen(step):
                 moving = self.moving(chosen)
-                besides = self.pretraining.take() if self.pretraining else None
+                besides = self.pretraining.take() if self.pretraining else []
                 if moving or besides:
                     whole = count(chosen, self.objective.unit)
                     part |= update(run, self.policy, moving, self.objective, step, denominator=whole, besides=besides)
@@ -210,7 +215,10 @@ class Trainer:
         """The policy as it is now on the evaluation prompts."""
         assert self.run.data.eval is not None, "there is no evaluation data: set data.eval"
         exam = Examination(self.config, self.sampling, self.judge, self.run.tokenizer, self.dialogues)
-        found = exam.hold(self.policy, [row[0] for row in self.run.data.eval.rows])
+        if self.samplers is not None:  # learners that generate elsewhere have no room for a whole model
+            self.rollouts.settle()
+            self.samplers.refresh_sampler()
+        found = exam.hold(self.samplers or self.policy, [row[0] for row in self.run.data.eval.rows])
         progress = self.run.progress
         if progress.best is None or found["reward"] > progress.best:
             progress.best, progress.best_step = found["reward"], self.step
@@ -248,7 +256,7 @@ class Trainer:
         pending = self.rollouts.state()
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
-        state = {"algo": self.algo.state(), "pretraining": self.pretraining.position if self.pretraining else 0}
+        state = {"algo": self.algo.state(), "pretraining": self.pretraining.position if self.pretraining else []}
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -262,7 +270,8 @@ class Trainer:
     def make_judge(self, rewards: Rewards) -> Judge:
         normalize = self.config.rewards.normalize_models
         models: dict[int, Any] = {
-            place: RewardModel(self.run, path, self.helpers, normalize=normalize) for place, path in rewards.models
+            place: RewardModel(self.run, path, self.helpers, place=place, normalize=normalize)
+            for place, path in rewards.models
         }
         return Judge(rewards, models, self.config, self.run.tokenizer)
 

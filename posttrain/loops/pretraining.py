@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from posttrain.config import DataConfig
 from posttrain.data.dataset import Encoder, RowStream, load_dataset
+from posttrain.data.mixture import split_weights
 from posttrain.errors import DataError
 from posttrain.loops.run import Run
 from posttrain.loops.update import Besides
@@ -18,21 +20,30 @@ class Pretraining:
 
     def __init__(self, run: Run) -> None:
         algo: Any = run.algo
-        files = algo.pretrain_files()
-        data = replace(run.config.data, train=files, eval=(), map_keys="")
-        self.stream = RowStream(load_rows(files, data, run.tokenizer), run.config.update.rows_per_step, run.config.seed)
-        self.objective = Objective(request=Request(), loss=algo.pretrain_loss, unit="token")
+        names, weights = split_weights(algo.pretrain_files())
+        parts: list[tuple[tuple[str, ...], float]] = (
+            [((name,), weight) for name, weight in zip(names, weights, strict=True)] if weights else []
+        )
+        self.streams, self.objectives = [], []
+        for files, weight in parts or [(tuple(names), 1.0)]:
+            data = replace(run.config.data, train=files, eval=(), map_keys="")
+            rows = max(1, run.config.update.rows_per_step // max(1, len(parts)))
+            self.streams.append(RowStream(load_rows(files, data, run.tokenizer), rows, run.config.seed))
+            loss = partial(algo.pretrain_loss, weight=weight)
+            self.objectives.append(Objective(request=Request(), loss=loss, unit="token"))
 
     @property
-    def position(self) -> int:
-        return self.stream.position
+    def position(self) -> list[int]:
+        return [stream.position for stream in self.streams]
 
     @position.setter
-    def position(self, value: int) -> None:
-        self.stream.position = value
+    def position(self, values: list[int]) -> None:
+        for stream, value in zip(self.streams, values, strict=True):
+            stream.position = value
 
-    def take(self) -> Besides:
-        return Besides(self.stream.take(), self.objective)
+    def take(self) -> list[Besides]:
+        """A step's texts of each source, with their weight in the loss."""
+        return [Besides(s.take(), objective) for s, objective in zip(self.streams, self.objectives, strict=True)]
 
 
 def load_rows(files: tuple[str, ...], data: DataConfig, tokenizer: Any) -> Any:

@@ -17,14 +17,17 @@ from posttrain import log as logs
 from posttrain.algos.base import Algorithm
 from posttrain.config import Config, ModelConfig, OnlineConfig
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
-from posttrain.data.templates import template_option
-from posttrain.errors import CheckpointError, DataError, Stopped, UsageError
+from posttrain.errors import CheckpointError, DataError, Stopped, UsageError, WorkerError
 from posttrain.learner import Learner
 from posttrain.loops.folder import RunFolder, StopSignals
 from posttrain.models import checkpoint
 from posttrain.models.load import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
+from posttrain.models.shard import Layout
 from posttrain.runtime.base import LearnerGroup
-from posttrain.runtime.local import LocalWorkers
+from posttrain.runtime.host import Ref
+from posttrain.runtime.places import Places
+from posttrain.runtime.samplers import Sampler, Samplers
+from posttrain.runtime.transfer import Sender
 from posttrain.types import Objective, Prompt, Sample
 
 
@@ -84,6 +87,7 @@ class Run:
     tokenizer: Any
     data: Data
     fingerprints: dict[str, str]
+    places: Places
     progress: Progress = field(default_factory=Progress)
     parts: dict[str, Part] = field(default_factory=dict)
     saved_step: int = 0
@@ -121,24 +125,56 @@ class Run:
             for line in (*data.train.verdicts, *ledger(config, data, folder.path)):
                 log.message(line)
             signals = stack.enter_context(StopSignals())
-            yield cls(verb, config, model, algo, folder, signals, log, tokenizer, data, fingerprints)
+            places = Places(config.cluster, folder.logs)
+            stack.callback(places.close)
+            run = cls(verb, config, model, algo, folder, signals, log, tokenizer, data, fingerprints, places)
+            try:
+                yield run
+            except WorkerError as error:
+                raise run.explained(error) from None
 
     def learner(self) -> LearnerGroup:
         """The model that is trained."""
         teacher = replace(self.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
-        template = template_option(self.config.data)
+        template = self.config.data.template
         extra: dict[str, Any] = {}
         if isinstance(self.config, OnlineConfig):
-            extra = {"sampler_copy": bool(self.config.rollout.ahead), "value_head": "values" in self.algo.outputs()}
-        return self.start(self.model, head=self.algo.head, trainable=True, teacher=teacher, template=template, **extra)
+            ahead = bool(self.config.rollout.ahead) and not self.places.rollouts_apart
+            extra = {"sampler_copy": ahead, "value_head": "values" in self.algo.outputs()}
+            if not self.places.rollouts_apart:
+                extra["engine"] = self.config.rollout.engine
+        extra |= {"head": self.algo.head, "teacher": teacher, "template": template}
+        return self.start(self.model, role="actor", trainable=True, **extra)
+
+    def samplers(self) -> Samplers | None:
+        """Who generates, if that is not the learners: workers on devices of their own, with the learners' weights."""
+        if not self.places.rollouts_apart:
+            return None
+        assert isinstance(self.config, OnlineConfig)
+        model = replace(self.model, lora_rank=0, router_loss=0.0)  # adapters arrive merged
+        engine, template, seed = self.config.rollout.engine, self.config.data.template, self.config.seed
+        tensor_parallel = self.config.cluster.of("rollout").tensor_parallel
+        if tensor_parallel > 1:
+            engine = (*engine, f"tensor_parallel_size={tensor_parallel}")
+        sender = self.places.pool("actor").start("sender", Sender, Ref("actor"))
+        seats = self.places.seats_for_rollouts(
+            lambda pool: pool.start("rollout", Sampler, model, engine, template, seed)
+        )
+        return Samplers(seats, sender, self.places.meet)
 
     def frozen(self, path: str) -> LearnerGroup:
         """A model that only looks, as the reference."""
         model = replace(self.model, path=path or self.model.path, lora_rank=0, router_loss=0.0)
-        return self.start(model, head="token", trainable=False)
+        return self.start(model, role="reference", head="token", trainable=False)
 
-    def start(self, model: ModelConfig, **options: Any) -> LearnerGroup:
-        return LearnerGroup(LocalWorkers(Learner, model, self.config.update, seed=self.config.seed, **options))
+    def start(self, model: ModelConfig, *, role: str, **options: Any) -> LearnerGroup:
+        """A model on the devices of its role."""
+        cluster, update = self.config.cluster, self.config.update
+        found = cluster.of(role)
+        layout = Layout(found.tensor_parallel, found.zero, frozenset(cluster.offload))
+        pool = self.places.pool(role)
+        workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
+        return LearnerGroup(workers, found.tensor_parallel)
 
     def objective(self) -> Objective:
         request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)
@@ -217,6 +253,14 @@ class Run:
         self.saved_step = step
         return path
 
+    def explained(self, error: WorkerError) -> WorkerError:
+        """The same with how to go on."""
+        error.folder = self.folder.path
+        saved = checkpoint.newest_valid(self.folder.checkpoints)
+        if saved is not None:
+            error.args = (f"{error} Go on from step {checkpoint.step_of(saved)}: {self.resume_command()}",)
+        return error
+
     def stop_if_asked(self, step: int, policy: LearnerGroup) -> None:
         """After a step: if a signal came, save and leave with its exit code."""
         number = self.signals.received
@@ -247,8 +291,8 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
     encoder = Encoder(tokenizer, config.data, algo.rows, vocab_size=vocabulary, placeholder=algo.placeholder())
     train = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=quarantine, cache=folder)
     evaluation: Dataset | None = None
-    if config.data.eval:
-        evaluation = load_dataset(config.data.eval, encoder, quarantine=quarantine, cache=folder)
+    if config.data.eval_files:
+        evaluation = load_dataset(config.data.eval_files, encoder, quarantine=quarantine, cache=folder)
         if evaluation.mixture:
             raise UsageError("data.eval: evaluation takes every row once; leave the weights out")
     elif config.data.eval_fraction:
@@ -337,7 +381,7 @@ def ledger(config: Config, data: Data, folder: Path) -> Iterator[str]:
         size = f"{rows:,} prompts of {lengths.min()} to {lengths.max()} tokens"
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
-        aside = data.eval.counts["quarantined"] if config.data.eval else 0
+        aside = data.eval.counts["quarantined"] if config.data.eval_files else 0
         yield f"evaluation: {len(data.eval.rows):,} rows" + (f" ({aside:,} quarantined)" if aside else "")
     if counts["quarantined"] or (data.eval is not None and data.eval.counts["quarantined"]):
         yield f"rows that cannot be used are in {folder / 'quarantine.jsonl'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain import ops
@@ -31,7 +32,7 @@ def update(
     *,
     denominator: int | None = None,
     peak_rate: float | None = None,
-    besides: Besides | None = None,
+    besides: Sequence[Besides] = (),
 ) -> dict[str, float]:
     """One optimizer step; the only place where a sum of losses is divided.
 
@@ -43,14 +44,14 @@ def update(
     if not denominator:
         raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")
     means = averages(learner.forward_backward(samples, objective, denominator, tokens), denominator)
-    if besides is not None:
-        by = count(besides.samples, besides.objective.unit)
-        sums = learner.forward_backward(besides.samples, besides.objective, by, tokens)
-        means["pretrain_loss"] = averages(sums, by)["loss"]
+    for other in besides:
+        by = count(other.samples, other.objective.unit)
+        sums = learner.forward_backward(other.samples, other.objective, by, tokens)
+        means["pretrain_loss"] = means.get("pretrain_loss", 0.0) + averages(sums, by)["loss"]
     finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
     warmup = round(config.warmup if config.warmup >= 1 else config.warmup * run.data.steps)
     peak = config.learning_rate if peak_rate is None else peak_rate
-    rate = ops.learning_rate_at(step, run.data.steps, peak, config.schedule, warmup, config.min_lr_ratio)
+    rate = ops.learning_rate_at(step, run.data.steps, peak, config.shape, warmup, config.min_lr_ratio)
     metrics = means | (learner.step(rate) if finite else learner.discard())
     progress = run.progress
     if metrics["skipped"]:

@@ -10,7 +10,9 @@ keys and values are repeated, all else of the layers is computed once.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -19,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from posttrain.models.steps import steps_for
 from posttrain.types import Batch, Sharing
 
 NAME = "posttrain_packed"
+log = logging.getLogger("posttrain")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,18 +60,46 @@ class Packing:
 
     starts: torch.Tensor
     longest: int
-    sharing: Sharing | None = None
+    keys: torch.Tensor | None = None  # what each piece sees, where that is more than itself; see types.Sharing
+    key_starts: torch.Tensor | None = None
+    most_keys: int = 0
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None  # where in `keys` each token is, and [U + 1] from where on
+    padding: int = 0  # tokens behind the last sample that belong to none
     buckets: list[Bucket] | None = None  # None: the ragged kernel is used
     order: torch.Tensor | None = None  # brings the buckets' tokens back into the pack's order
 
 
-def layout(batch: Batch, *, ragged_kernel: bool) -> Packing:
-    """Decide how the samples of a pack are attended to."""
-    row = batch.sharing or batch
-    packing = Packing(row.starts, max(row.lengths), batch.sharing)
+def layout(batch: Batch, *, ragged_kernel: bool, whole: int = 1) -> Packing:
+    """Decide how the samples of a pack are attended to.
+
+    `whole`: the ragged kernel's row is padded to a multiple of it, by a sample that is nobody's. Rows of few different
+    lengths find their memory and the matrix products' plans where the last one left them.
+    """
+    row, sharing = batch.sharing or batch, batch.sharing
     if not ragged_kernel:
-        packing.buckets, packing.order = rectangles(row.lengths, row.tokens.device, batch.sharing)
+        buckets, order = rectangles(row.lengths, row.tokens.device, sharing)
+        return Packing(row.starts, max(row.lengths), buckets=buckets, order=order)
+    padding = -sum(row.lengths) % whole
+    packing = Packing(lengthened(row.starts, padding), max(padding, *row.lengths), padding=padding)
+    if sharing is not None:
+        packing.keys, packing.key_starts = sharing.keys, lengthened(sharing.key_starts, padding)
+        packing.most_keys = max(padding, *sharing.key_lengths)
+        if padding:
+            first = len(row.tokens)
+            own = torch.arange(first, first + padding, device=row.tokens.device)
+            packing.keys = torch.cat([sharing.keys, own.to(sharing.keys.dtype)])
+        packing.seen = where_each_is(packing.keys, sum(row.lengths) + padding)
     return packing
+
+
+def where_each_is(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of 0, 1, 2 ... in `keys`, one after the other, and where those of each begin: [K] and [size + 1]."""
+    ordered, places = keys.sort(stable=True)
+    return places, torch.searchsorted(ordered, torch.arange(size + 1, device=keys.device, dtype=keys.dtype))
+
+
+def lengthened(starts: torch.Tensor, padding: int) -> torch.Tensor:
+    return torch.cat([starts, starts[-1:] + padding]) if padding else starts
 
 
 def rectangles(
@@ -226,33 +258,103 @@ def ragged(
     sliding_window: int | None,
 ) -> torch.Tensor:
     """The flash kernel over samples of any length: [T, heads, d]. Its queries stand at the last of their keys."""
+    q, k, v = (stream.squeeze(0).transpose(0, 1) for stream in (query, key, value))  # [0] would copy its gradient
+    key_starts, most_keys = packing.starts, packing.longest
+    if packing.keys is not None and packing.key_starts is not None:
+        key_starts, most_keys = packing.key_starts, packing.most_keys
+        k, v = (Gather.apply(stream, packing.keys, *(packing.seen or ())) for stream in (k, v))
+    ranges = (packing.starts, key_starts, packing.longest, most_keys)
+    if q.requires_grad and newer_kernel_serves(q, k, v, ranges, scaling, sliding_window):
+        return newer_kernel(q, k, v, ranges, scaling, sliding_window)
+    return torchs_kernel(q, k, v, ranges, scaling, sliding_window)
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor, int, int]
+"""Cumulative lengths of queries and of keys, and the largest length of each."""
+
+
+def torchs_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (stream[0].transpose(0, 1) for stream in (query, key, value))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
     grouped = {"enable_gqa": True} if grouped_heads_must_be_named() else {}
-    key_starts, most_keys = packing.starts, packing.longest
-    if packing.sharing is not None:
-        key_starts, most_keys = packing.sharing.key_starts, max(packing.sharing.key_lengths)
-        k, v = (Gather.apply(stream, packing.sharing.keys) for stream in (k, v))
-    ranges = (packing.starts, key_starts, packing.longest, most_keys)
-    return varlen_attn(q, k, v, *ranges, scale=scaling, window_size=window, **grouped)
+    reach = (-1 if window is None else window - 1, 0)
+    return varlen_attn(q, k, v, *ranges, scale=scaling, window_size=reach, **grouped)
+
+
+def newer_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """The package flash-attn-4, where it is installed: about twice as quick as torch's on Hopper."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    starts, key_starts, longest, most_keys = ranges
+    how: dict[str, Any] = {"causal": True} if window is None else {"window_size": (window - 1, 0)}
+    found = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=key_starts,
+        max_seqlen_q=longest,
+        max_seqlen_k=most_keys,
+        softmax_scale=scaling,
+        **how,
+    )
+    return found[0] if isinstance(found, tuple) else found
+
+
+trusted: dict[tuple[Any, ...], bool] = {}
+"""Kinds of attention -> whether the newer kernel gave what torch's gives; found out where one first occurs."""
+
+
+def newer_kernel_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> bool:
+    kind = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, how[-1] is None)
+    if kind not in trusted:
+        trusted[kind] = has_newer_kernel(q) and agree(q, k, v, *how)
+    return trusted[kind]
+
+
+def has_newer_kernel(q: torch.Tensor) -> bool:
+    wide = q.shape[1] * q.shape[2] >= 768  # below, starting a kernel takes longer than the kernel
+    installed = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    return wide and bool(installed) and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+
+
+@torch.enable_grad()
+def agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> bool:
+    """Whether both kernels give the same result and gradients, here and now."""
+    found = []
+    try:
+        for kernel in (newer_kernel, torchs_kernel):
+            streams = [stream.detach().requires_grad_() for stream in (q, k, v)]
+            out = kernel(*streams, *how)
+            found.append([out.detach(), *torch.autograd.grad(out, streams, q.detach())])
+    except (RuntimeError, ImportError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
+        log.warning("flash-attn-4 is installed and does not work here, so torch's kernel is used: %s", error)
+        return False
+    errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(*found, strict=True)]
+    if not max(errors) < 0.02:
+        log.warning("flash-attn-4 differs from torch's kernel by %.3g, so the latter is used", max(errors))
+        return False
+    return True
 
 
 class Gather(torch.autograd.Function):
-    """index_select along the first dimension, whose gradients are added up in float32: a key may be seen by many."""
+    """index_select along the first dimension. A key may be seen by many: their gradients are added up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, stream: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.length = len(stream)
-        return stream.index_select(0, places)
+    def forward(
+        ctx: Any, stream: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, first: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places, first)
+        return stream.index_select(0, keys)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        total = gradient.new_zeros(ctx.length, *gradient.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, ctx.saved_tensors[0], gradient.float()).to(gradient.dtype), None
+        return steps_for(gradient.device).gather_backward(gradient, *ctx.saved_tensors), None, None, None
 
 
 @cache

@@ -16,18 +16,21 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, WorkerError
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch
@@ -36,6 +39,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{8,})(\.old)?")
 TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
+KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
 FINGERPRINTED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 log = logging.getLogger("posttrain")
@@ -59,6 +63,8 @@ def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
     except Exception as error:
         written = _bytes_in(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, WorkerError):  # says itself what happened, and may be mended by another worker
+            raise
         raise CheckpointError(_explain(error, checkpoints, step, written)) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -180,6 +186,25 @@ def verify(checkpoint: Path) -> None:
                 raise CheckpointError(f"{checkpoint / name}: damaged: its content is not what was saved")
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
+
+
+def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of files, brought to the disk, by their place in the folder; what `verify_files` takes."""
+    return {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}
+        for path in files
+    }
+
+
+def verify_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """CheckpointError naming the first file that is not there, or not as it was described."""
+    for name, entry in files.items():
+        path = folder / name
+        try:
+            if path.stat().st_size != entry["size"] or _sha256(path) != entry["sha256"]:
+                raise CheckpointError(f"{path}: damaged: its content is not what was saved")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def is_valid(checkpoint: Path) -> bool:
@@ -431,15 +456,116 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` wrote, on the CPU."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _explained(path):
         return load_file(path)
+
+
+@dataclass(slots=True)
+class Entry:
+    """Tensors to be written, of known names and shapes, that exist only when fetched; all ranks fetch together."""
+
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    fetch: Callable[[], dict[str, torch.Tensor]]
+
+
+def save_in_parts(folder: Path, stem: str, entries: Sequence[Entry], rank: int, ranks: int) -> None:
+    """Whole tensors as safetensors with an index, as Hugging Face has it; entry i is written by rank i mod `ranks`.
+
+    No rank ever holds more than one entry. Rank 0 writes the index.
+    """
+    files = max(1, min(ranks, len(entries)))
+    names = [f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors" for number in range(files)]
+    with ExitStack() as stack:
+        file = stack.enter_context((folder / names[rank]).open("wb")) if rank < files else None
+        if file is not None:
+            file.write(_header([entry.kinds for entry in entries[rank::ranks]]))
+        for number, entry in enumerate(entries):
+            tensors = entry.fetch()
+            if number % ranks == rank:
+                assert file is not None
+                for name, (shape, dtype) in entry.kinds.items():
+                    tensor = tensors[name].detach().cpu().contiguous()
+                    assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
+                    file.write(tensor.reshape(-1).view(_torch().uint8).numpy().data)
+    if rank == 0:
+        places = {name: names[number % ranks] for number, entry in enumerate(entries) for name in entry.kinds}
+        size = sum(_bytes_of(*kind) for entry in entries for kind in entry.kinds.values())
+        save_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
+
+
+def _header(groups: Sequence[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> bytes:
+    """Of a safetensors file: the length of what follows in 8 bytes, and where each tensor lies, as JSON."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, (shape, dtype) in ((name, kind) for group in groups for name, kind in group.items()):
+        end = place + _bytes_of(shape, dtype)
+        described[name] = {"dtype": KINDS[str(dtype)], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+class TensorFiles:
+    """Tensors in one safetensors file or in several with an index, read when asked for, whole or a part of each."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.whole = folder / f"{stem}.safetensors"
+        self.open_files: dict[Path, Any] = {}
+        index = folder / f"{stem}.safetensors.index.json"
+        if not self.whole.is_file() and index.is_file():
+            places = load_json(index)
+            if not isinstance(places, dict) or not isinstance(places.get("weight_map"), dict):
+                raise CheckpointError(f"{index}: damaged: it does not say where the tensors are")
+            self.places = {name: folder / file for name, file in places["weight_map"].items()}
+        else:
+            with _explained(self.whole):
+                self.places = dict.fromkeys(self.file(self.whole).keys(), self.whole)
+
+    def file(self, path: Path) -> Any:
+        from safetensors import safe_open
+
+        if path not in self.open_files:
+            self.open_files[path] = safe_open(path, framework="pt")
+        return self.open_files[path]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _explained(self.places[name]):
+            return tuple(self.file(self.places[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """On the CPU; of a part nothing else is read."""
+        if name not in self.places:
+            raise CheckpointError(f"{self.whole.parent}: there is no tensor {name} in {self.whole.stem}")
+        path = self.places[name]
+        with _explained(path):
+            if not part:
+                return self.file(path).get_tensor(name)
+            return self.file(path).get_slice(name)[part if len(part) > 1 else part[0]]
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 def _refuse_shared(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.models import lora
-from posttrain.models.checkpoint import load_tensors
+from posttrain.models.checkpoint import TensorFiles
 from posttrain.models.load import (
     AUTO_CLASSES,
     is_adapter,
@@ -43,7 +43,7 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     merging = merge and is_adapter(folder)
     model = read_model(folder, head, torch.float32 if merging else "auto").eval()
     if use_ema:
-        take_average(model, Path(folder).parent / "ema.safetensors")
+        take_average(model, Path(folder).parent)
     rounding = 0.0  # from float32, in which adapters are merged, to the type of the base
     if merging:
         before = probe(model)
@@ -84,15 +84,16 @@ def head_of(folder: str) -> Head:
 
 
 @torch.no_grad()
-def take_average(model: PreTrainedModel, file: Path) -> None:
+def take_average(model: PreTrainedModel, folder: Path) -> None:
     """Replace the trained parameters by their running average."""
-    if not file.is_file():
+    file = folder / "ema.safetensors"
+    if not file.is_file() and not (folder / "ema.safetensors.index.json").is_file():
         raise UsageError(f"there is no {file}: the run kept no average of its weights (update.ema_decay was 0)")
-    parameters = dict(model.named_parameters())
-    for name, average in load_tensors(file).items():
-        if name not in parameters or parameters[name].shape != average.shape:
+    parameters, saved = dict(model.named_parameters()), TensorFiles(folder, "ema")
+    for name in saved.places:
+        if name not in parameters or tuple(parameters[name].shape) != saved.shape(name):
             raise CheckpointError(f"{file}: {name} has no counterpart in the model")
-        parameters[name].copy_(average)
+        parameters[name].copy_(saved.read(name))
 
 
 def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTrainedModel:

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from posttrain import ops
 from posttrain.data.pack import collate
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import attention
+from posttrain.models.layers import PlainHead, speed_up
 from posttrain.types import Batch, Outputs, Request, Sample
+
+ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +27,13 @@ class Trunk:
     ragged_kernel: bool
     shares: bool = False  # whether a beginning that samples have in common may be computed once; see prove
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
+    plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
 
     @classmethod
     def of(cls, model: Any) -> Trunk:
-        return cls(model, attention.has_ragged_kernel(model))
+        """Its layers run the kernels of models/layers.py from now on, where those know them."""
+        speed_up(model)
+        return cls(model, attention.has_ragged_kernel(model), plain_head=PlainHead.of(model))
 
     @property
     def vocabulary(self) -> int:
@@ -36,13 +43,12 @@ class Trunk:
         """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share."""
         layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
-        return layers(
-            input_ids=row.tokens[None],
-            position_ids=row.positions[None],
-            use_cache=False,
-            packing=attention.layout(batch, ragged_kernel=self.ragged_kernel),
-            **extra,
-        )
+        whole = 1 if extra else ROW_MULTIPLE  # what a router thinks of padding must not count
+        packing = attention.layout(batch, ragged_kernel=self.ragged_kernel, whole=whole)
+        tokens, positions = (F.pad(stream, (0, packing.padding))[None] for stream in (row.tokens, row.positions))
+        result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
+        result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
+        return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, H] -> float32 logits [n, V], with the scalings some families put behind their head."""
@@ -66,14 +72,12 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
     """Compute what the request names, at the positions that count and nowhere else."""
     extra = {"output_router_logits": True} if request.router_loss else {}
     result = trunk.hidden(batch, **extra)
-    hidden = result.last_hidden_state[0]
+    hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
     before, last = batch.computed(batch.counted - 1), batch.computed(batch.starts[1:].long() - 1)
     if {"logprobs", "entropy"} & request.names:
-        states, targets = hidden[before], batch.tokens[batch.counted]
-        options = (request.drawing, request.entropy_gradient)
-        logprobs, entropy = ops.token_logprobs(states, targets, trunk.logits, trunk.vocabulary, *options)
+        logprobs, entropy = token_logprobs(trunk, hidden[before], batch.tokens[batch.counted], request)
         out.logprobs, out.entropy = to_stream(logprobs, batch), to_stream(entropy, batch)
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
@@ -103,6 +107,18 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
             routers = [logits[batch.sharing.place] for logits in routers]
         out.router_loss = ops.router_balance(routers, experts, batch.sample_of, len(batch.lengths))
     return out
+
+
+def token_logprobs(
+    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: Request
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.token_logprobs; by kernels where there are some."""
+    head, drawing = trunk.plain_head, request.drawing
+    if head is not None and head.serves(drawing):
+        return head.logprobs(states, targets, drawing.temperature, entropy_gradient=request.entropy_gradient)
+    return ops.token_logprobs(
+        states, targets, trunk.logits, trunk.vocabulary, drawing, entropy_gradient=request.entropy_gradient
+    )
 
 
 def to_stream(values: torch.Tensor, batch: Batch) -> torch.Tensor:

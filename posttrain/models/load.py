@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import constants as hub
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,8 +37,10 @@ from transformers import (
 from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models import attention, lora
-from posttrain.models.checkpoint import resolve_model_folder
+from posttrain.models.checkpoint import TensorFiles, resolve_model_folder, save_in_parts
 from posttrain.models.pico import pico_folder
+from posttrain.models.shard import Shards
+from posttrain.models.tensors import module_tensors, read_parts, some_of, stored, stored_entries
 from posttrain.types import Head
 
 AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
@@ -172,15 +176,36 @@ def vocabulary_size(model: ModelConfig) -> int:
     return int(read_config(source, "token").get_text_config().vocab_size)
 
 
-def load_model(model: ModelConfig, head: Head, *, device: torch.device, trainable: bool, seed: int) -> PreTrainedModel:
-    """A model ready for packed training, or for inference. `seed` decides what the files do not hold."""
+def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """What the model computes in."""
+    return DTYPES.get(model.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def load_model(
+    model: ModelConfig,
+    head: Head,
+    *,
+    device: torch.device,
+    trainable: bool,
+    seed: int,
+    shards: Shards | None = None,
+) -> PreTrainedModel:
+    """A model ready for packed training, or for inference. `seed` decides what the files do not hold.
+
+    With `shards` it stays in host memory until it is cut, and what is trained is float32.
+    """
     if model.load_in_4bit and trainable and not model.lora_rank:
         raise UsageError("model.load_in_4bit: weights in 4 bits stay frozen; set model.lora_rank to train adapters")
-    dtype = DTYPES.get(model.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if model.load_in_4bit and shards is not None:
+        raise UsageError(
+            "model.load_in_4bit: weights in 4 bits cannot be shared by processes: cluster.devices must be 1"
+        )
+    dtype = compute_dtype(model, device)
     source = resolve_path(model.path)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        loaded = read_model(source, head, dtype, device=device, in_4bit=model.load_in_4bit)
+        skeleton, folder = read_skeleton(source, head, dtype) if shards is not None else (None, Path())
+        loaded = skeleton or read_model(source, head, dtype, device=device, in_4bit=model.load_in_4bit)
         if lora.is_adapted(loaded):
             # Merged, so that the weights without new adapters are this model: what a reference has to be.
             lora.merge(loaded)
@@ -190,10 +215,18 @@ def load_model(model: ModelConfig, head: Head, *, device: torch.device, trainabl
             loaded.config.pad_token_id = padding_for_scores(load_tokenizer(replace(model, path=source)))
         loaded.get_input_embeddings().padding_idx = None  # nothing is padded: it may be a real token, and must learn
         if trainable and model.lora_rank:
-            lora.add_adapters(loaded, model, head)
+            with as_if_there(loaded):
+                lora.add_adapters(loaded, model, head)
         else:
             loaded.requires_grad_(trainable)
-    if not model.load_in_4bit:  # which went there when it was quantised
+    if shards is not None:
+        for parameter in trainable_parameters(loaded).values():
+            parameter.data = parameter.data.float()
+        if skeleton is not None:
+            unread = {name for name, tensor in module_tensors(loaded).items() if tensor.is_meta}
+            unread |= module_tensors(loaded).keys() - dict(loaded.named_parameters()).keys()
+            shards.unread.append(lambda: read_parts(loaded, folder, unread))
+    elif not model.load_in_4bit:  # which went there when it was quantised
         loaded.to(device)
     loaded.set_attn_implementation(attention.NAME)
     if trainable and model.checkpoint_activations:
@@ -239,6 +272,11 @@ def read_model(
     check_report(source, head, report)
     if "score.weight" in report["missing_keys"]:
         initialise_score(model)
+    return made_ready(model, source)
+
+
+def made_ready(model: PreTrainedModel, source: str) -> PreTrainedModel:
+    """Without noise, savable, and knowing where it comes from."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -247,6 +285,91 @@ def read_model(
     if model.can_generate():
         make_savable(model)
     return model
+
+
+def read_skeleton(source: str, head: Head, dtype: torch.dtype) -> tuple[PreTrainedModel | None, Path]:
+    """A model without its weights, and where processes read their part of them; None where only all of it can be read.
+
+    Nothing is left to be made up but a new score head, which is there already. Buffers are there too.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        with explained(source):
+            kinds, offline = ["*.json", "*.safetensors"], not hub_is_reachable()
+            folder = Path(snapshot_download(source, allow_patterns=kinds, local_files_only=offline))
+    there = any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
+    if not there or is_adapter(folder):
+        log.info("%s: every process reads the whole model, and keeps its part", source)
+        return None, folder
+    config = read_config(source, head)
+    with explained(source):
+        files = TensorFiles(folder, "model")
+        with parameters_without_memory():
+            model = AUTO_CLASSES[head].from_config(config, dtype=dtype)
+    for name in model._keep_in_fp32_modules_strict or ():
+        for module in model.modules():
+            module._buffers |= {
+                key: value.float() for key, value in module._buffers.items() if key == name and value is not None
+            }
+    present = files.places.keys()
+    if head == "score" and "score.weight" not in present:
+        model.score = torch.nn.utils.skip_init(torch.nn.Linear, model.score.in_features, 1, bias=False, dtype=dtype)
+        model._init_weights(model.score)  # as transformers does before: the numbers drawn after it stay the same
+        initialise_score(model)
+    elif head == "token" and "score.weight" in present:
+        check_report(source, head, {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": ["score.weight"]})
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, tensor in module_tensors(model).items():
+        if tensor.is_meta or not isinstance(tensor, torch.nn.Parameter):
+            parts = stored(model, name, torch.empty(tensor.shape, device="meta"))
+            wanted |= {key: tuple(part.shape) for key, part in parts.items()}
+    if not wanted.keys() <= present:
+        log.info("%s: its tensors have names of their own: every process reads the whole model", source)
+        return None, folder
+    report = {"missing_keys": [], "unexpected_keys": present - wanted.keys() - tied_names(model)}
+    shapes = ((name, files.shape(name), shape) for name, shape in wanted.items())
+    check_report(source, head, report | {"mismatched_keys": [entry for entry in shapes if entry[1] != entry[2]]})
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        with explained(source):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return made_ready(model, source), folder
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Names of parameters that another one stands for."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Inside, modules are made with parameters on the device `meta`, but with real buffers."""
+    register = torch.nn.Module.register_parameter
+
+    def without_memory(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(self, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            self._parameters[name] = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_if_there(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, parameters without memory seem to lie on the CPU, so that what is put beside them does."""
+    absent = {
+        p: torch.nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape)) for p in model.parameters() if p.is_meta
+    }
+    for parameter, pretended in absent.items():
+        torch.utils.swap_tensors(parameter, pretended)
+    yield
+    for parameter, pretended in absent.items():
+        trained = parameter.requires_grad
+        torch.utils.swap_tensors(parameter, pretended)
+        parameter.requires_grad_(trained)
 
 
 def read_config(source: str, head: Head) -> PreTrainedConfig:
@@ -277,11 +400,6 @@ def check_report(source: str, head: Head, report: dict[str, Any]) -> None:
         raise UsageError(f"model.path: {source} lacks weights: {some_of(missing)}")
     if unexpected:
         log.warning("%s holds weights that this model has no place for: %s", source, some_of(unexpected))
-
-
-def some_of(names: set[str]) -> str:
-    """A long list of names, cut short."""
-    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @torch.no_grad()
@@ -323,15 +441,28 @@ def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter
 # Saving
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a plain Hugging Face folder; of an adapted model the adapters alone."""
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, shards: Shards | None = None
+) -> None:
+    """Write a plain Hugging Face folder; of an adapted model the adapters alone.
+
+    Where processes hold the model together, each writes some of the tensors and the first one all the rest.
+    """
     if lora.is_adapted(model):
-        lora.save_adapter(model, folder)
-    else:
+        lora.save_adapter(model, folder, write=shards is None or shards.rank == 0)
+    elif shards is None:
         model.save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_in_parts(folder, "model", list(stored_entries(model, shards)), shards.rank, shards.size)
+        if shards.rank == 0 and model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    if shards is not None and shards.rank:
+        return
     config = copy.deepcopy(model.config)
     config.use_cache = True
-    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    config.dtype = model.dtype if shards is None else shards.dtype
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if lora.is_adapted(model) and hasattr(config, "quantization_config"):
         del config.quantization_config  # how the base is held in memory, not what it is
     config.save_pretrained(folder)
@@ -345,6 +476,9 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Read what `save_model` wrote into the same tensors, which stay where they are."""
     if lora.is_adapted(model):
         lora.load_adapter(model, folder)
+        return
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        read_parts(model, folder)
         return
     try:
         saved, report = type(model).from_pretrained(

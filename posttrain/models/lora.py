@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, UsageError
+from posttrain.models.shard import gathered, local, part_of
 from posttrain.types import Head
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -150,14 +151,50 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters alone, as peft does: adapter_config.json and adapter_model.safetensors."""
+def is_beside(name: str) -> bool:
+    """Whether a tensor of an adapted model has no counterpart in the plain one, or is not what it computes with."""
+    return any(part in name for part in (".lora_A.", ".lora_B.", ".original_module."))
+
+
+def plain_name(name: str) -> str:
+    """What a tensor of an adapted model is called in the plain one."""
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A whole tensor with its adapter, if it has one, added in float32; processes that share a model call together."""
+    owner, _, rest = name.partition(".base_layer.")
+    if rest != "weight":
+        return weight
+    layer: Any = model.get_submodule(owner)
+    if not isinstance(layer.get_base_layer(), torch.nn.Linear | Conv1D):
+        raise UsageError(f"{owner}: adapters on experts cannot be merged on the way to another engine")
+    down, up = (matrix["default"].weight for matrix in (layer.lora_A, layer.lora_B))
+    product = gathered(local(up), up).float() @ gathered(local(down), down).float() * layer.scaling["default"]
+    if isinstance(layer.get_base_layer(), Conv1D):
+        product = product.T
+    return (weight.float() + product).to(weight.dtype)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, *, write: bool = True) -> None:
+    """Write the adapters alone, as peft does: adapter_config.json and adapter_model.safetensors.
+
+    `write`: of processes that hold a model together, one does; all of them call.
+    """
+    live = adapter_tensors(model)
+    tensors = {name: gathered(local(tensor), tensor).contiguous() for name, tensor in live.items()}
+    if not write:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(settings(model), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def settings(model: PreTrainedModel) -> dict[str, Any]:
+    """What adapter_config.json says of the adapters."""
     config = model.peft_config["default"].to_dict() | {"inference_mode": True}
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    (folder / CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 @torch.no_grad()
@@ -174,7 +211,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / WEIGHTS}: {name} is {tuple(tensor.shape)}, the model's is {tuple(live[name].shape)}"
             )
-        live[name].copy_(tensor)
+        local(live[name]).copy_(tensor[part_of(live[name])])
 
 
 def attach(model: PreTrainedModel, folder: Path) -> None:

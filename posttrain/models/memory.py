@@ -17,6 +17,7 @@ Hidden from the count are the inside of fused kernels and what the allocator can
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -72,18 +73,20 @@ class Needs:
     reference_stays: bool = True  # else: it is freed before the first step
     teacher: int = 0
     critic: int = 0  # with all that its own training holds
+    gathered: int = 0  # where the model is divided: other devices' parts, while a pass uses them
+    sampler: int = 0  # a copy to generate with
 
     @property
     def phases(self) -> dict[str, int]:
         """Bytes at the worst moment of each phase."""
         own, step = self.standing, self.passing
-        loaded = own.weights + own.masters + own.average + self.teacher + self.critic
+        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler
         always = loaded + own.optimizer + self.reference * self.reference_stays
         phases = {
-            "reference beforehand": loaded + self.reference + step.forward_only,
-            "forward and backward": always + own.gradients + step.peak,
+            "reference beforehand": loaded + self.reference + self.gathered + step.forward_only,
+            "forward and backward": always + own.gradients + self.gathered + step.peak,
             "optimizer step": always + own.gradients,
-            "evaluation": always + step.forward_only,
+            "evaluation": always + self.gathered + step.forward_only,
         }
         if self.reference_stays:
             del phases["reference beforehand"]
@@ -134,6 +137,70 @@ def standing(model: Any, *, average: bool, in_4bit: bool = False) -> Standing:
         optimizer=8 * count + 4 * len(trained),
         average=4 * count * average,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class Division:
+    """How the devices of a place divide a model: FSDP over `data` ranks, each of `tensor` ranks."""
+
+    data: int = 1
+    tensor: int = 1
+    zero: int = 3
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor
+
+
+def share(model: Any, division: Division, *, average: bool) -> Standing:
+    """What one device holds of a model that is divided: what is trained in float32, which is master and weight."""
+    sizes = {p: part_of(p, name, division) for name, p in layered(model).items()}
+    trained = sum(size for p, size in sizes.items() if p.requires_grad)
+    count = sum(p.requires_grad for p in sizes)
+    return Standing(
+        parameters=sum(p.numel() for p in sizes),
+        trained=sum(p.numel() for p in sizes if p.requires_grad),
+        weights=sum(size * p.element_size() for p, size in sizes.items() if not p.requires_grad),
+        masters=4 * trained,
+        gradients=4 * trained,
+        optimizer=8 * trained + 4 * count,
+        average=4 * trained * average,
+    )
+
+
+def gathered(model: Any, division: Division) -> int:
+    """Bytes of others' parts that a device holds during a pass, in the type that is computed in.
+
+    All that is in no layer is there all the time, with its gradients; of the layers (zero 3) the one in use and the
+    next, or (zero 2) all of them; and one layer's gradients on their way.
+    """
+    whole = Division(1, division.tensor)
+    weights: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()  # as they are computed, and in float32 as they are added up
+    for name, p in layered(model).items():
+        size, layer = part_of(p, name, whole), layer_of(name)
+        weights[layer] += size * p.element_size()
+        gradients[layer] += size * (p.element_size() + 4) * p.requires_grad
+    outside = weights.pop("", 0) + gradients.pop("", 0)
+    there = weights.total() if division.zero == 2 else 2 * max(weights.values(), default=0)
+    return outside + there + max(gradients.values(), default=0)
+
+
+def layered(model: Any) -> dict[str, torch.nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer that a parameter belongs to: `model.layers.3` of model.layers.3.mlp.up_proj.weight."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def part_of(parameter: torch.nn.Parameter, name: str, division: Division) -> int:
+    """Numbers of a parameter that one device holds: tensor ranks divide the matrices of layers, data ranks all."""
+    tensor = division.tensor if layer_of(name) and parameter.ndim > 1 else 1
+    return -(-parameter.numel() // (tensor * division.data))
 
 
 def linear_layers(model: Any) -> list[torch.nn.Linear]:

@@ -2,31 +2,47 @@
 
 Weights in half precision stay at one address and are overwritten after each step; the masters, the accumulated
 gradients and Adam's state are float32. Weights in float32 are their own masters.
+
+Where a model is held by many processes its parameters are float32, and a master is this process's part of one: AdamW
+works number by number, so only the norm of the gradients is asked of all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from posttrain.config import UpdateConfig
+from posttrain.models.checkpoint import TensorFiles, save_in_parts, save_tensors
+from posttrain.models.layers import MASTER
+from posttrain.models.shard import Shards, local, part_of
+
+ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
     """Owns everything that changes the weights."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig) -> None:
+    def __init__(
+        self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig, shards: Shards | None = None
+    ) -> None:
         assert parameters, "nothing to train"
         self.config = config
         self.parameters = parameters
+        self.shards = shards
         self.masters: dict[str, torch.Tensor] = {}
         for name, parameter in parameters.items():
-            if parameter.dtype == torch.float32:
+            if shards is not None:
+                assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
+                self.masters[name] = local(parameter)
+            elif parameter.dtype == torch.float32:
                 self.masters[name] = parameter
             else:
                 self.masters[name] = parameter.detach().float()
+                setattr(parameter, MASTER, self.masters[name])
                 parameter.register_post_accumulate_grad_hook(accumulate_into(self.masters[name]))
         matrices = [master for master in self.masters.values() if master.ndim >= 2]
         others = [master for master in self.masters.values() if master.ndim < 2]  # norms and biases
@@ -41,9 +57,8 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, float]:
         """Clip, check and apply the gradients, then forget them. Not finite: nothing is applied, `skipped` is 1."""
+        norm_value = float(self.gradient_norm())
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        norm_value = float(norm)
         finite = math.isfinite(norm_value)
         if finite:
             limit = self.config.max_grad_norm
@@ -59,20 +74,35 @@ class Optimizer:
         self.forget_gradients()
         return {"grad_norm": norm_value, "learning_rate": learning_rate, "skipped": float(not finite)}
 
+    def gradient_norm(self) -> torch.Tensor:
+        if self.shards is None:
+            grads = [master.grad for master in self.masters.values() if master.grad is not None]
+            return torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        self.shards.complete(found, self.parameters)
+        for name, gradient in found.items():
+            self.masters[name].grad = gradient
+        return self.shards.norm(found, self.parameters)
+
+    def has_own_master(self, name: str) -> bool:
+        """Whether the weights are rounded from a master, and not the master themselves."""
+        return self.shards is None and self.masters[name] is not self.parameters[name]
+
     def write_weights(self) -> None:
         """Masters -> the weights the model computes with, in place."""
         for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
+            if self.has_own_master(name):
                 parameter.data.copy_(self.masters[name])
 
     def forget_gradients(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        for name, master in self.masters.items():
+            master.grad = self.parameters[name].grad = None
 
     def move(self, device: torch.device) -> None:
         """All but the weights to another device; weights in float32 are their own masters and stay."""
+        self.find_masters()
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
+            if self.has_own_master(name):
                 master.data = master.data.to(device, non_blocking=True)
             for key, value in self.adam.state[master].items():
                 if value.ndim:
@@ -81,39 +111,67 @@ class Optimizer:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
+    def find_masters(self) -> None:
+        """Where they are parts of parameters, these may have been moved."""
+        if self.shards is not None:
+            for name, master in self.masters.items():
+                master.data = local(self.parameters[name])
+
     def state(self) -> dict[str, torch.Tensor]:
         """Adam's state and the masters as flat tensors by name."""
         flat: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adam.state[master].items():
                 flat[f"{key}/{name}"] = value
-            if master is not self.parameters[name]:
+            if self.has_own_master(name):
                 flat[f"master/{name}"] = master
         return flat
 
+    def save(self, folder: Path) -> None:
+        """What training needs to go on, besides the weights; the same tensors, however many processes hold them."""
+        if self.shards is None:
+            save_tensors(folder / "optimizer.safetensors", self.state())
+            if self.average:
+                save_tensors(folder / "ema.safetensors", self.average)
+            return
+        flat = {key: (value, self.parameters[key.split("/", 1)[1]]) for key, value in self.state().items()}
+        if self.shards.dtype != torch.float32:  # what lies in model/ is rounded
+            flat |= {f"master/{name}": (master, self.parameters[name]) for name, master in self.masters.items()}
+        average = {name: (value, self.parameters[name]) for name, value in self.average.items()}
+        for stem, parts in (("optimizer", flat), ("ema", average)):
+            if parts:
+                entries = [self.shards.entry(name, *part) for name, part in parts.items()]
+                save_in_parts(folder, stem, entries, self.shards.rank, self.shards.size)
+
     @torch.no_grad()
-    def load_state(self, flat: dict[str, torch.Tensor]) -> None:
-        """The inverse of `state`; call it after the weights themselves were loaded."""
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, of any number of processes; call it after the weights themselves were loaded."""
+        saved = TensorFiles(folder, "optimizer")
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                master.copy_(flat[f"master/{name}"])
-            state = {key: flat[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in flat}
+            part = part_of(self.parameters[name])
+            if self.has_own_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
+                master.copy_(saved.read(f"master/{name}", part))
+            state = {
+                key: saved.read(f"{key}/{name}", part if key != "step" else None)
+                for key in ADAM
+                if f"{key}/{name}" in saved.places
+            }
             self.adam.state.pop(master, None)
             if state:  # absent before the first step
                 device = master.device
                 self.adam.state[master] = {key: value.to(device).clone() for key, value in state.items()}
-
-    @torch.no_grad()
-    def load_average(self, flat: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self.average.items():
-            tensor.copy_(flat[name])
+        if self.average:
+            saved = TensorFiles(folder, "ema")
+            for name, tensor in self.average.items():
+                tensor.copy_(saved.read(name, part_of(self.parameters[name])))
 
 
 def accumulate_into(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Add a half-precision gradient to the master's float32 one and free it, as soon as it is there."""
 
     def hook(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # it went straight to the master: see layers.weight_gradients
+            return
         if master.grad is None:
             master.grad = parameter.grad.float()
         else:

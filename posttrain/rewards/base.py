@@ -48,11 +48,12 @@ class Rewards:
             if value <= 0:
                 raise UsageError(f"rewards.{name} is {value}: it must be more than 0")
         if not 0 <= max_failure_rate <= 1:
-            raise UsageError(f"rewards.max_failure_rate is {max_failure_rate}: it must lie between 0 and 1")
+            raise UsageError(f"max_failure_rate is {max_failure_rate}: it must lie between 0 and 1")
         self.specs = parse_specs(specs)
         self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
         self.max_failure_rate = max_failure_rate
-        self._pool = Pool(workers, Limits(seconds=timeout_seconds, memory_gib=memory_gib, env=tuple(env)))
+        token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
+        self._pool = Pool(workers, Limits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token)))
 
     @property
     def names(self) -> list[str]:
@@ -112,7 +113,7 @@ class Rewards:
         most = sorted(faults.items(), key=lambda item: -len(item[1]))
         lines = [
             f"reward functions failed for {failed} of {len(verdicts)} completions, more than "
-            f"rewards.max_failure_rate = {self.max_failure_rate:g} allows"
+            f"rewards.limits allows: {self.max_failure_rate:g} of them"
         ]
         for (name, _), texts in most[:SHOWN_FAULTS]:
             lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")

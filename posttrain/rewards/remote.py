@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import ipaddress
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -60,7 +61,10 @@ class Service:
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, end: float) -> Any:
-        request = urllib.request.Request(self.address, data=body, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get("POSTTRAIN_TOKEN"):  # of a `posttrain serve`, say
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self.address, data=body, headers=headers)
         try:
             with self.opener.open(request, timeout=max(0.01, end - time.monotonic())) as answer:
                 raw = answer.read(ANSWER_LIMIT + 1)

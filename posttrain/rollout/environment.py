@@ -244,7 +244,7 @@ class Environments:
         faults = Counter(failures).most_common()
         lines = [
             f"{self.spec.text} failed in {len(failures)} of {len(talks)} conversations, more than "
-            f"rewards.max_failure_rate = {self.max_failure_rate:g} allows"
+            f"rewards.limits allows: {self.max_failure_rate:g} of them"
         ]
         lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in faults[:SHOWN_FAULTS]]
         if len(faults) > SHOWN_FAULTS:

@@ -24,7 +24,7 @@ class Judge:
         self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
 
     def judge(self, rollouts: Sequence[Rollout]) -> None:
-        """Score them all; past rewards.max_failure_rate the run stops with what went wrong."""
+        """Score them all; past what rewards.limits allows the run stops with what went wrong."""
         asked = [rollout for rollout in rollouts if not rollout.failure]
         verdicts = self.rewards.score([self.completion(rollout) for rollout in asked])
         for place, scores_of in self.models.items():

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from posttrain.data.lines import as_line
 from posttrain.errors import DataError, UsageError
 from posttrain.types import Prompt, Sample
 
@@ -115,7 +116,7 @@ def unjudged(rollout: Rollout) -> Rollout:
 
 
 def as_lines(rollouts: Sequence[Rollout], step: int) -> str:
-    return "".join(json.dumps(as_row(rollout, step), ensure_ascii=False, default=str) + "\n" for rollout in rollouts)
+    return "".join(as_line(as_row(rollout, step)) for rollout in rollouts)
 
 
 def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:

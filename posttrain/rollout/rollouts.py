@@ -84,12 +84,16 @@ class Rollouts:
             self.begun.append(Job.done(self.make(self.version, self.phase)))
             return
         with self.phase("idle"):
-            for job in self.begun:  # one at a time: they share the sampler's weights and the stream of prompts
-                job.wait()
+            self.settle()  # one at a time: they share the sampler's weights and the stream of prompts
         with self.phase("sync"):
             self.policy.refresh_sampler()
         version = self.version
         self.begun.append(Job.start(lambda: self.make(version, lambda _: nullcontext())))
+
+    def settle(self) -> None:
+        """Wait until no batch is being made."""
+        for job in self.begun:
+            job.wait()
 
     def make(self, version: int, phase: Phase) -> list[Rollout]:
         """A batch from prompts to rewards."""

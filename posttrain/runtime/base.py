@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +11,13 @@ from posttrain.learner import LARGEST, PLAIN, Part, Sums
 from posttrain.types import Drawing, Floats, Objective, Sample
 
 T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """A call that was sent."""
+
+    def result(self) -> list[Any]:
+        """The answers by rank, at the latest when the pool's deadline is over; else WorkerError, or what was raised."""
 
 
 class Workers(Protocol):
@@ -24,16 +31,38 @@ class Workers(Protocol):
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """A first argument of its own for each."""
 
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """`call` that does not wait."""
+
+    def close(self) -> None:
+        """Let go of the objects; the pool's processes stay."""
+
+
+class Pool(Protocol):
+    """Worker processes that hold objects by role; those of one pool are torch.distributed's default group."""
+
+    size: int
+
+    def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Workers:
+        """Build an object in each worker. host.Ref(role) in the arguments stands for one that is there already."""
+
+    def close(self) -> None:
+        """End the processes."""
+
 
 class LearnerGroup:
-    """The learners of all workers as one: the same methods as learner.Learner."""
+    """The learners of all workers as one: the same methods as learner.Learner.
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    Worker = data rank * tensor_parallel + tensor rank. The tensor ranks of a data rank are given the same samples and
+    give the same answers, of which the first is taken.
+    """
+
+    def __init__(self, workers: Workers, tensor_parallel: int = 1) -> None:
+        assert workers.size % tensor_parallel == 0, f"{workers.size} workers in tensor groups of {tensor_parallel}"
+        self.workers, self.tensor_parallel = workers, tensor_parallel
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
-        shards = self.shards(samples, objective.group_size)
-        return add_up(self.workers.scatter("forward_backward", shards, objective, denominator, tokens))
+        return add_up(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
 
     def step(self, learning_rate: float) -> dict[str, float]:
         return self.workers.call("step", learning_rate)[0]
@@ -42,16 +71,17 @@ class LearnerGroup:
         return self.workers.call("discard")[0]
 
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
-        return add_up(self.workers.scatter("evaluate", self.shards(samples, objective.group_size), objective))
+        return add_up(self.spread("evaluate", samples, objective.group_size, objective))
 
     def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
-        return joined(self.workers.scatter("logprobs", self.shards(samples), adapters=adapters, drawing=drawing))
+        return joined(self.spread("logprobs", samples, adapters=adapters, drawing=drawing))
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        return joined(self.workers.scatter("values", self.shards(samples)))
+        return joined(self.spread("values", samples))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]:
-        return joined(self.workers.scatter("generate", self.shards(requests), sampling, current=current))
+        shards = cut(requests, self.workers.size)  # every worker generates with a whole model
+        return joined(self.workers.scatter("generate", shards, sampling, current=current))
 
     def refresh_sampler(self) -> None:
         self.workers.call("refresh_sampler")
@@ -69,7 +99,7 @@ class LearnerGroup:
         self.workers.call("onload", part)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        return joined(self.workers.scatter("scores", self.shards(samples)))
+        return joined(self.spread("scores", samples))
 
     def annotate(self, facts: dict[str, Any]) -> None:
         self.workers.call("annotate", facts)
@@ -80,11 +110,23 @@ class LearnerGroup:
     def load(self, folder: Any) -> None:
         self.workers.call("load", folder)
 
+    def spread(
+        self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Call with a part of the samples for each data rank; one answer of each."""
+        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.tensor_parallel)]
+        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.tensor_parallel]
+
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
-        """Consecutive whole groups, as evenly as they go."""
-        groups, n = len(samples) // group_size, self.workers.size
-        edges = [group_size * (groups * rank // n) for rank in range(n + 1)]
-        return [list(samples[a:b]) for a, b in pairwise(edges)]
+        """The part of each data rank."""
+        return cut(samples, self.workers.size // self.tensor_parallel, group_size)
+
+
+def cut(items: Sequence[T], parts: int, group_size: int = 1) -> list[list[T]]:
+    """Consecutive whole groups, as evenly as they go."""
+    groups = len(items) // group_size
+    edges = [group_size * (groups * part // parts) for part in range(parts + 1)]
+    return [list(items[a:b]) for a, b in pairwise(edges)]
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:

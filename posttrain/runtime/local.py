@@ -5,18 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from posttrain.runtime.host import Host
+
+
+class LocalPool:
+    """This process as the only worker."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.host = Host()
+
+    def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> LocalWorkers:
+        self.host.start(role, factory, args, kwargs)
+        return LocalWorkers(self.host, role)
+
+    def close(self) -> None:
+        self.host.objects.clear()
+
 
 class LocalWorkers:
     """A worker object behind the handle that the other transports share."""
 
     size = 1
 
-    def __init__(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.worker = start(*args, **kwargs)
+    def __init__(self, host: Host, role: str) -> None:
+        self.host, self.role = host, role
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*args, **kwargs)]
+        return [self.host.run(self.role, method, args, kwargs)]
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         (shard,) = shards
         return self.call(method, shard, *args, **kwargs)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Done:
+        return Done(self.call(method, *args, **kwargs))
+
+    def close(self) -> None:
+        self.host.forget(self.role)
+
+
+class Done:
+    """A call whose answers are there."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self.answers = answers
+
+    def result(self) -> list[Any]:
+        return self.answers

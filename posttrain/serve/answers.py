@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from typing import Any
 from posttrain.data.columns import KeyMap
 from posttrain.data.examples import Chat, Message, prompt_of, text_of
 from posttrain.data.formats import SourceFormat
+from posttrain.data.lines import as_lines
 from posttrain.data.sources import Row, read_rows
 from posttrain.errors import DataError, UsageError
-from posttrain.models.checkpoint import sync_folder
-
-# A model may say anything. These some readers take for the end of a line, and terminals for commands.
-ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+from posttrain.loops.folder import atomic_write
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,23 +87,8 @@ def answer_of(row: Row, source: SourceFormat, keys: KeyMap) -> Answer:
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """All of them or none: a kill leaves the old file, or no file."""
-    temporary = file.with_name(f".tmp-{file.name}-{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            for line in as_lines(rows):
-                stream.write(line)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
-
-
-def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    for row in rows:
-        yield json.dumps(row, ensure_ascii=False, default=str).translate(ESCAPED) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, as_lines(rows))
 
 
 def jsonl(out: str) -> Path:

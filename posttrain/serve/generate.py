@@ -20,14 +20,14 @@ from posttrain.config import DataConfig, ModelConfig
 from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encode import Encoder
 from posttrain.data.examples import Question
-from posttrain.data.templates import template_option
+from posttrain.data.lines import as_lines
 from posttrain.engines.base import Request, Sampling
 from posttrain.errors import DataError, UsageError
 from posttrain.loops.folder import atomic_write_text
 from posttrain.loops.run import fingerprint
 from posttrain.models.load import load_tokenizer, resolve_path, vocabulary_size
 from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.answers import as_lines, jsonl
+from posttrain.serve.answers import jsonl
 from posttrain.serve.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
 from posttrain.serve.progress import Progress
 from posttrain.types import Prompt, Sample
@@ -44,6 +44,7 @@ class Generation:
     n: int = 1  # answers to each prompt
     seed: int = 0
     window: tuple[int, int] | None = None  # (3, 2048): the third 2,048 rows
+    around: bool = False  # behind the last row comes the first again, so that every window is whole
     condition: float | None = None  # the reward that answers are asked to have
     condition_template: str = CONDITION
     batch: int = 512  # answers made and written at a time
@@ -105,9 +106,12 @@ class ConditionedEncoder(Encoder):
     condition_template: str
 
     def prompts(self, questions: Sequence[Question]) -> list[Prompt | None]:
-        return super().prompts(
+        """In tokens with the condition; in messages without, as rewards and training are to see them."""
+        asked = super().prompts(
             [replace(q, prompt=conditioned(q.prompt, self.condition, self.condition_template)) for q in questions]
         )
+        pairs = zip(asked, questions, strict=True)
+        return [prompt and replace(prompt, messages=question.prompt) for prompt, question in pairs]
 
 
 def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Prompt]], Dataset]:
@@ -125,13 +129,21 @@ def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Pr
     dataset = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=aside)
     if dataset.mixture is not None:
         raise UsageError("every prompt is asked once: leave the weights of the files out")
-    places = range(len(dataset.rows))
-    if config.window is not None:
-        number, size = config.window
-        places = places[(number - 1) * size : number * size]
-        if not places:
-            raise UsageError(f"window {number}:{size}: there are only {len(dataset.rows):,} prompts")
+    places = places_of(config, len(dataset.rows))
     return [(place, dataset.rows[place][0]) for place in places], dataset
+
+
+def places_of(config: Generation, rows: int) -> Sequence[int]:
+    """Which prompts of the data are asked."""
+    if config.window is None:
+        return range(rows)
+    number, size = config.window
+    start = (number - 1) * size
+    if config.around:
+        return [(start + place) % rows for place in range(min(size, rows))]
+    if start >= rows:
+        raise UsageError(f"window {number}:{size}: there are only {rows:,} prompts")
+    return range(start, min(start + size, rows))
 
 
 def check_room(model: ServedModel, prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
@@ -163,7 +175,11 @@ def answer(
     ]
     samples = model.generate(requests, sampling)
     for (place, prompt, k), request, sample in zip(wanted, requests, samples, strict=True):
-        yield as_row(model, place, prompt, k, request.seed, sample, plain)
+        row = as_row(model, place, prompt, k, request.seed, sample, plain)
+        if config.condition is not None:
+            asked = conditioned(prompt.messages, config.condition, config.condition_template)
+            row["asked"] = asked[0]["content"] if plain else asked
+        yield row
 
 
 def as_row(
@@ -201,13 +217,14 @@ def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "load_in_4bit": config.model.load_in_4bit,
         "data": data_fingerprint,
-        "template": template_option(config.data),
+        "template": config.data.template,
         **{name: value for name, value in asdict(config.sampling).items() if name != "stop_ids"},
         "n": config.n,
         "seed": config.seed,
         "window": config.window,
         "condition": config.condition,
         "batch": config.batch,
+        **({"around": True} if config.around else {}),
     }
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found

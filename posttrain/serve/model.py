@@ -9,7 +9,6 @@ from typing import Any
 from posttrain.config import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.encode import Encoder
 from posttrain.data.examples import Message, Question
-from posttrain.data.templates import template_option
 from posttrain.engines.base import OnToken, Request, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.errors import UsageError
@@ -25,7 +24,7 @@ class ServedModel:
 
     def __init__(self, model: ModelConfig, data: DataConfig) -> None:
         self.name = model.path
-        self.learner = Learner(model, UpdateConfig(), trainable=False, template=template_option(data))
+        self.learner = Learner(model, UpdateConfig(), trainable=False, template=data.template)
         self.tokenizer: Any = self.learner.tokenizer
         self.engine = LocalEngine(self.learner.trunk, self.tokenizer)
         self.stop_ids = tuple(self.learner.stop_ids())
@@ -41,7 +40,7 @@ class ServedModel:
         if not self.tokenizer.chat_template:
             raise UsageError(
                 f"{self.name}: the model has no chat template. Name one: --template chatml, say, or "
-                '--input_template "Human: {}\\nAssistant: "'
+                '--template "Human: {}\\nAssistant: "'
             )
         (prompt,) = self.encoder.prompts([Question(origin="the conversation", prompt=messages)])
         assert prompt is not None, "nothing is dropped unless data.on_long says so"

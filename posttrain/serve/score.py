@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from posttrain.config import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.encode import Encoder
 from posttrain.data.examples import Chat
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, RewardError, UsageError
 from posttrain.learner import Learner
 from posttrain.loops.helpers import check_reward_model
+from posttrain.loops.run import fingerprint
 from posttrain.models.load import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
-from posttrain.serve.answers import Answer
+from posttrain.serve.answers import Answer, jsonl, read_answers, write_rows
 from posttrain.types import Sample
 
 AT_ONCE = 256  # answers
+
+
+@dataclass(kw_only=True, slots=True)
+class Scoring:
+    """A file of answers, and who judges them."""
+
+    file: str
+    out: str
+    reward: tuple[str, ...]
+    weights: tuple[float, ...] = ()  # 1 each
+    normalize: bool = False  # relative to mean and deviation of all answers
+    timeout_seconds: float = 10.0
+    memory_gib: float = 2.0
+    workers: int = 2
+    max_failure_rate: float = 0.1
+    env: tuple[str, ...] = ()  # variables that functions may see
+    map_keys: str = ""
+    max_rows: int | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)  # how reward models are loaded
+    data: DataConfig = field(default_factory=DataConfig)  # their template and longest conversation
+
+    def rewards(self) -> Rewards:
+        return Rewards(
+            self.reward,
+            self.weights,
+            timeout_seconds=self.timeout_seconds,
+            memory_gib=self.memory_gib,
+            workers=self.workers,
+            max_failure_rate=self.max_failure_rate,
+            env=self.env,
+        )
 
 
 @dataclass(slots=True)
@@ -69,6 +105,72 @@ def verdict_of(score: float | None, fault: str) -> Verdict:
     return Verdict(value=score, kind="error" if score is None else "ok", reason=fault)
 
 
+def score_file(config: Scoring, report: Callable[[int, int], None] = lambda *_: None) -> Scored:
+    """Write the rows of `file` with their rewards to `out`; `report` is told how many of how many are done."""
+    out = jsonl(config.out)
+    with config.rewards() as rewards:
+        rewards.check()
+        for _, path in rewards.models:
+            check_reward_model(path)
+        answers = read_answers(config.file, config.map_keys, config.max_rows)
+        rewards.check(sorted(set.intersection(*(set(answer.columns) for answer in answers))))
+        models = load_models(rewards, config.model, config.data)
+        total, begun = len(answers), Begun(out.with_name(f"{out.name}.begun"), identity(config, rewards))
+        try:
+            scored = score(
+                answers,
+                rewards,
+                models,
+                normalize=config.normalize,
+                report=lambda done: report(done, total),
+                begun=begun,
+            )
+        except RewardError:  # whatever it was, it is to be asked again
+            begun.file.unlink()
+            raise
+    write_rows(out, scored.rows)
+    begun.file.unlink()
+    return scored
+
+
+class Begun:
+    """Verdicts so far, a line for each AT_ONCE answers: judges may be slow, and dear. Of no use to another question."""
+
+    def __init__(self, file: Path, identity: str) -> None:
+        self.file = file
+        self.verdicts: list[list[list[Verdict | None]]] = []
+        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # the last may be torn
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not lines or lines[0].decode("utf-8", "replace") != identity:
+            file.write_text(f"{identity}\n", encoding="utf-8")
+            return
+        self.verdicts = [
+            [[verdict and Verdict(**verdict) for verdict in row] for row in json.loads(line)] for line in lines[1:]
+        ]
+        os.truncate(file, sum(len(line) + 1 for line in lines))
+
+    def add(self, verdicts: list[list[Verdict | None]]) -> None:
+        line = json.dumps([[verdict and asdict(verdict) for verdict in row] for row in verdicts]) + "\n"
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def identity(config: Scoring, rewards: Rewards) -> str:
+    """Of a question to judges: the answers, who is asked, and how."""
+    digest = hashlib.sha256(Path(config.file).read_bytes() if Path(config.file).is_file() else config.file.encode())
+    for spec in rewards.specs:
+        place = Path(spec.place)
+        content = fingerprint(resolve_path(spec.place)) if spec.kind == "model" else ""
+        if spec.kind == "function" and place.is_file():
+            content = hashlib.sha256(place.read_bytes()).hexdigest()
+        digest.update(f"{spec.text} {content}\n".encode())
+    how = (config.map_keys, config.max_rows, asdict(config.model), asdict(config.data), AT_ONCE)
+    digest.update(json.dumps(how, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
 def score(
     answers: Sequence[Answer],
     rewards: Rewards,
@@ -76,20 +178,23 @@ def score(
     *,
     normalize: bool = False,
     report: Callable[[int], None] = lambda _: None,
+    begun: Begun | None = None,
 ) -> Scored:
     """Rewards and their parts for each answer; RewardError if more failed than `rewards` allows.
 
     `models`: reward models by their place among the rewards. With `normalize` the sum of each answer is taken relative
     to the mean and deviation of all answers here.
     """
-    verdicts: list[list[Verdict | None]] = []
-    for start in range(0, len(answers), AT_ONCE):
+    verdicts = [of_answer for chunk in begun.verdicts for of_answer in chunk] if begun else []
+    for start in range(len(verdicts), len(answers), AT_ONCE):
         chunk = answers[start : start + AT_ONCE]
         said = rewards.score([completion_of(answer) for answer in chunk])
         for place, model in models.items():
             for of_answer, verdict in zip(said, model.verdicts(chunk), strict=True):
                 of_answer[place] = verdict
         verdicts += said
+        if begun is not None:
+            begun.add(said)
         report(len(verdicts))
     rewards.check_failures(verdicts)
     totals = [combine(of_answer, rewards.weights) for of_answer in verdicts]

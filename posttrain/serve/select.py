@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UsageError
-from posttrain.serve.answers import Answer
+from posttrain.errors import DataError, UsageError
+from posttrain.serve.answers import Answer, read_answers, write_rows
 from posttrain.serve.model import CONDITION, conditioned
 
 Row = dict[str, Any]
@@ -24,6 +25,18 @@ class Selection:
     rows: list[Row]
     counts: dict[str, int]
     """read: answers; used: answers that are in the rows; the others by reason."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in self.counts.items() if number)
+
+
+def select_file(method: str, file: str, out: Path, *values: Any, map_keys: str = "") -> Selection:
+    """Write the rows that a method of METHODS makes of a file of scored answers; DataError if there are none."""
+    selected = METHODS[method](read_answers(file, map_keys), *values)
+    if not selected.rows:
+        raise DataError(f"{file}: nothing is left to train on: {selected}")
+    write_rows(out, selected.rows)
+    return selected
 
 
 def best_of_n(answers: Sequence[Answer]) -> Selection:

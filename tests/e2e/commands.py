@@ -37,4 +37,4 @@ def rows_of(file):
     """The objects of a .jsonl file; a last line that is still being written is left out."""
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]

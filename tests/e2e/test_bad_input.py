@@ -236,12 +236,12 @@ def test_commands(argv, words, refused):
 
 CONFLICTS = [
     (sft("--model.load_in_4bit"), ["model.load_in_4bit", "--model.lora_rank"]),
-    (sft("--data.eval", "chat.jsonl", "--data.eval_fraction", 0.1), ["data.eval and", "data.eval_fraction 0.1"]),
-    (sft("--eval.every", 3), ["eval.every is 3", "data.eval or data.eval_fraction"]),
+    (sft("--data.eval", "chat.jsonl", 0.1), ["data.eval is chat.jsonl 0.1", "one number above 0 and below 1"]),
+    (sft("--eval.every", 3), ["eval.every is 3", "data.eval files"]),
     (sft("--epochs", 0), ["epochs is 0.0", "above 0"]),
     (sft("--epochs", "inf"), ["epochs is inf"]),
     (sft("--update.betas", 0.9, 1.5), ["update.betas is [0.9, 1.5]", "below 1"]),
-    (sft("--data.max_rows", 1, "--data.eval_fraction", 0.5), ["data.eval_fraction", "data.eval"]),
+    (sft("--data.max_rows", 1, "--data.eval", 0.5), ["data.eval: one row", "name files"]),
 ]
 ALGORITHMS = [
     ("dpo", ("--algo.beta", 0), ["algo.beta is 0.0", "above 0"]),
@@ -256,7 +256,7 @@ ALGORITHMS = [
     ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
     ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 rows a step", "update.rows_per_step is 1"]),
     ("kto", ("--data.max_rows", 1), ["kto needs at least 2 rows a step", "there are 1 rows"]),
-    ("kto", ("--data.eval_fraction", 0.1), ["kto needs at least 2 rows to evaluate on, but there are 1"]),
+    ("kto", ("--data.eval", 0.1), ["kto needs at least 2 rows to evaluate on, but there are 1"]),
     ("distill", (), ["algo.teacher is not set"]),
     ("distill", ("--algo.teacher", "pico", "--algo.jsd_beta", 1), ["algo.jsd_beta is 1.0", "reverse_kl"]),
     ("distill", ("--algo.teacher", "pico", "--algo.temperature", 0), ["algo.temperature is 0.0"]),

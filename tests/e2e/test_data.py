@@ -87,7 +87,7 @@ def test_rows_on_disk_train_as_rows_in_memory(verb, options, tmp_path, monkeypat
     pairs = [{"prompt": f"q {n}", "chosen": f"good {n}", "rejected": "bad"} for n in range(9)]
     file = write(tmp_path / "rows.jsonl", pairs if verb == "dpo" else [chat(f"q {n}") for n in range(9)])
     algo = {"algo": {"precompute_reference": True}} if verb == "dpo" else {}
-    chosen = options | {"data": {"train": [file], "eval_fraction": 0.2}, "steps": 5, "eval": {"every": 2}} | algo
+    chosen = options | {"data": {"train": [file], "eval": 0.2}, "steps": 5, "eval": {"every": 2}} | algo
     train(verb, **chosen)
     monkeypatch.setattr("posttrain.data.store.RowBuilder.__init__.__defaults__", (None, 0))
     train(verb, **(chosen | {"out": str(tmp_path / "disk")}))

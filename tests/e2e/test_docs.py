@@ -18,8 +18,9 @@ from posttrain.data.dataset import Encoder
 from posttrain.data.formats import FORMATS, SourceFormat, recognise
 from posttrain.data.sources import Row
 from posttrain.models.load import load_tokenizer, vocabulary_size
-from posttrain.verbs import TOOLS, TRAINERS
-from tests.e2e.commands import command, rows_of
+from posttrain.pipelines.settings import start_of
+from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
+from tests.e2e.commands import PATIENCE, command, rows_of, start
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -60,15 +61,51 @@ def commands(body, console=False):
 
 def shortened(arguments):
     """The same command with few steps, if it trains."""
+    if arguments[0] in PIPELINES:
+        return [*arguments, "--quiet", "--steps", "1"]
     if arguments[0] not in TRAINERS or "--help" in arguments:
         return arguments
     steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 0
     return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", "--steps", "2"])]
 
 
-def run_words(words):
+class Servers:
+    """`posttrain serve` of a document, alive until its end, on a port that is free here."""
+
+    def __init__(self):
+        self.processes, self.port = [], 8000  # which the documentation names
+
+    def start(self, words):
+        self.processes.append(start(*words, "--port", 0))
+        line = self.processes[-1].stdout.readline()
+        self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)", line)[1])
+        return 0
+
+    def translate(self, text):
+        return text.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}")
+
+    def end(self):
+        for process in self.processes:
+            process.terminate()
+        return [process.wait(PATIENCE) for process in self.processes]
+
+
+@pytest.fixture
+def servers():
+    found = Servers()
+    yield found
+    codes = found.end()
+    for process in found.processes:
+        process.communicate()
+    assert not any(codes)
+
+
+def run_words(words, servers):
     """The exit code of one command of the documentation."""
     program = Path(words[0]).name
+    words = [servers.translate(word) for word in words]
+    if program == "posttrain" and words[1] == "serve":
+        return servers.start(words[1:])
     if program == "posttrain":
         return command(*shortened(words[1:]))
     assert program == "python", f"the documentation shows {shlex.join(words)}: neither run nor left out by this test"
@@ -129,24 +166,24 @@ def write_stand_ins(folder):
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "bash", "console", "python")])
-def test_everything_shown_runs(document, workplace):
+def test_everything_shown_runs(document, workplace, servers):
     for number, (language, body) in enumerate(blocks(document, "bash", "console", "python")):
         if language == "python":
             file = workplace / f"block_{number}.py"  # reward functions are found by their file
-            file.write_text(body, encoding="utf-8")
+            file.write_text(servers.translate(body), encoding="utf-8")
             runpy.run_path(str(file), run_name="__main__")
             continue
         for words in commands(body, console=language == "console"):
-            assert run_words(words) == 0, f"{document}: {shlex.join(words)}"
+            assert run_words(words, servers) == 0, f"{document}: {shlex.join(words)}"
 
 
 def test_every_trainer_and_tool_is_shown_in_the_readme():
     shown = {words[1] for _, body in blocks("README.md", "bash") for words in commands(body) if words[0] == "posttrain"}
-    assert shown == {*TRAINERS, *TOOLS} - {"demo"}
+    assert shown == {*TRAINERS, *PIPELINES, *TOOLS} - {"demo"}
     assert "make demo" in text_of("README.md") and "make test" in text_of("README.md")
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "configs").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted({file.stem for file in (ROOT / "configs").glob("*.yaml")} - {*PIPELINES}))
 def test_presets_run(name, workplace):
     preset = Path(f"configs/{name}.yaml")
     verb = verb_of_file(preset)
@@ -157,8 +194,15 @@ def test_presets_run(name, workplace):
     assert "reward" in rows[-1] if ALGORITHMS[verb].online else "eval/loss" in rows[-1]
 
 
-def test_there_is_a_preset_for_each_trainer():
-    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} >= set(TRAINERS)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_presets_of_pipelines_run(name, workplace):
+    assert verb_of_file(Path(f"configs/{name}.yaml")) == name
+    assert command(name, f"configs/{name}.yaml", "--steps", 1, "--iterations", 1, "--quiet", "--out", "run") == 0
+    assert [row["iteration"] for row in json.loads(Path("run/report.json").read_text())] == [0, 1]
+
+
+def test_there_is_a_preset_for_each_trainer_and_pipeline():
+    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} >= {*TRAINERS, *PIPELINES}
 
 
 def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
@@ -176,6 +220,16 @@ def test_the_python_example_runs(workplace, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_from_python.py", "runs/example"])
     runpy.run_path("examples/train_from_python.py", run_name="__main__")
     assert Path("runs/example/model/config.json").is_file()
+
+
+def test_the_example_of_a_pipeline_goes_on(workplace, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["best_of_n.py", "runs/example"])
+    for _ in range(2):
+        runpy.run_path("examples/best_of_n.py", run_name="__main__")
+    first, again = capsys.readouterr().out.split("the student is ")[:2]
+    assert first.count("done before") == 0 and again.count("done before") == 5
+    kept = [(row["index"], row["completion"].strip()) for row in rows_of(Path("runs/example/different.jsonl"))]
+    assert len(set(kept)) == len(kept) and Path("runs/example/student/config.json").is_file()
 
 
 def test_rows_in_the_data_page_are_what_their_headings_say():
@@ -204,6 +258,7 @@ def test_rows_in_the_data_page_are_what_their_headings_say():
 def test_options_named_in_the_documentation_exist():
     known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm))}
     sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
+    known |= {key for verb in PIPELINES for key in option_keys(start_of(verb))}
     named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+)(?=[`\s,;.)])")
     found = 0
     for document in DOCUMENTS:

@@ -120,14 +120,14 @@ def score(text, answer):
 
 def test_answers_that_cannot_be_scored_are_left_out_and_counted(tmp_path):
     (tmp_path / "half.py").write_text(FAILING)
-    chosen = options(tmp_path, reward=[f"{tmp_path}/half.py:score"], rewards={"max_failure_rate": 0.9}, steps=3)
+    chosen = options(tmp_path, reward=[f"{tmp_path}/half.py:score"], rewards={"limits": [10, 2, 0.9]}, steps=3)
     train("grpo", **chosen)
     failed = [row for row in records_of(tmp_path) if row["failure"]]
     assert {row["columns"]["answer"] for row in failed} <= {"0", "2"} and len(failed) >= 4
     assert all("advantages" not in row and "cannot judge" in row["failure"] for row in failed)
     assert sum(row["failures"] for row in metrics_of(tmp_path)) == len(failed)
-    strict = chosen | {"rewards": {"max_failure_rate": 0.01, "workers": 1}, "out": str(tmp_path / "strict")}
-    with pytest.raises(RewardError, match=r"(?s)max_failure_rate.*cannot judge"):
+    strict = chosen | {"rewards": {"limits": [10, 2, 0.01], "workers": 1}, "out": str(tmp_path / "strict")}
+    with pytest.raises(RewardError, match=r"(?s)rewards.limits allows.*cannot judge"):
         train("grpo", **strict)
 
 

@@ -80,7 +80,7 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
     ("grpo", {"rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6, "dynamic_sampling": 2}}),
     ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl": 0.1, "mini_batch_size": 4}}),
-    ("ppo", {"algo": {"shared_trunk": 1.0, "pretrain_data": ["text.jsonl"]}}),
+    ("ppo", {"algo": {"shared_trunk": 1.0, "pretrain_data": ["text.jsonl:0.05"]}}),
 ]
 EVERY_STEP = ("grpo", "ppo")  # the loop of the other online ones is the same
 

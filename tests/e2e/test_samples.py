@@ -60,8 +60,8 @@ def run(workplace):
 @pytest.fixture(scope="module")
 def failing(workplace):
     folder = workplace / "failing"
-    more = {"steps": 2, "rewards__max_failure_rate": 1}
-    assert command("grpo", *options(workplace, "picky", **more), "--out", folder) == 0
+    limits = ("--rewards.limits", 10, 2, 1)
+    assert command("grpo", *options(workplace, "picky", steps=2), *limits, "--out", folder) == 0
     return folder
 
 

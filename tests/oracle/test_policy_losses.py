@@ -195,7 +195,7 @@ def test_texts_mixed_in():
     rows = drawn(rng)
     batch = batch_of(rows)
     out = outputs_near(rng, rows, batch)
-    loss = algorithm("ppo", pretrain_weight=0.3).pretrain_loss(out, batch)
+    loss = algorithm("ppo").pretrain_loss(out, batch, weight=0.3)
     expected = slow.nll(rows, per_sample_lists(out.logprobs, batch))
     assert loss.total.item() == pytest.approx(0.3 * expected)
     assert loss.metrics["pretrain_nll"].item() == pytest.approx(expected)

@@ -17,8 +17,7 @@ SPECIAL = {
     "out": "some folder/run",
     "model.lora_rank": 8,
     "data.train": ["a.jsonl", "b c.jsonl"],
-    "data.eval_fraction": 0.0,  # does not go with data.eval
-    "data.input_template": 'Human: {}\n"Assistant": ',
+    "data.template": 'Human: {}\n"Assistant": ',
     "update.learning_rate": 3e-07,
     "update.betas": [0.8, 0.999],
     "update.ema_decay": 0.99,
@@ -30,11 +29,15 @@ SPECIAL = {
     "reward": ["gsm8k", "a.py:b"],
     "rollout.top_p": 0.5,
     "rollout.replay": "",  # does not go with rollout.ahead
-    "rollout.offload": ["critic", "optimizer"],
+    "rollout.engine": ["vllm", "max_num_seqs=3"],
+    "cluster.devices": 8,
+    "cluster.layout": ["tp=2", "zero=2", "reference.tp=1"],
+    "cluster.offload": ["parameters", "optimizer"],
+    "cluster.limits": [2, 60.5],
     "rewards.weights": [0.5, 2.0],
-    "rewards.max_failure_rate": 0.25,
     "rewards.overlong": [4, 0.5],
-    "rewards.limits": [5.0, 0.5],
+    "rewards.limits": [5.0, 0.5, 0.25],
+    "update.schedule": "linear:0.25",
     "log.to": ["tensorboard", "wandb:project"],
 }
 
@@ -138,13 +141,15 @@ BOUNDS = [
     ("update.rows_per_step", [0]),
     ("update.tokens_per_device", [0]),
     ("update.learning_rate", [-1e-9, float("nan"), float("inf")]),
-    ("update.min_lr_ratio", [-0.1, 1.1]),
+    ("update.schedule", ["cosine:-0.1", "cosine:1.1", "linear:x", "constant:0.5", "sine"]),
+    ("cluster.devices", [0]),
+    ("cluster.limits", [(-1, 3.0), (0, 0.0), (0, float("inf"))]),
     ("update.warmup", [-0.1]),
     ("update.weight_decay", [-0.1]),
     ("update.max_grad_norm", [-1]),
     ("update.ema_decay", [-0.1, 1.0]),
     ("update.betas", [(0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)]),
-    ("data.eval_fraction", [-0.1, 1.0]),
+    ("data.eval", [("-0.1",), ("1.0",), ("0.1", "b.jsonl"), ("nan",)]),
     ("data.max_tokens", [1]),
     ("data.max_rows", [0, -1]),
     ("model.lora_rank", [-1]),
@@ -166,12 +171,16 @@ def test_bounds(key, values):
         with pytest.raises(UsageError) as refused:
             check(config)
         shown = str(list(value)) if isinstance(value, tuple) else str(value)
+        if key == "update.schedule":
+            shown = repr(value)
+        if key == "data.eval":
+            shown = " ".join(value)
         assert str(refused.value).startswith(f"{key} is {shown}; ")
 
 
 def test_what_is_at_the_bound_is_allowed():
     edges = {
-        "update": {"learning_rate": 0, "min_lr_ratio": 1, "betas": (0, 0)},
+        "update": {"learning_rate": 0, "schedule": "cosine:1", "betas": (0, 0)},
         "data": {"train": "x", "max_tokens": 2},
     }
     made("sft", LEAST | edges | {"seed": 2**63 - 1, "steps": 0, "epochs": 1e-9})
@@ -181,8 +190,7 @@ CONFLICTS = [
     ({"model": {"path": ""}}, "model.path is not set"),
     ({"data": {"train": []}}, "data.train is not set"),
     ({"model": {"path": "pico", "load_in_4bit": True}}, "model.load_in_4bit .* --model.lora_rank"),
-    ({"data": {"train": ["a"], "eval": ["b"], "eval_fraction": 0.5}}, "data.eval and data.eval_fraction 0.5"),
-    ({"eval": {"every": 2}}, "eval.every is 2 .* data.eval or data.eval_fraction"),
+    ({"eval": {"every": 2}}, "eval.every is 2 .* data.eval files, or a part"),
 ]
 
 
@@ -202,7 +210,7 @@ def test_conflicts_name_both_settings(options, words):
         ({"update": {"betas": [0.9]}}, "^update.betas is .0.9.; it must be two numbers"),
         (
             {"update": {"schedule": "sine"}},
-            "^update.schedule is 'sine'; it must be one of 'cosine', 'linear', 'constant'",
+            "^update.schedule is 'sine'; it must be constant, or cosine or linear",
         ),
         ({"data": {"train": "a", "max_rows": "all"}}, "^data.max_rows is 'all'; it must be a whole number"),
         ({"model": {"path": "p", "lora_rnk": 3}}, "^model.lora_rnk: no such option. Did you mean model.lora_rank"),
@@ -242,3 +250,62 @@ def test_the_verb_of_a_file(tmp_path):
     for text, verb in (("verb: dpo\nsteps: 1\n", "dpo"), ("steps: 1\n", ""), ("", "")):
         file.write_text(text)
         assert configs.verb_of_file(file) == verb
+
+
+def test_a_number_in_place_of_evaluation_files_is_the_part_to_set_aside():
+    part, files = made("sft", LEAST | {"data": {"train": "a", "eval": 0.25}}), made("sft", LEAST)
+    assert (part.data.eval_fraction, part.data.eval_files) == (0.25, ())
+    files.data.eval = ("b.jsonl", "c.jsonl")
+    assert (files.data.eval_fraction, files.data.eval_files) == (0.0, ("b.jsonl", "c.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("written", "shape", "end"),
+    [("cosine", "cosine", 0.1), ("linear:0", "linear", 0.0), ("cosine:0.02", "cosine", 0.02)],
+)
+def test_the_schedule_says_where_it_ends(written, shape, end):
+    update = made("sft", LEAST | {"update": {"schedule": written}}).update
+    assert (update.shape, update.min_lr_ratio) == (shape, end)
+
+
+ONLINE = LEAST | {"reward": ["gsm8k"]}
+
+
+def test_layouts_of_roles():
+    layout = ["tp=2", "zero=2", "rollout.devices=4", "rollout.tp=1", "critic.devices=2", "reward.devices=critic"]
+    cluster = made("ppo", ONLINE | {"cluster": {"devices": 10, "layout": layout}}).cluster
+    assert cluster.of("actor") == configs.RoleLayout("actor", 4, 2, 2)
+    assert cluster.of("reference") == cluster.of("actor")
+    assert cluster.of("rollout") == configs.RoleLayout("rollout", 4, 1, 3)
+    assert cluster.of("critic") == cluster.of("reward-1") == configs.RoleLayout("critic", 2, 2, 2)
+    other = made(
+        "ppo", ONLINE | {"cluster": {"devices": 4, "layout": ["reward-0.devices=1", "reward.devices=2"]}}
+    ).cluster
+    assert [other.of(role).place for role in ("actor", "reward-0", "reward-1")] == ["actor", "reward-0", "reward"]
+    assert made("sft", LEAST).cluster.of("actor") == configs.RoleLayout("actor", 1, 1, 3)
+
+
+LAYOUTS = [
+    (["tp"], "must be .role..key=value"),
+    (["tpp=2"], "with a key of devices, tp, zero"),
+    (["tp=x"], "and a whole number"),
+    (["zero=1"], "1 is too small"),
+    (["zero=4"], "zero is 2 or 3"),
+    (["judge.tp=1"], "and a role of actor, critic"),
+    (["actor.devices=1"], "the devices that cluster.devices leaves it"),
+    (["rollout.devices=4"], "cluster.devices is 4, but roles of cluster.layout take 4"),
+    (["critic.devices=reference", "reference.devices=reward"], "reference has no devices of its own"),
+    (["tp=3"], "actor has 4 devices, which tp=3 does not divide"),
+]
+
+
+@pytest.mark.parametrize(("layout", "words"), LAYOUTS)
+def test_layouts_that_cannot_be(layout, words):
+    with pytest.raises(UsageError, match=words):
+        made("ppo", ONLINE | {"cluster": {"devices": 4, "layout": layout}})
+
+
+@pytest.mark.parametrize("engine", [["fast"], ["local", "a=1"], ["vllm", "a"], []])
+def test_engines_that_there_are_not(engine):
+    with pytest.raises(UsageError, match=r"^rollout.engine "):
+        made("ppo", ONLINE | {"rollout": {"engine": engine}})

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -17,20 +19,24 @@ from typing import Any
 import torch
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.checkpoint import sync_folder, write_checkpoint
+from posttrain.models.checkpoint import NAME, step_of, sync_folder, write_checkpoint
 from posttrain.models.convert.adapter import Adapter
 from posttrain.models.convert.families import hf_stored
-from posttrain.models.convert.files import TensorFile, create_pt, create_safetensors, room
+from posttrain.models.convert.files import TensorFile, create_pt, create_safetensors
 from posttrain.models.convert.megatron import Layout, Shards, check_layout
-from posttrain.models.convert.pieces import Piece, Stored, check_parts, check_stored, components
+from posttrain.models.convert.pieces import Stored, check_parts, check_stored, components
 from posttrain.models.convert.source import MANIFEST, Source
+from posttrain.models.convert.stream import Stream, as_bytes
 
 ITERATION = "iter_0000001"
 SHARD_BYTES = 5_000_000_000
+FLUSH = 256 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 KEPT_IN_FLOAT32 = "router_bias.weight"  # rounding it would change which experts are chosen
 
-Progress = Callable[[int], None]  # bytes written since the last call
+TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Progress = Callable[[int, int], None]  # bytes written since the last call, bytes in all
 
 
 @dataclass
@@ -51,10 +57,10 @@ def convert(
     target: Layout,
     *,
     dtype: torch.dtype | None = None,
-    lora: Path | None = None,
+    adapter: Adapter | None = None,
     vocabulary_multiple: int = 1,
     workers: int = 1,
-    progress: Progress = lambda count: None,
+    progress: Progress = lambda count, total: None,
     shard_bytes: int = SHARD_BYTES,
     check: Callable[[Path, Layout], None] = lambda folder, layout: None,
 ) -> Report:
@@ -66,8 +72,9 @@ def convert(
         raise UsageError(f"{out} exists and is not empty: name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    work = None
     try:
-        work = Conversion(source, unfinished, target, dtype, lora, vocabulary_multiple, shard_bytes, progress)
+        work = Conversion(source, unfinished, target, dtype, adapter, vocabulary_multiple, shard_bytes, progress)
         report = work.run(workers)
         check(unfinished, report.target)
         unfinished.chmod(0o755)
@@ -76,6 +83,8 @@ def convert(
         unfinished.rename(out)
         sync_folder(out.parent)
     finally:
+        for file in work.files.values() if work else ():
+            file.close()
         shutil.rmtree(unfinished, ignore_errors=True)
     return report
 
@@ -89,14 +98,14 @@ class Conversion:
         folder: Path,
         target: Layout,
         dtype: torch.dtype | None,
-        lora: Path | None,
+        adapter: Adapter | None,
         vocabulary_multiple: int,
         shard_bytes: int,
         progress: Progress,
     ) -> None:
         self.source, self.folder, self.dtype, self.progress = source, folder, dtype, progress
         hf = hf_stored(source.config, source.shape, source.parts)
-        self.adapter = Adapter(lora, hf) if lora else None
+        self.adapter = adapter
         if target.format != "hf":
             unit = vocabulary_multiple * target.tp
             padded = ceil(source.shape.vocabulary / unit) * unit
@@ -110,8 +119,13 @@ class Conversion:
         self.dtypes = self.part_dtypes()
         if target.format == "hf":
             self.stored = self.numbered(hf, shard_bytes)
+        self.total = sum(self.size_of(tensor) for tensor in self.stored)
         self.files = self.create()
         self.rows: dict[str, list[dict[str, Any]]] = {"source": [], "target": []}
+        self.lock, self.dirty, self.flushes = threading.Lock(), Counter[TensorFile](), list[Future[None]]()
+        largest = max(source.entry(tensor).size for tensor in source.stored)
+        largest = max(largest, *(self.size_of(tensor) for tensor in self.stored))
+        self.stream = Stream(source, adapter, largest, lambda *what: self.note("source", *what))
 
     def shards(self) -> Shards:
         return Shards(self.target, self.source.shape, self.source.parts, ITERATION)
@@ -123,7 +137,7 @@ class Conversion:
         found: dict[str, torch.dtype] = {}
         for tensor in self.source.stored:
             dtype = self.source.entry(tensor).dtype
-            if not dtype.is_floating_point:
+            if dtype not in TYPES:
                 raise CheckpointError(f"{tensor}: is {dtype}; quantised weights are not converted")
             for piece in tensor.pieces:
                 if found.setdefault(piece.part, dtype) != dtype:
@@ -202,16 +216,23 @@ class Conversion:
 
     def run(self, workers: int) -> Report:
         groups = components(self.source.stored, self.stored)
-        with ThreadPoolExecutor(max(1, workers)) as pool:
-            running = [pool.submit(self.group, *group) for group in groups]
+
+        def convert(number: int) -> None:
+            for tensor in groups[number + workers][0] if number + workers < len(groups) else ():
+                self.source.files[tensor.file].expect(tensor.name)
+            self.group(*groups[number])
+
+        with ThreadPoolExecutor(1) as self.flusher, ThreadPoolExecutor(max(1, workers)) as pool:
+            running = [pool.submit(convert, number) for number in range(len(groups))]
             try:
                 for future in running:
+                    future.result()
+                for future in self.flushes:
                     future.result()
             except BaseException:
                 for future in running:
                     future.cancel()
                 raise
-        written = sum(self.size_of(tensor) for tensor in self.stored)
         assert len(self.rows["target"]) == len(self.stored) and len(self.rows["source"]) == len(self.source.stored)
         for file in self.files.values():
             file.seal()
@@ -225,7 +246,7 @@ class Conversion:
             self.target,
             len(self.stored),
             sum(part.rows * part.columns for part in self.source.parts.values()),
-            written,
+            self.total,
             sum(piece.repeat for tensor in self.stored for piece in tensor.pieces),
         )
         self.write_manifest(report)
@@ -234,34 +255,25 @@ class Conversion:
     @torch.no_grad()
     def group(self, sources: list[Stored], targets: list[Stored]) -> None:
         """Convert the tensors that have parts in common."""
-        have: dict[tuple[Piece, ...], torch.Tensor] = {}
-        for tensor in sources:
-            loaded = self.load(tensor)
-            if tensor.pieces not in have:
-                have[tensor.pieces] = loaded
-            elif not equal_bits(have[tensor.pieces], loaded):
-                raise CheckpointError(f"{tensor}: differs from its copy on another rank; which one is right?")
-        same: dict[tuple[Piece, ...], list[Stored]] = {}
-        for tensor in targets:
-            same.setdefault(tensor.pieces, []).append(tensor)
-        for copies in same.values():
-            made = self.assemble(copies[0], have)
-            data = as_bytes(made)
-            digest = hashlib.sha256(data.numpy()).hexdigest()
-            for tensor in copies:
-                self.files[tensor.file].write(tensor.name, data)
+        for made in self.stream.make(sources, targets, self.dtype_of):
+            assert made.data is not None and made.data.dtype == made.dtype
+            data = as_bytes(made.data)
+            digest = made.digest or hashlib.sha256(data.numpy()).hexdigest()
+            for tensor in made.copies:
+                self.write(self.files[tensor.file], tensor.name, data)
                 self.note("target", tensor, made.dtype, digest)
-                self.progress(data.numel())
+                self.progress(data.numel(), self.total)
 
-    def load(self, tensor: Stored) -> torch.Tensor:
-        """A source tensor as its rectangle; its bytes are those that were noted down, if they were."""
-        file, entry = self.source.files[tensor.file], self.source.entry(tensor)
-        data = file.read(tensor.name)
-        digest = hashlib.sha256(data.numpy()).hexdigest()
-        if self.source.hashes.get(str(tensor), digest) != digest:
-            raise CheckpointError(f"{file.path}: damaged: {tensor.name} is not what {MANIFEST} says was written")
-        self.note("source", tensor, entry.dtype, digest)
-        return data.view(entry.dtype).view(tensor.area)
+    def write(self, file: TensorFile, name: str, data: torch.Tensor) -> None:
+        """And have the disk begin early: all of it at the end would take as long again as the work."""
+        file.write(name, data)
+        with self.lock:
+            self.dirty[file] += data.numel()
+            due = self.dirty[file] >= FLUSH
+            if due:
+                self.dirty[file] = 0
+        if due:
+            self.flushes.append(self.flusher.submit(file.flush))
 
     def note(self, side: str, tensor: Stored, dtype: torch.dtype, digest: str) -> None:
         self.rows[side].append(
@@ -273,45 +285,6 @@ class Conversion:
                 "sha256": digest,
             }
         )
-
-    def assemble(self, target: Stored, have: dict[tuple[Piece, ...], torch.Tensor]) -> torch.Tensor:
-        made = room(self.size_of(target)).view(self.dtype_of(target)).view(target.area)
-        for piece in target.pieces:
-            top, bottom, left, right = piece.place
-            place = made[top:bottom, left:right]
-            place = place.T if piece.transposed else place
-            if piece.repeat:
-                row = torch.empty((1, place.shape[1]), dtype=made.dtype)
-                self.fill(row, piece, have)
-                place.copy_(row)
-            else:
-                self.fill(place, piece, have)
-        return made
-
-    def fill(self, place: torch.Tensor, wanted: Piece, have: dict[tuple[Piece, ...], torch.Tensor]) -> None:
-        """Copy the rectangle of a part out of the source tensors that hold it."""
-        lent = place
-        if self.adapter is not None and wanted.part in self.adapter.deltas:
-            lent = torch.empty(place.shape, dtype=torch.float32)
-        filled = 0
-        for pieces, tensor in have.items():
-            for piece in pieces:
-                if piece.part != wanted.part or piece.repeat:
-                    continue
-                rows, columns = overlap(piece.rows, wanted.rows), overlap(piece.columns, wanted.columns)
-                if rows is None or columns is None:
-                    continue
-                top, bottom, left, right = piece.place
-                held = tensor[top:bottom, left:right]
-                held = held.T if piece.transposed else held
-                lent[within(rows, wanted.rows), within(columns, wanted.columns)] = held[
-                    within(rows, piece.rows), within(columns, piece.columns)
-                ]
-                filled += (rows[1] - rows[0]) * (columns[1] - columns[0])
-        assert filled == place.numel(), f"{wanted.part}: {filled} of {place.numel()} elements"
-        if lent is not place:
-            assert self.adapter is not None
-            place.copy_(self.adapter.add(wanted.part, wanted.rows, wanted.columns, lent))
 
     # The rest of the folder
 
@@ -343,24 +316,6 @@ class Conversion:
         sync_folder(self.folder)
 
 
-def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    start, end = max(a[0], b[0]), min(a[1], b[1])
-    return (start, end) if start < end else None
-
-
-def within(span: tuple[int, int], frame: tuple[int, int]) -> slice:
-    return slice(span[0] - frame[0], span[1] - frame[0])
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Unlike torch.equal this takes NaN for NaN."""
-    return a.dtype == b.dtype and torch.equal(as_bytes(a), as_bytes(b))
-
-
 def copy_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
     """Configuration, tokenizer, chat template: every small file that is no weight."""
     for path in sorted(source.companions.iterdir()):
@@ -375,10 +330,27 @@ def copy_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> 
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def wrap_as_checkpoint(source: Source, out: Path, target: Layout, **details: Any) -> Report:
-    """The same as a run folder of ours with one checkpoint, which every verb takes for a model."""
+def wrap_as_checkpoint(source: Source, out: Path, carried: Path | None, **details: Any) -> Report:
+    """The same as a run folder of ours with one checkpoint, which every verb takes for a model.
+
+    `carried`: the checkpoint that the source is the model of; its optimizer state and all else that training needs to
+    go on come along as they are, so that the new run resumes where the old one stood.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty: name a new folder")
     reports: list[Report] = []
-    write_checkpoint(out / "checkpoints", 0, lambda f: reports.append(convert(source, f / "model", target, **details)))
+
+    def write(folder: Path) -> None:
+        reports.append(convert(source, folder / "model", Layout(), **details))
+        for path in sorted(carried.iterdir()) if carried else ():
+            if path.is_dir() and path.name != "model":
+                shutil.copytree(path, folder / path.name)
+            elif path.is_file() and path.name != "manifest.json":
+                shutil.copyfile(path, folder / path.name)
+
+    step = step_of(carried) if carried and NAME.fullmatch(carried.name) else 0
+    write_checkpoint(out / "checkpoints", step, write)
+    run = carried.parent.parent if carried else None
+    if run is not None and (run / "config.yaml").is_file():
+        shutil.copyfile(run / "config.yaml", out / "config.yaml")
     return reports[0]

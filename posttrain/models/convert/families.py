@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Shape:
     rope_dim: int = 0
     value_dim: int = 0
     biased: frozenset[str] = frozenset()
+    predictors: int = 0  # layers behind the last one that predict later tokens (DeepSeek-V3)
 
     def is_dense(self, layer: int) -> bool:
         return not self.experts or layer in self.dense_layers
@@ -53,6 +54,7 @@ class Family:
     dense: dict[str, str]
     biased: Callable[[Config], str] = lambda config: ""
     experts: dict[str, str] = field(default_factory=dict)
+    predictor: dict[str, str] = field(default_factory=dict)  # what else a layer has that predicts later tokens
     prefix: str = "model."
     layers: str = "layers."
     embed: str = "embed_tokens"
@@ -92,6 +94,13 @@ SHARED = {
     "mlp.shared_experts.up_proj": "shared.up",
     "mlp.shared_experts.down_proj": "shared.down",
 }
+PREDICTOR = {
+    "enorm": "embed_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "shared_head.norm": "predictor_norm",
+}
+PREDICTOR_COPIES = {"embed_tokens": "embed", "shared_head.head": "head"}  # of the model's own
 CHATGLM = {
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -126,7 +135,9 @@ FAMILIES: dict[str, Family] = {
             "block_sparse_moe.experts.{e}.w2": "expert.{e}.down",
         },
     ),
-    "deepseek": Family(("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED),
+    "deepseek": Family(
+        ("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED, predictor=PREDICTOR
+    ),
     "gemma2": Family(
         ("gemma2",),
         ATTENTION
@@ -204,8 +215,8 @@ def family_of(config: Config) -> Family:
     raise UsageError(f"config.json: model_type {kind!r} is in no row of the table of families; there are {known}")
 
 
-def shape_of(config: Config) -> Shape:
-    """Sizes and parts, from config.json."""
+def shape_of(config: Config, predictors: int = 0) -> Shape:
+    """Sizes and parts, from config.json; and of layers that predict later tokens, as many as the files have."""
     family = family_of(config)
 
     def first(*names: str, default: int | None = None) -> int:
@@ -223,6 +234,7 @@ def shape_of(config: Config) -> Shape:
     dense = dense_layers(config, layers)
     architecture = (config.get("architectures") or ["ForCausalLM"])[0]
     head = "score" if architecture.endswith(("ForSequenceClassification", "ForTokenClassification")) else "token"
+    biased_head = frozenset({"score"} if architecture.endswith("ForTokenClassification") else ())
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -247,7 +259,8 @@ def shape_of(config: Config) -> Shape:
         kv_rank=config.get("kv_lora_rank") or 0,
         rope_dim=config.get("qk_rope_head_dim") or 0,
         value_dim=config.get("v_head_dim") or 0,
-        biased=frozenset(family.biased(config).split()),
+        biased=frozenset(family.biased(config).split()) | biased_head,
+        predictors=predictors,
     )
 
 
@@ -274,7 +287,7 @@ def parts_of(shape: Shape) -> dict[str, Part]:
     found = {"embed.weight": Part(shape.vocabulary, hidden)}
     if shape.positions:
         found["positions.weight"] = Part(shape.positions, hidden)
-    for layer in range(shape.layers):
+    for layer in range(shape.layers + shape.predictors):
         for name, part in layer_parts(shape, layer):
             found[f"{layer}.{name}.weight"] = part
             if name in shape.biased:
@@ -284,6 +297,8 @@ def parts_of(shape: Shape) -> dict[str, Part]:
         found["final_norm.bias"] = Part(hidden, vector=True)
     if shape.head == "score":
         found["score.weight"] = Part(shape.labels, hidden)
+        if "score" in shape.biased:
+            found["score.bias"] = Part(shape.labels, vector=True)
     elif not shape.tied:
         found["head.weight"] = Part(shape.vocabulary, hidden)
     return found
@@ -294,6 +309,10 @@ def layer_parts(shape: Shape, layer: int) -> Iterator[tuple[str, Part]]:
     hidden, width = shape.hidden, shape.heads * shape.head_dim
     for norm in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"):
         yield norm, Part(hidden, vector=True)
+    if layer >= shape.layers:
+        yield "join", Part(hidden, 2 * hidden)
+        for norm in ("embed_norm", "hidden_norm", "predictor_norm"):
+            yield norm, Part(hidden, vector=True)
     if shape.mla:
         if shape.q_rank:
             yield "q_down", Part(shape.q_rank, hidden)
@@ -342,12 +361,12 @@ def by_group(names: list[str], parts: dict[str, Part], first: int, count: int, g
             yield name, (group * rows, (group + 1) * rows), (0, parts[name].columns)
 
 
-def model_parts(config: Config) -> tuple[Shape, dict[str, Part]]:
+def model_parts(config: Config, predictors: int = 0) -> tuple[Shape, dict[str, Part]]:
     """The parts that a model has: those of its shape that its family has names for."""
-    family, shape = family_of(config), shape_of(config)
+    family, shape = family_of(config), shape_of(config, predictors)
     named = {
         word
-        for names in (family.layer, family.dense, family.experts)
+        for names in (family.layer, family.dense, family.experts, family.predictor)
         for spec in names.values()
         for word in spec.split()
     }
@@ -359,6 +378,16 @@ def model_parts(config: Config) -> tuple[Shape, dict[str, Part]]:
         return re.sub(r"^expert\.\d+\.", "expert.{e}.", ".".join(rest[:-1])) in named
 
     return shape, {name: part for name, part in parts_of(shape).items() if exists(name)}
+
+
+def predictors_in(names: Iterable[str], config: Config) -> int:
+    """How many layers for later tokens these tensors of a Hugging Face folder or of Megatron belong to."""
+    family, layers = family_of(config), shape_of(config).layers
+    if not family.predictor:
+        return 0
+    pattern = re.compile(rf"{re.escape(family.prefix + family.layers)}(\d+)\.|.*\bmtp\.layers\.(\d+)\.")
+    numbers = [int(match[1] or 0) - layers if match[1] else int(match[2]) for n in names if (match := pattern.match(n))]
+    return max([number + 1 for number in numbers if number >= 0], default=0)
 
 
 def hf_stored(config: Config, shape: Shape, parts: dict[str, Part], file: str = "model.safetensors") -> list[Stored]:
@@ -387,8 +416,12 @@ def hf_stored(config: Config, shape: Shape, parts: dict[str, Part], file: str = 
     add(prefix + family.embed, "embed")
     if family.positions:
         add(prefix + family.positions, "positions")
-    for layer in range(shape.layers):
+    for layer in range(shape.layers + shape.predictors):
         names = family.layer | (family.dense if shape.is_dense(layer) else family.experts)
+        if layer >= shape.layers:
+            names = names | family.predictor
+            for module, part in PREDICTOR_COPIES.items():
+                add(f"{prefix}{family.layers}{layer}.{module}", part)
         for module, spec in names.items():
             for expert in range(shape.experts) if "{e}" in module else (0,):
                 words = spec.replace("{e}", str(expert)).split()

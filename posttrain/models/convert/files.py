@@ -37,6 +37,8 @@ NAMES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 CODES = {dtype: name for name, dtype in NAMES.items()}
 LONGEST_HEADER = 100_000_000
@@ -68,13 +70,38 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def room(size: int) -> torch.Tensor:
-    """Bytes that go back to the system when they are no longer needed; malloc's heap would grow with the model."""
-    if size < OWN_PAGES:
-        return torch.empty(size, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+class Rooms:
+    """Buffers that are used again: getting fresh pages from the system costs as much as filling them.
+
+    They lie outside malloc's heap, which would grow with the model; `limit` bytes at most are kept for later.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.lock = limit, threading.Lock()
+        self.free: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """Bytes [size] of any content."""
+        if size < OWN_PAGES:
+            return torch.empty(size, dtype=torch.uint8)
+        with self.lock:
+            fitting = [n for n, buffer in enumerate(self.free) if size <= buffer.numel() <= 2 * size]
+            if fitting:
+                return self.free.pop(min(fitting, key=lambda n: self.free[n].numel()))[:size]
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Whoever took it, or a view of it, must not use it any longer."""
+        size = tensor.untyped_storage().nbytes()
+        if size < OWN_PAGES:
+            return
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), 0, (size,))
+        with self.lock:
+            self.free.append(whole)
+            while sum(buffer.numel() for buffer in self.free) > self.limit:
+                self.free.pop(0)
 
 
 class TensorFile:
@@ -85,12 +112,19 @@ class TensorFile:
         self.handle = os.open(path, mode)
 
     def close(self) -> None:
-        os.close(self.handle)
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
 
-    def read(self, name: str) -> torch.Tensor:
+    def expect(self, name: str) -> None:
+        """Let the disk fetch a tensor that will be read soon."""
+        entry = self.entries[name]
+        os.posix_fadvise(self.handle, entry.offset, entry.size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, name: str, rooms: Rooms | None = None) -> torch.Tensor:
         """A tensor, as bytes [size]."""
         entry = self.entries[name]
-        data = room(entry.size)
+        data = rooms.take(entry.size) if rooms else torch.empty(entry.size, dtype=torch.uint8)
         view, done = memoryview(data.numpy()), 0
         while done < entry.size:
             count = os.preadv(self.handle, [view[done : done + CHUNK]], entry.offset + done)
@@ -107,9 +141,14 @@ class TensorFile:
         while done < entry.size:
             done += os.pwrite(self.handle, view[done : done + CHUNK], entry.offset + done)
 
+    def flush(self) -> None:
+        """Bring what was written until now to the disk, and its pages back: nobody reads them soon."""
+        os.fsync(self.handle)
+        os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def seal(self) -> None:
         """Bring it to the disk."""
-        os.fsync(self.handle)
+        self.flush()
         self.close()
 
 
@@ -179,8 +218,11 @@ def create_safetensors(path: Path, tensors: dict[str, tuple[torch.dtype, tuple[i
 def open_pt(path: Path) -> TensorFile:
     """Where the tensors lie, and everything else as plain values. Nested dicts become names with `/`."""
     try:
-        with FakeTensorMode(), torch.serialization.safe_globals(ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(ALLOWED):
+            content = torch.load(path, map_location="meta", weights_only=True)  # bytes stay where they are
+            if not all(offset_of(value) for value in tensors_in(content)):  # a torch that does not say where
+                with FakeTensorMode():
+                    content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         unsafe = "Unsupported global" in str(error) or "weights_only" in str(error) or "Weights only" in str(error)
@@ -194,8 +236,7 @@ def open_pt(path: Path) -> TensorFile:
         if not isinstance(value, torch.Tensor):
             other[name] = value
             continue
-        storage = value.untyped_storage()
-        offset = getattr(storage, "_checkpoint_offset", None)
+        offset = offset_of(value)
         if offset is None or not value.is_contiguous():
             raise CheckpointError(f"{path}: {name} does not lie in one piece; save it again with .contiguous()")
         start = offset + value.storage_offset() * value.dtype.itemsize
@@ -203,6 +244,15 @@ def open_pt(path: Path) -> TensorFile:
         if start + entries[name].size > size:
             raise CheckpointError(f"{path}: truncated: {name} would lie beyond its end")
     return TensorFile(path, entries, other)
+
+
+def offset_of(tensor: torch.Tensor) -> int | None:
+    """Where the tensor's storage begins in the file it was loaded from."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
+def tensors_in(content: Any) -> Iterator[torch.Tensor]:
+    return (value for _, value in flat(content if isinstance(content, dict) else {}) if isinstance(value, torch.Tensor))
 
 
 def flat(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

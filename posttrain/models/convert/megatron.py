@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,6 +35,12 @@ CORE = {  # module: parts, how tensor ranks share it
     "mlp.shared_experts.linear_fc2": ("shared.down", "columns"),
     "post_mlp_layernorm": ("mlp_out_norm", "copy"),
 }
+PREDICTOR = (
+    ("enorm", "embed_norm", "copy"),
+    ("hnorm", "hidden_norm", "copy"),
+    ("eh_proj", "join", "rows"),
+    ("final_layernorm", "predictor_norm", "copy"),
+)
 LEGACY = (
     ("input_layernorm", "input_norm"),
     ("pre_mlp_layernorm", "post_attention_norm"),
@@ -89,10 +95,16 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         raise UsageError("--to legacy: --engine and --grouped-experts are of Megatron core")
     if layout.engine and layout.experts == "grouped":
         raise UsageError("--engine numbers its experts itself; leave --grouped-experts out")
-    divides(shape.heads if shape.mla else shape.groups, layout.tp, "the key-value heads", "--tp")
+    divides(shape.heads, layout.tp, "the attention heads", "--tp")
+    if not shape.mla and (layout.tp <= shape.groups or layout.format == "legacy"):
+        divides(shape.groups, layout.tp, "the key-value heads", "--tp")
+    elif not shape.mla and layout.tp % shape.groups:
+        raise UsageError(f"--tp {layout.tp} is no multiple of the key-value heads ({shape.groups})")
     for ffn, what in ((shape.ffn, "the feed-forward size"), (shape.expert_ffn, "the experts' feed-forward size")):
         divides(ffn, layout.tp, what, "--tp")
     divides(shape.shared_ffn, layout.tp, "the shared experts' size", "--tp")
+    if shape.predictors:
+        divides(shape.hidden, layout.tp, "the hidden size", "--tp")
     if layout.ep > 1 and not shape.experts:
         raise UsageError(f"--ep {layout.ep}: the model has no experts")
     divides(shape.experts, layout.ep, "the experts", "--ep")
@@ -191,6 +203,7 @@ class Shards:
                         tensor = replace(tensor, name=engine_name(tensor.name, self.shape.mla, dense))
                     yield tensor
         if last:
+            yield from self.predictors(file, tp, ep, first)
             yield from self.module(file, "decoder.final_layernorm", ["final_norm"], "copy", tp)
             if self.shape.head == "score":
                 yield from self.module(file, "rm_head", ["score"], "copy", tp)
@@ -198,6 +211,18 @@ class Shards:
                 yield self.vocabulary(file, "output_layer.weight", "head.weight", tp)
             elif not first:  # tied: the last stage needs its own copy
                 yield self.vocabulary(file, "output_layer.weight", "embed.weight", tp)
+
+    def predictors(self, file: str, tp: int, ep: int, first: bool) -> Iterator[Stored]:
+        """Layers that predict later tokens are on the last stage, which needs the embeddings for them."""
+        if self.shape.predictors and not first:
+            yield self.vocabulary(file, "embedding.word_embeddings.weight", "embed.weight", tp)
+        for number in range(self.shape.predictors):
+            prefix, layer = f"mtp.layers.{number}.", self.shape.layers + number
+            for module, part, split in PREDICTOR:
+                yield from self.module(file, prefix + module, [f"{layer}.{part}"], split, tp)
+            for tensor in self.layer(file, f"{prefix}transformer_layer.", layer, tp, ep):
+                name = engine_name(tensor.name, self.shape.mla, False) if self.layout.engine else tensor.name
+                yield replace(tensor, name=name)
 
     def layer(self, file: str, prefix: str, layer: int, tp: int, ep: int) -> Iterator[Stored]:
         count = self.shape.experts // self.layout.ep
@@ -227,8 +252,9 @@ class Shards:
     def blocks(self, names: list[str], split: str, tp: int) -> Iterator[tuple[str, Span, Span]]:
         """What tensor rank `tp` has of these parts."""
         if split == "groups":
-            count = self.shape.groups // self.layout.tp
-            yield from by_group(names, self.parts, tp * count, count, self.shape.groups)
+            groups = self.shape.groups
+            height = sum(self.parts[name].rows for name in names)
+            yield from cut(by_group(names, self.parts, 0, groups, groups), *share(height, tp, self.layout.tp))
             return
         for name in names:
             part = self.parts[name]
@@ -269,6 +295,19 @@ class Shards:
         yield Stored(file, f"{prefix}mlp.experts.weight1", shape, area, tuple(first))
         shape = (count * ffn, hidden)
         yield Stored(file, f"{prefix}mlp.experts.weight2", shape, shape, tuple(second))
+
+
+def cut(blocks: Iterable[tuple[str, Span, Span]], start: int, end: int) -> Iterator[tuple[str, Span, Span]]:
+    """What lies between two rows of blocks that stand one below the other.
+
+    More ranks than groups: a group's queries, key and value are cut anywhere, and Megatron gathers them to compute.
+    """
+    below = 0
+    for part, rows, columns in blocks:
+        first, last = max(start - below, 0), min(end - below, rows[1] - rows[0])
+        if first < last:
+            yield part, (rows[0] + first, rows[0] + last), columns
+        below += rows[1] - rows[0]
 
 
 def share(size: int, rank: int, ranks: int) -> Span:

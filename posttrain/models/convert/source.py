@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.convert.families import COMPUTED, Shape, family_of, hf_stored, model_parts
+from posttrain.models.convert.families import COMPUTED, Shape, family_of, hf_stored, model_parts, predictors_in
 from posttrain.models.convert.files import Entry, TensorFile, open_pt, open_safetensors
 from posttrain.models.convert.megatron import Layout, Shards, check_layout, layout_from_json
 from posttrain.models.convert.pieces import Part, Stored
 
 MANIFEST = "convert.json"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-LAYER = re.compile(r"layers\.(\d+)\.")
+LAYER = re.compile(r"(?:decoder\.|encoder/)layers\.(\d+)\.")
 NOT_WEIGHTS = re.compile(r"(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*|.*_extra_state.*")
 
 
@@ -58,11 +58,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def recognise_format(folder: Path) -> str:
-    """hf, megatron (core or legacy) or sharded, by what is in the folder."""
+    """hf, megatron (core or legacy), sharded, or adapter (peft's), by what is in the folder."""
     if (folder / "checkpoints").is_dir() or (folder / "model" / "config.json").is_file():
         return "sharded"
     if (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("mp_rank_*")):
         return "megatron"
+    refuse_distributed(folder)
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
     if (folder / "config.json").is_file():
         return "hf"
     raise UsageError(f"{folder}: neither a Hugging Face folder (config.json) nor a Megatron one (mp_rank_...)")
@@ -72,12 +75,19 @@ def open_source(folder: Path, kind: str, original: Path | None, given: Layout | 
     """Look through a folder. `original`: where config.json lies if not here; `given`: layout, if the user knows it."""
     config = read_json((original or folder) / "config.json")
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
-    shape, parts = model_parts(config)
+    iteration = "" if kind == "hf" else iteration_of(folder)
+    files = {name: open_safetensors(folder / name) for name in hf_files(folder)} if kind == "hf" else {}
+    files = files or open_ranks(folder, iteration)
+    shape, parts = model_parts(config, predictors_in((name for f in files.values() for name in f.entries), config))
+    layout = Layout()
     if kind == "hf":
-        layout = Layout()
-        stored, files, ignored = open_hf(folder, config, shape, parts)
+        stored, ignored = locate_hf(folder, files, config, shape, parts)
     else:
-        layout, stored, files, ignored = open_megatron(folder, kind, manifest, given, shape, parts)
+        if "to" in manifest:
+            layout = layout_from_json(manifest["to"])
+        else:
+            layout = recognise_layout(kind, files, given or Layout())
+        stored, ignored = locate_megatron(folder, files, Shards(layout, shape, parts, iteration))
     hashes = {f"{row['file']}: {row['name']}": row["sha256"] for row in manifest.get("target", ())}
     source = Source(folder, original or folder, config, layout, shape, parts, stored, files, ignored, hashes)
     check_present(source)
@@ -103,10 +113,10 @@ def check_present(source: Source) -> None:
 # Hugging Face
 
 
-def open_hf(
-    folder: Path, config: dict[str, Any], shape: Shape, parts: dict[str, Part]
-) -> tuple[list[Stored], dict[str, TensorFile], list[str]]:
-    files = {name: open_safetensors(folder / name) for name in hf_files(folder)}
+def locate_hf(
+    folder: Path, files: dict[str, TensorFile], config: dict[str, Any], shape: Shape, parts: dict[str, Part]
+) -> tuple[list[Stored], list[str]]:
+    """Every tensor in its file, and what is there but computed."""
     homes: dict[str, str] = {}
     for file_name, file in files.items():
         for name in file.entries:
@@ -129,9 +139,14 @@ def open_hf(
     if shape.tied and head in homes:
         stored.append(replace(stored[0], name=head))
     for tensor in stored:
-        if tensor.name not in homes:
+        if tensor.name not in homes and not is_copy(tensor, stored):
             raise CheckpointError(f"{folder}: the tensor {tensor.name} is missing")
-    return [replace(tensor, file=homes[tensor.name]) for tensor in stored], files, ignored
+    return [replace(tensor, file=homes[tensor.name]) for tensor in stored if tensor.name in homes], ignored
+
+
+def is_copy(tensor: Stored, stored: list[Stored]) -> bool:
+    """Whether another tensor holds the same: a file may do without it."""
+    return next(other for other in stored if other.pieces == tensor.pieces) is not tensor
 
 
 def hf_files(folder: Path) -> list[str]:
@@ -153,21 +168,10 @@ def hf_files(folder: Path) -> list[str]:
 # Megatron
 
 
-def open_megatron(
-    folder: Path, kind: str, manifest: dict[str, Any], given: Layout | None, shape: Shape, parts: dict[str, Part]
-) -> tuple[Layout, list[Stored], dict[str, TensorFile], list[str]]:
-    iteration = iteration_of(folder)
-    files = {}
-    for path in sorted((folder / iteration).glob("mp_rank_*/model_optim_rng.pt")):
-        files[path.relative_to(folder).as_posix()] = open_pt(path)
-    if not files:
-        raise CheckpointError(f"{folder / iteration}: no mp_rank_*/model_optim_rng.pt in it")
-    if "to" in manifest:
-        layout = layout_from_json(manifest["to"])
-    else:
-        layout = recognise_layout(kind, files, given or Layout(), shape)
-    check_layout(layout, shape)
-    shards = Shards(layout, shape, parts, iteration)
+def locate_megatron(folder: Path, files: dict[str, TensorFile], shards: Shards) -> tuple[list[Stored], list[str]]:
+    """Every tensor in its rank, and what is there but no weight."""
+    layout = shards.layout
+    check_layout(layout, shards.shape)
     expected = shards.models().keys()
     for name in sorted(expected - files.keys()):
         raise CheckpointError(f"{folder / name}: missing; the layout is {layout}")
@@ -179,7 +183,29 @@ def open_megatron(
         ignored += [f"{name}: {entry}" for entry in out]
         for entry in out:
             del file.entries[entry]
-    return layout, shards.stored(), files, ignored
+    return shards.stored(), ignored
+
+
+def open_ranks(folder: Path, iteration: str) -> dict[str, TensorFile]:
+    """The files of all ranks."""
+    refuse_distributed(folder / iteration)
+    files = {}
+    for path in sorted((folder / iteration).glob("mp_rank_*/model_optim_rng.pt")):
+        files[path.relative_to(folder).as_posix()] = open_pt(path)
+    if not files:
+        raise CheckpointError(f"{folder / iteration}: no mp_rank_*/model_optim_rng.pt in it")
+    return files
+
+
+def refuse_distributed(folder: Path) -> None:
+    """Their index is a pickle that restricted readers do not know."""
+    if any(folder.glob("*.distcp")) or (folder / ".metadata").is_file():
+        raise UsageError(
+            f"{folder}: a distributed checkpoint (.distcp), whose index is a pickle; it is not loaded. Write another "
+            "form of it where it was made: Megatron with `--ckpt-convert-format torch --ckpt-convert-save DIR`; "
+            "torch with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt`, "
+            "and save what is in FILE.pt as safetensors"
+        )
 
 
 def iteration_of(folder: Path) -> str:
@@ -198,7 +224,7 @@ def iteration_of(folder: Path) -> str:
     return name
 
 
-def recognise_layout(kind: str, files: dict[str, TensorFile], given: Layout, shape: Shape) -> Layout:
+def recognise_layout(kind: str, files: dict[str, TensorFile], given: Layout) -> Layout:
     """What names and shapes tell; noop layers and what else they do not tell is as given."""
     ranks = [match.groups() for name in files if (match := RANK.fullmatch(Path(name).parent.name))]
     if len(ranks) != len(files):
@@ -228,7 +254,8 @@ def recognise_layout(kind: str, files: dict[str, TensorFile], given: Layout, sha
         ),
         None,
     )
-    if embedding is None:
+    adapters = any(".lora_A." in name for name in names)  # in files of their own
+    if embedding is None and not adapters:
         raise CheckpointError("no rank has word embeddings; is the first stage missing?")
     return replace(
         given,
@@ -239,7 +266,7 @@ def recognise_layout(kind: str, files: dict[str, TensorFile], given: Layout, sha
         layers_per_stage=given.layers_per_stage
         or (tuple(count for _, count in sorted(layers.items())) if uneven and pp > 1 else ()),
         layers_per_virtual_stage=given.layers_per_virtual_stage or (max(layers.values()) if virtual else 0),
-        padded_vocabulary=embedding.shape[0] * tp,
+        padded_vocabulary=embedding.shape[0] * tp if embedding else 0,
         experts="grouped" if any(name.endswith("experts.weight1") for name in names) else "single",
         engine=any("layer_norm_weight" in name for name in names),
     )
@@ -247,6 +274,7 @@ def recognise_layout(kind: str, files: dict[str, TensorFile], given: Layout, sha
 
 def megatron_kind(folder: Path) -> str:
     """mcore or legacy, by the names in the first rank."""
+    refuse_distributed(folder / iteration_of(folder))
     paths = sorted((folder / iteration_of(folder)).glob("mp_rank_*/model_optim_rng.pt"))
     if not paths:
         raise CheckpointError(f"{folder}: no mp_rank_*/model_optim_rng.pt in it")

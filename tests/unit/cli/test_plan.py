@@ -49,7 +49,7 @@ def rows(tmp_path: Path) -> str:
 
 def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     options = {"model.path": "pico", "data.train": (rows,), "update.rows_per_step": 4, "update.tokens_per_device": 64}
-    config = settings("dpo", **options, **{"data.eval_fraction": 0.1, "epochs": 2.0})
+    config = settings("dpo", **options, **{"data.eval": ("0.1",), "epochs": 2.0})
     assert plan.plan("dpo", config) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)

@@ -8,7 +8,8 @@ from posttrain.algos import ALGORITHMS
 from posttrain.algos.preference import CPO, SimPO
 from posttrain.cli.reference import escaped, meanings, page, shown, type_name
 from posttrain.config import option_keys, with_algorithm
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.pipelines.settings import start_of
+from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 PAGE = Path(__file__).parents[3] / "docs/commands.md"
 
@@ -26,6 +27,13 @@ def test_every_option_is_there_with_a_meaning(verb):
         place = section if key.startswith("algo.") else lines
         (row, *_) = [line for line in place if line.startswith(f"| `--{key}` |")]
         assert len(row.split("|")[4].strip()) > 10, row
+
+
+@pytest.mark.parametrize("verb", PIPELINES)
+def test_every_option_of_pipelines_is_there(verb):
+    lines = page().splitlines()
+    for key in option_keys(start_of(verb)):
+        assert any(line.startswith(f"| `--{key}` |") for line in lines), key
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -230,7 +230,7 @@ def asked_with(text):
     return ChatRenderer(tokenizer, TokenEncoder(tokenizer))
 
 
-def test_input_template():
+def test_a_text_with_a_place_for_the_question():
     renderer = asked_with("Human: {}\\nAssistant: ")
     dialogue = [user("{q}"), bot("a"), user("r"), bot("b")]
     texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 0, False, "f:1")]
@@ -239,7 +239,7 @@ def test_input_template():
     texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 3, False, "f:1")]
     assert texts == [(f"{asked}a</s>{again}", False), ("b</s>", True)]
     assert [s.text for s in renderer.prompt([user("{q}")], True, "f:1")] == [asked]
-    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.input_template has a place only"):
+    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.template has a place only"):
         renderer.segments([{"role": "system", "content": "s"}, *dialogue], 0, False, "f:1")
     with pytest.raises(UsageError, match=r"needs \{\} once"):
         asked_with("Human: {} {}")
@@ -247,7 +247,7 @@ def test_input_template():
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=12), st.text(st.characters(codec="utf-8"), max_size=12), ANSWER)
-def test_any_input_template_comes_out_as_it_is(before, after, answer):
+def test_any_such_text_comes_out_as_it_is(before, after, answer):
     text = f"{before}{{}}{after}"
     if text.count("{}") > 1 or "\\n" in text:
         return
@@ -259,9 +259,9 @@ def test_without_any_template():
     renderer = renderer_for(None)
     segments = renderer.segments([user("2 + 2 ="), bot(" 4")], 0, True, "f:1")
     assert [(s.text, s.trained, s.end) for s in segments] == [("2 + 2 =", False, False), (" 4", True, True)]
-    with pytest.raises(DataError, match=r"f:1: .*give data.template .*data.input_template"):
+    with pytest.raises(DataError, match=r"f:1: .*give data.template .*Human: "):
         renderer.segments([user("q"), bot("a"), user("r"), bot("b")], 0, False, "f:1")
-    with pytest.raises(DataError, match=r"f:1: .*give data.template .*data.input_template"):
+    with pytest.raises(DataError, match=r"f:1: .*give data.template .*Human: "):
         renderer.prompt([user("q")], False, "f:1")
 
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from posttrain.config import DataConfig
 from posttrain.data.chat import ChatRenderer
-from posttrain.data.templates import apply_template, load_template, shipped, stop_ids, template_option, turn_ends
+from posttrain.data.templates import apply_template, load_template, shipped, stop_ids, turn_ends
 from posttrain.data.tokens import TokenEncoder
 from posttrain.errors import UsageError
 from tests.unit.data.made import byte_level, sentencepiece
@@ -275,14 +274,10 @@ def test_without_a_name_nothing_changes():
     assert (tokenizer.chat_template, tokenizer.eos_token) == before
 
 
-def test_two_options_of_which_one_is_meant():
-    assert template_option(DataConfig()) == ""
-    assert template_option(DataConfig(template="qwen")) == "qwen"
-    assert template_option(DataConfig(input_template="Q: {}")) == "Q: {}"
-    with pytest.raises(UsageError, match=r"data.input_template 'chatml' needs \{\} once"):
-        template_option(DataConfig(input_template="chatml"))
-    with pytest.raises(UsageError, match=r"data.template qwen and data.input_template are both set\. Keep one"):
-        template_option(DataConfig(template="qwen", input_template="Q: {}"))
+def test_a_text_with_a_place_for_the_question_is_a_template():
+    assert '"Q: " + message.content' in load_template("Q: {}").template
+    with pytest.raises(UsageError, match=r"data.template 'Q: \{\} \{\}' needs \{\} once"):
+        load_template("Q: {} {}")
 
 
 def test_users_own_files(tmp_path):

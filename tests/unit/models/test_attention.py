@@ -112,3 +112,20 @@ def test_proof_refuses_an_unknown_scaling_of_the_head():
     model.forward = scaled
     with pytest.raises(PosttrainError, match="packed forward pass differs"):
         prove(trunk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_newer_kernel_gives_what_torchs_gives(window):
+    """Where flash-attn-4 is installed; also for pieces that see more keys than they have queries."""
+    pytest.importorskip("flash_attn.cute")
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths, key_lengths = torch.tensor([128, 256, 256, 77]), torch.tensor([128, 384, 384, 77])
+    starts, key_starts = (torch.cat([torch.zeros(1), n.cumsum(0)]).int().cuda() for n in (lengths, key_lengths))
+    ranges = (starts, key_starts, 256, 384)
+    streams = [
+        torch.randn(int(n.sum()), heads, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for n, heads in ((lengths, 12), (key_lengths, 2), (key_lengths, 2))
+    ]
+    assert attention.has_newer_kernel(streams[0])
+    assert attention.agree(*streams, ranges, None, window)

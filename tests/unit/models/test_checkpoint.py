@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from posttrain.errors import CheckpointError
 from posttrain.models import checkpoint
 from posttrain.models.checkpoint import (
+    Entry,
+    TensorFiles,
     clean_temporaries,
     fingerprint_files,
     holds_run,
@@ -28,6 +31,7 @@ from posttrain.models.checkpoint import (
     restore_rng,
     retain,
     rng_state,
+    save_in_parts,
     save_json,
     save_tensors,
     step_of,
@@ -377,6 +381,57 @@ def test_damaged_files_of_tensors_and_json_are_named(tmp_path):
 def draw() -> list[float]:
     numbers = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
     return numbers + torch.randn(3).tolist() + torch.rand(17).tolist() + torch.randperm(9).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_tensors_of_many_are_files_that_anybody_reads(tmp_path, ranks):
+    """Each rank writes some, one entry at a time; whole tensors and parts of them come back bit for bit."""
+    tensors = {
+        "matrix": torch.randn(5, 7),
+        "half": torch.randn(3, 2).bfloat16(),
+        "step": torch.tensor(4.0),
+        "empty": torch.zeros(0, 3),
+        "numbers": torch.arange(9),
+    }
+    fetched = []
+
+    def fetch(name):
+        fetched.append(name)
+        return {name: tensors[name]}
+
+    entries = [Entry({n: (tuple(t.shape), t.dtype)}, partial(fetch, n)) for n, t in tensors.items()]
+    for rank in range(ranks):
+        save_in_parts(tmp_path, "x", entries, rank, ranks)
+    assert fetched == list(tensors) * ranks  # all ranks take part in gathering each
+    assert len(list(tmp_path.glob("x-*.safetensors"))) == min(ranks, len(tensors))
+    found = {name: tensor for file in tmp_path.glob("x-*") for name, tensor in load_tensors(file).items()}
+    assert found.keys() == tensors.keys()
+    files = TensorFiles(tmp_path, "x")
+    for name, tensor in tensors.items():
+        assert files.shape(name) == tuple(tensor.shape)
+        for read in (found[name], files.read(name)):
+            assert read.dtype == tensor.dtype and torch.equal(read, tensor)
+    assert torch.equal(files.read("matrix", (slice(1, 3), slice(2, 7))), tensors["matrix"][1:3, 2:7])
+    assert torch.equal(files.read("numbers", (slice(4, 4),)), tensors["numbers"][4:4])
+    with pytest.raises(CheckpointError, match="there is no tensor other in x"):
+        files.read("other")
+
+
+def test_one_file_is_read_like_several(tmp_path):
+    save_tensors(tmp_path / "x.safetensors", {"a": torch.arange(6.0).reshape(2, 3)})
+    assert TensorFiles(tmp_path, "x").read("a", (slice(1, 2), slice(0, 2))).tolist() == [[3.0, 4.0]]
+    with pytest.raises(CheckpointError, match=r"y\.safetensors: cannot be read"):
+        TensorFiles(tmp_path, "y")
+    (tmp_path / "z.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "x.safetensors", "b": "gone.safetensors"}}'
+    )
+    files = TensorFiles(tmp_path, "z")
+    assert files.shape("a") == (2, 3)
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: cannot be read"):
+        files.read("b")
+    (tmp_path / "w.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"w\.safetensors\.index\.json: damaged"):
+        TensorFiles(tmp_path, "w")
 
 
 @pytest.mark.parametrize("seeded", [False, True])

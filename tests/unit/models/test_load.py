@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, UsageError
@@ -211,6 +211,57 @@ def test_the_padding_token_learns_like_any_other(tmp_path):
     model.set_attn_implementation("sdpa")
     model(input_ids=TOKENS).logits.square().sum().backward()
     assert 7 in TOKENS and float(model.get_input_embeddings().weight.grad[7].abs().sum()) > 0
+
+
+@pytest.mark.parametrize("head", ["token", "score"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skeleton_and_its_parts_are_the_model(name, head, tmp_path):
+    """What processes read of a model each for itself: nothing of it but the weights is missing at first."""
+    folder = tiny_folder(name, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.default_generator.manual_seed(3)
+        whole = load.read_model(str(folder), head, dtype)
+        torch.default_generator.manual_seed(3)
+        skeleton, found = load.read_skeleton(str(folder), head, dtype)
+        absent = {name for name, tensor in skeleton.named_parameters() if tensor.is_meta}
+        assert found == folder and absent == dict(skeleton.named_parameters()).keys() - {"score.weight"}
+        filled = skeleton._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+        filled.tie_weights()
+        buffers = load.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
+        load.read_parts(filled, folder, absent | buffers)
+        for kind in ("named_parameters", "named_buffers"):
+            one, other = (dict(getattr(model, kind)()) for model in (whole, filled))
+            assert one.keys() == other.keys()
+            for key, tensor in one.items():
+                assert tensor.dtype == other[key].dtype and torch.equal(tensor, other[key]), key
+        assert whole.config.to_dict() == filled.config.to_dict() and whole.name_or_path == filled.name_or_path
+        if head == "token":
+            assert whole.generation_config.to_dict() == filled.generation_config.to_dict()
+
+
+def test_a_skeleton_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
+    place = tmp_path / "models--some--model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs/main").write_text("0" * 40)
+    tiny_folder("llama", tmp_path).rename(place / "snapshot")
+    (place / "snapshots").mkdir()
+    (place / "snapshot").rename(place / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(load, "read_config", lambda _, head: config)
+    config = AutoConfig.from_pretrained(place / "snapshots" / ("0" * 40))
+    skeleton, folder = load.read_skeleton("some/model", "token", torch.float32)
+    assert folder == place / "snapshots" / ("0" * 40) and skeleton.model.embed_tokens.weight.is_meta
+
+
+def test_a_skeleton_needs_tensors_of_its_own_names(tmp_path):
+    folder = tiny_folder("llama", tmp_path)
+    rewrite(folder, lambda tensors: tensors.update(other=tensors.pop("model.norm.weight")))
+    assert load.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    (folder / "model.safetensors").unlink()
+    assert load.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    score = tiny_folder("llama", tmp_path, head="score")
+    with pytest.raises(UsageError, match="is a reward model; a language model is needed here"):
+        load.read_skeleton(str(score), "token", torch.float32)
 
 
 def test_activation_checkpointing_gives_the_same_gradients(tmp_path):

@@ -52,7 +52,7 @@ def test_the_sum_of_a_failed_one_is_none():
         (["format"], {"weights": [float("nan")]}, "finite"),
         (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),
         (["format"], {"workers": 0}, "rewards.workers is 0"),
-        (["format"], {"max_failure_rate": 2}, "rewards.max_failure_rate is 2"),
+        (["format"], {"max_failure_rate": 2}, "max_failure_rate is 2"),
     ],
 )
 def test_wrong_use_is_refused_at_once(specs, options, message):

@@ -31,7 +31,7 @@ def test_a_table_a_summary_and_the_exit_code(rows, tmp_path, capsys):
     assert "gsm8k: mean 0.3333; 3 ok, 0 error, 0 timeout; slowest" in out
     assert "my.score: mean 1.0000; 2 ok, 1 error, 0 timeout" in out
     assert "reward: mean 1.0000 over 2 of 3 rows" in out
-    assert run(["check", str(rows), "--reward", f"{reward}:score", "--limit", "2"]) == 0
+    assert run(["check", str(rows), "--reward", f"{reward}:score", "--max_rows", "2"]) == 0
     assert "over 2 of 2 rows" in capsys.readouterr().out
 
 
@@ -66,7 +66,7 @@ def test_wrong_use(rows):
         (["check", str(rows), "--reward", "model:x"], "scored in training only"),
         (["check", "nothing.jsonl", "--reward", "gsm8k"], "no such file"),
         (["check", str(rows), "--reward", "gsm8k", "--map_keys", "[1]"], "expected an object"),
-        (["check", str(rows), "--reward", "gsm8k", "--limit", "0"], "no row is left"),
+        (["check", str(rows), "--reward", "gsm8k", "--max_rows", "0"], "no row is left"),
     ):
         with pytest.raises(UsageError, match=message):
             run(args)

@@ -16,7 +16,7 @@ from posttrain.rollout.dialogue import Dialogues
 from posttrain.rollout.environment import Environments
 from posttrain.rollout.rollouts import answers, seed_of
 from posttrain.runtime.base import LearnerGroup
-from posttrain.runtime.local import LocalWorkers
+from posttrain.runtime.local import LocalPool
 from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, online, prompt
 
 CODE = textwrap.dedent(
@@ -60,7 +60,7 @@ def environments(file):
 
 @pytest.fixture(scope="module")
 def policy():
-    learner = LocalWorkers(Learner, ModelConfig(path="pico"), UpdateConfig(), trainable=False)
+    learner = LocalPool().start("actor", Learner, ModelConfig(path="pico"), UpdateConfig(), trainable=False)
     return LearnerGroup(learner)
 
 

@@ -139,3 +139,11 @@ def test_a_replay_forgets_what_is_to_be_found_out_again():
     assert all(getattr(again.sample, name) is None for name in STREAMS if name != "logprobs")
     assert rollout.sample.reward == 3.0  # a copy
     assert unjudged(made(1, failure="environment: no")).failure == "environment: no"
+
+
+def test_a_recorded_answer_is_one_line_for_every_reader():
+    sample = Sample(tokens=np.array([1, 2], dtype=np.int32), mask=np.array([False, True]))
+    said = "one\u2028two\x85three\x0bfour"
+    rollout = Rollout(sample=sample, prompt=Prompt(tokens=np.array([1], dtype=np.int32), messages=[]), text=said)
+    (line,) = as_lines([rollout], 1).splitlines()
+    assert from_row(json.loads(line)).text == said

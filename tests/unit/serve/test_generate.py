@@ -93,6 +93,14 @@ def test_the_last_window_may_be_short_and_there_is_none_after_it(config):
         generate(replace(config, window=(4, 3), out=config.out + "2.jsonl"))
 
 
+def test_windows_that_go_round_are_whole(config):
+    generate(replace(config, window=(3, 3), around=True))
+    assert list(dict.fromkeys(row["index"] for row in rows_of(config))) == [6, 0, 1]
+    larger = replace(config, window=(2, 30), around=True, out=config.out + "2.jsonl")
+    generate(larger)
+    assert {row["index"] for row in rows_of(larger)} == set(range(7)) and len(rows_of(larger)) == 14
+
+
 def test_greedy(config, tmp_path):
     greedy = replace(config, sampling=Sampling(max_tokens=6, temperature=0.0), n=1)
     generate(greedy)
@@ -103,7 +111,13 @@ def test_greedy(config, tmp_path):
 
 def test_conditional_prompts(config):
     generate(replace(config, condition=5.0))
-    assert rows_of(config)[0]["prompt"] == [{"role": "user", "content": "0+1= <rm_score>: 5.00 "}]
+    row = rows_of(config)[0]
+    assert row["asked"] == [{"role": "user", "content": "0+1= <rm_score>: 5.00 "}]
+    assert row["prompt"] == [{"role": "user", "content": "0+1="}]  # what rewards and training are to see
+    model = ServedModel(config.model, config.data)
+    tokens = np.array([*model.encode(row["asked"]).tokens, *row["tokens"]], dtype=np.int32)
+    sample = Sample(tokens=tokens, mask=np.arange(len(tokens)) >= len(tokens) - len(row["tokens"]))
+    assert row["logprob"] == pytest.approx(float(model.learner.logprobs([sample])[0].sum()), abs=1e-3)
 
 
 def test_stop_texts(config):

@@ -12,7 +12,7 @@ from posttrain.errors import DataError, RewardError, UsageError
 from posttrain.loops import train
 from posttrain.rewards.base import Rewards
 from posttrain.serve.answers import new_file, read_answers, write_rows
-from posttrain.serve.score import RewardModel, load_models, score, statistics
+from posttrain.serve.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
 
 CODE = """
 def length(text): return float(len(text))
@@ -144,3 +144,44 @@ def test_files_are_not_lost(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):
         read_answers(str(tmp_path / "empty.jsonl"))
+
+
+COUNTING = """
+from pathlib import Path
+def count(text):
+    with (Path(__file__).parent / "asked.txt").open("a") as file:
+        file.write(text + "\\n")
+    return len(text) / 7
+"""
+
+
+def test_killed_while_judges_are_asked_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.serve.score.AT_ONCE", 4)
+    (tmp_path / "counting.py").write_text(COUNTING)
+    write_rows(tmp_path / "a.jsonl", [{"prompt": "say", "completion": "x" * n} for n in range(10)])
+    config = Scoring(file=f"{tmp_path}/a.jsonl", out=f"{tmp_path}/s.jsonl", reward=(f"{tmp_path}/counting.py:count",))
+    score_file(config)
+    whole = (tmp_path / "s.jsonl").read_bytes()
+    (tmp_path / "s.jsonl").unlink()
+    (tmp_path / "asked.txt").unlink()
+
+    def killed(done, total):
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_file(config, killed)
+    (begun,) = tmp_path.glob("*.begun")
+    with begun.open("a") as file:  # and a torn line
+        file.write('[[{"value": 3')
+    assert not (tmp_path / "s.jsonl").exists()
+    score_file(config)
+    assert (tmp_path / "s.jsonl").read_bytes() == whole and not begun.exists()
+    assert sorted((tmp_path / "asked.txt").read_text().split()) == ["x" * n for n in range(1, 10)]  # each once
+
+
+def test_what_was_begun_for_another_question_is_of_no_use(tmp_path):
+    Begun(tmp_path / "b", "one").add([[None]])
+    assert Begun(tmp_path / "b", "one").verdicts == [[[None]]]
+    assert Begun(tmp_path / "b", "other").verdicts == []
+    assert Begun(tmp_path / "b", "one").verdicts == []

@@ -51,6 +51,8 @@ STOCK = {
     "deepseek_v2": COMMON | DEEPSEEK,
     "deepseek_v2-lite": COMMON | DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None},
     "deepseek_v3": COMMON | DEEPSEEK,
+    "deepseek_v3-later": COMMON | DEEPSEEK | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+    "llama-wide": COMMON | {"model_type": "llama", "num_key_value_heads": 4},
     "gemma2": COMMON,
     "phi3": COMMON,
     "glm": COMMON | {"attention_bias": True},
@@ -134,6 +136,8 @@ def make(name, folder, seed=0):
             for tensor in model.state_dict().values():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
         model.save_pretrained(folder)
+        if name.endswith("-later"):
+            add_predictor(folder, generator)
         return folder
     config, shapes = written_by_hand()[name]
     folder.mkdir(parents=True)
@@ -142,6 +146,19 @@ def make(name, folder, seed=0):
         {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}, folder / "model.safetensors"
     )
     return folder
+
+
+def add_predictor(folder, generator):
+    """The layer for the token after the next, as DeepSeek-V3's files have it; transformers drops it."""
+    tensors = weights(folder)
+    place = "model.layers.4."
+    shapes = {n.replace("layers.3.", "layers.4."): t.shape for n, t in tensors.items() if "layers.3." in n}
+    shapes |= {f"{place}{norm}.weight": (16,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{place}eh_proj.weight"] = (16, 32)
+    tensors |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors[f"{place}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{place}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
 
 
 def weights(folder):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain.errors import CheckpointError, PosttrainError, UsageError
-from posttrain.models.convert import convert as conversion
+from posttrain.models.convert import stream
 from posttrain.models.convert.files import open_pt
 from posttrain.models.convert.megatron import Layout
 from tests.unit.models.convert.models import converted, core, make, weights
@@ -133,13 +133,31 @@ def test_unknown_families_and_quantised_weights(folder):
     (folder / "config.json").write_text(json.dumps(config))
     tensors = weights(folder)
     name = "model.layers.2.mlp.up_proj.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
-    refused(folder, "hf", name, "quantised")
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
+        refused(folder, "hf", name, "quantised")
+
+
+def test_the_layer_for_later_tokens_is_never_dropped(tmp_path):
+    folder = make("deepseek_v3-later", tmp_path / "hf")
+    tensors = weights(folder)
+    save_file({k: v for k, v in tensors.items() if "eh_proj" not in k}, folder / "model.safetensors")
+    refused(folder, "hf", "model.layers.4.eh_proj.weight", "missing")
+    name = "model.layers.4.embed_tokens.weight"
+    save_file(tensors | {name: tensors[name] + 1}, folder / "model.safetensors")
+    refused(folder, "hf", name, "differs from its copy")
+    save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors")  # a copy may be left out
+    converted(folder, tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    last = core(tmp_path / "core", 1, 1, None)["model"]
+    assert torch.equal(last["mtp.layers.0.eh_proj.weight"], tensors["model.layers.4.eh_proj.weight"][8:])
+    assert torch.equal(last["mtp.layers.0.final_layernorm.weight"], tensors["model.layers.4.shared_head.norm.weight"])
+    converted(tmp_path / "core", tmp_path / "back", Layout(), "mcore")
+    assert torch.equal(weights(tmp_path / "back")[name], tensors[name])
 
 
 def test_a_failure_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
     count = 0
-    original = conversion.Conversion.load
+    original = stream.Stream.load
 
     def fails_later(self, tensor):
         nonlocal count
@@ -148,7 +166,7 @@ def test_a_failure_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, tensor)
 
-    monkeypatch.setattr(conversion.Conversion, "load", fails_later)
+    monkeypatch.setattr(stream.Stream, "load", fails_later)
     with pytest.raises(KeyboardInterrupt):
         converted(folder, tmp_path / "core", Layout("mcore", tp=2))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -10,6 +10,7 @@ from posttrain.models.convert.convert import convert
 from posttrain.models.convert.megatron import Layout
 from posttrain.models.convert.source import open_source
 from tests.tiny import tiny_folder
+from tests.unit.models.convert.models import converted, core
 
 pytest.importorskip("megatron.core")
 
@@ -125,3 +126,66 @@ def test_what_megatron_core_saved_becomes_a_hugging_face_model(name, tmp_path, o
     with torch.no_grad():
         found = hf(input_ids=TOKENS, use_cache=False).logits
     assert (logits_of(model) - found).abs().max() < 1e-4
+
+
+def test_deepseek_has_the_names_and_shapes_that_megatron_core_gives(tiny, tmp_path, one_rank, monkeypatch):
+    """With the layer for later tokens. Its attention does not run on a CPU; it can be built."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    build = DotProductAttention.__init__
+    monkeypatch.setattr(
+        DotProductAttention,
+        "__init__",
+        lambda self, *a, k_channels=0, v_channels=0, **options: build(self, *a, **options),
+    )
+    for name in dir(multi_latent_attention):  # without Transformer Engine they are no types, but used as such
+        if name.startswith("TE") and not isinstance(getattr(multi_latent_attention, name), type):
+            monkeypatch.setattr(multi_latent_attention, name, type(name, (), {}))
+    config = MLATransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        q_lora_rank=6,
+        kv_lora_rank=6,
+        qk_head_dim=6,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=5,
+        num_moe_experts=4,
+        moe_layer_freq=[0, 1, 1, 1],
+        moe_ffn_hidden_size=8,
+        moe_shared_expert_intermediate_size=16,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        mtp_num_layers=1,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=101,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    )
+    converted(tiny("deepseek_v3-later"), tmp_path / "core", Layout("mcore"))
+    written = core(tmp_path / "core", single="mp_rank_00")["model"]
+    expected = {name: tensor.shape for name, tensor in tensors(model.state_dict()).items()}
+    assert {name: tensor.shape for name, tensor in written.items()} == expected
+    assert any(name.startswith("mtp.layers.0.eh_proj") for name in written)

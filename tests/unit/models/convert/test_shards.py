@@ -58,6 +58,19 @@ def test_groups_are_interleaved_and_biases_follow(tiny, tmp_path):
     )
 
 
+def test_more_tensor_ranks_than_groups(tiny, tmp_path):
+    """The rows q q k v | q q k v of two groups over four ranks: half a group each."""
+    converted(tiny("llama-biased"), tmp_path / "core", Layout("mcore", tp=4))
+    hf = weights(tiny("llama-biased"))
+    for kind in ("weight", "bias"):
+        q, k, v = (hf[f"model.layers.3.self_attn.{x}_proj.{kind}"] for x in "qkv")
+        expected = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
+        for tp in range(4):
+            rank = core(tmp_path / "core", single=f"mp_rank_{tp:02d}")["model"]
+            found = rank[f"decoder.layers.3.self_attention.linear_qkv.{kind}"]
+            assert torch.equal(found, expected[tp * 8 : tp * 8 + 8])
+
+
 def test_experts_over_expert_ranks_one_by_one_and_grouped(tiny, tmp_path):
     hf = weights(tiny("mixtral"))
     name = "model.layers.2.block_sparse_moe.experts.{}.{}.weight"
@@ -154,7 +167,8 @@ def test_legacy_names_are_nested(tiny, tmp_path):
     ("options", "complaint"),
     [
         ({"tp": 3}, "--tp 3 does not divide"),
-        ({"tp": 4}, "key-value heads"),
+        ({"tp": 8}, "--tp 8 does not divide the attention heads"),
+        ({"format": "legacy", "tp": 4}, "key-value heads"),
         ({"pp": 3}, "--pp 3 does not divide the layers"),
         ({"pp": 2, "layers_per_stage": (1, 2)}, "whose sum is 4"),
         ({"pp": 2, "layers_per_virtual_stage": 3}, "--vpp"),
@@ -165,7 +179,7 @@ def test_legacy_names_are_nested(tiny, tmp_path):
 )
 def test_what_cannot_be_cut_is_refused(options, complaint, tiny, tmp_path):
     with pytest.raises(UsageError, match=complaint):
-        converted(tiny("llama"), tmp_path / "core", Layout("mcore", **options))
+        converted(tiny("llama"), tmp_path / "core", Layout(**({"format": "mcore"} | options)))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,263 @@
+"""Generation with log-probabilities: our engine against transformers' generate and vLLM on the same work.
+
+    python -m bench generate [--shapes 0.5b,1.5b,7b] [--peers vllm] [--profile] [--out FILE]
+
+On a GPU: random bf16 weights of published shapes, 128 + 256 tokens a sequence, temperature 1, every answer at full
+length. `group` is how many neighbours share a prompt. On a CPU: 64 prompts of 16..128 tokens, pieces of this project's
+own pages (--model FOLDER: with a trained model), 64 new tokens each, and the cache against recomputation.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench import common
+from bench.common import GPU, SHAPES, Options, Result, Shape
+from posttrain.data.pack import collate
+from posttrain.engines.base import Request, Sampling
+from posttrain.engines.local import LocalEngine
+from posttrain.models import attention
+from posttrain.models.forward import Trunk, forward
+from posttrain.models.pico import build_tokenizer
+from posttrain.types import Request as Wanted
+from posttrain.types import Sample
+
+PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts are ragged, and so long on average
+GROUP = 8
+ROUNDS = 3 if GPU else 2
+PAGES = ("README.md", "docs/architecture.md")
+
+
+def measure_generate(options: Options) -> None:
+    for name in options.chosen("0.5b", "1.5b", "7b"):
+        on_gpu(name, options) if GPU else on_cpu(name, options)
+
+
+def ours(engine: LocalEngine, requests: list[Request]) -> None:
+    samples = engine.generate(requests, Sampling(max_tokens=ANSWER))
+    assert all(sample.mask.sum() == ANSWER for sample in samples)
+
+
+def limits_of(shape: Shape, requests: list[Request], seconds: float) -> str:
+    """Arithmetic of prompts and answers; what is read: the weights at each step, each sequence's cache at each step."""
+    different = {request.group: len(request.prompt) for request in requests}
+    made = len(requests) * ANSWER
+    flops = 2.0 * (shape.layer_weights * (sum(different.values()) + made) + shape.head_weights * made)
+    size = 2 if GPU else 4
+    cached = 2 * shape.layers * shape.kv_heads * shape.head_size * size  # bytes a position
+    seen = sum(ANSWER * (len(request.prompt) + ANSWER / 2) for request in requests)
+    read = ANSWER * (shape.layer_weights + shape.head_weights) * size + cached * seen
+    return common.share_of_limits(flops, read, seconds)
+
+
+@torch.inference_mode()
+def theirs(model: Any, prompts: list[np.ndarray]) -> None:
+    """One batch, padded on the left; log-probabilities of the sampled tokens as its pages say to get them."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    seen = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
+        seen[row, width - len(prompt) :] = 1
+    scored = not GPU  # there is no room for the scores of so many tokens: tokens only, which flatters it
+    out = model.generate(
+        ids.to(model.device),
+        attention_mask=seen.to(model.device),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=ANSWER,
+        min_new_tokens=ANSWER,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=scored,
+    )
+    assert out.sequences.shape[1] == width + ANSWER
+    if scored:
+        scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        assert scores.shape == (len(prompts), ANSWER)
+
+
+# On a CPU
+
+
+def on_cpu(name: str, options: Options) -> None:
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
+        tokenizer, name = AutoTokenizer.from_pretrained(options.model, local_files_only=True), Path(options.model).name
+    else:
+        model, tokenizer = common.random_weights(SHAPES[name]), build_tokenizer()
+    count = SHAPES["small"].sequences
+    prompts = pieces(tokenizer, count)
+    for group in (1, GROUP):
+        requests = [Request(prompt=prompts[i // group * group], group=i // group * group, seed=i) for i in range(count)]
+        compare(name, model, tokenizer, requests, group, options)
+    model.set_attn_implementation(attention.NAME)
+    engine = LocalEngine(Trunk.of(model), tokenizer)
+    few = [Request(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
+    cached = min(common.timed(lambda: ours(engine, few)) for _ in range(ROUNDS))
+    again = common.timed(lambda: recomputed(engine.trunk, prompts[:8]))
+    what = f"generation {name}, 8 prompts, {ANSWER} new tokens"
+    result = Result(what=what, ours=f"{8 * ANSWER / cached:,.0f} tokens/s", ratio=again / cached)
+    result.peer = f"without a cache {8 * ANSWER / again:,.0f} tokens/s"
+    common.record(result, options)
+
+
+def pieces(tokenizer: Any, count: int) -> list[np.ndarray]:
+    root = Path(__file__).parents[1]
+    text = "\n".join((root / name).read_text(encoding="utf-8") for name in PAGES)
+    tokens = np.array(tokenizer(text)["input_ids"], dtype=np.int32)
+    rng = np.random.default_rng(0)
+    firsts, lengths = rng.integers(0, len(tokens) - 128, count), rng.integers(16, 129, count)
+    return [tokens[first : first + length] for first, length in zip(firsts, lengths, strict=True)]
+
+
+def compare(name: str, model: Any, tokenizer: Any, requests: list[Request], group: int, options: Options) -> None:
+    common.limits()
+    engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests))
+    best = {"ours": float("inf"), "HF": float("inf")}
+    for last in [False] * (ROUNDS - 1) + [True]:  # in turns, so that a busy machine is busy for both
+        model.set_attn_implementation(attention.NAME)
+        with common.profiled(options.profile and last):
+            best["ours"] = min(best["ours"], common.timed(lambda: ours(engine, requests)))
+        if options.peer("hf"):
+            model.set_attn_implementation("sdpa")
+            prompts = [request.prompt for request in requests]
+            best["HF"] = min(best["HF"], common.timed(lambda prompts=prompts: theirs(model, prompts)))
+    made = len(requests) * ANSWER
+    result = Result(
+        what=f"generation {name}, {len(requests)} sequences, groups of {group}, {ANSWER} new tokens",
+        ours=f"{made / best['ours']:,.0f} tokens/s",
+        limits="" if options.model else limits_of(SHAPES[name], requests, best["ours"]),
+    )
+    if options.peer("hf"):
+        result.peer = f"transformers generate {made / best['HF']:,.0f} tokens/s"
+        result.ratio = best["HF"] / best["ours"]
+    common.record(result, options)
+
+
+@torch.inference_mode()
+def recomputed(trunk: Trunk, prompts: list[np.ndarray]) -> None:
+    """No cache: the whole sequence runs through the model for each new token."""
+    rows = [prompt.tolist() for prompt in prompts]
+    for _ in range(ANSWER):
+        samples = [Sample(tokens=np.array(row, dtype=np.int32), mask=np.zeros(len(row), dtype=bool)) for row in rows]
+        batch = collate(samples)
+        logits = trunk.logits(trunk.hidden(batch).last_hidden_state[0, batch.starts[1:].long() - 1])
+        for row, token in zip(rows, torch.multinomial(logits.softmax(-1), 1)[:, 0].tolist(), strict=True):
+            row.append(token)
+
+
+# On a GPU
+
+
+def on_gpu(name: str, options: Options) -> None:
+    shape, made = SHAPES[name], SHAPES[name].sequences * ANSWER
+    common.limits()
+    common.free()
+    results = our_results(name, options)
+    common.free()
+    if options.peer("hf"):
+        result, seconds = results[1]
+        took = hf_seconds(shape)
+        result.peer, result.ratio = f"transformers generate {made / took:,.0f} tokens/s", took / seconds
+        common.free()
+    if options.peer("vllm"):
+        result, seconds = results[GROUP]
+        took, start = vllm_seconds(shape)
+        result.peer, result.peers = f"vLLM {made / took:,.0f} tokens/s, ready after {start:.0f} s", ("vllm",)
+        result.ratio = took / seconds
+    for result, _ in results.values():
+        common.record(result, options)
+
+
+def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
+    """Group size -> what was found, and its seconds."""
+    shape = SHAPES[name]
+    model = common.random_weights(shape)
+    model.set_attn_implementation(attention.NAME)
+    engine = LocalEngine(Trunk.of(model), None, slots=shape.sequences)
+    first = requests_of(shape, GROUP, 0)
+    ready = common.timed(lambda: engine.generate(first, Sampling(max_tokens=4)))
+    print(f"generation {name}: first 4 tokens of {shape.sequences} sequences after {ready:.1f} s, graphs included")
+    found = {}
+    for group in (1, GROUP):
+        work = requests_of(shape, group, group)
+        seconds = min(common.timed(lambda work=work: ours(engine, work)) for _ in range(ROUNDS))
+        result = Result(
+            what=f"generation {name}, {shape.sequences} sequences, groups of {group}, {PROMPT} + {ANSWER} tokens",
+            ours=f"{shape.sequences * ANSWER / seconds:,.0f} tokens/s{common.peak()}",
+            limits=limits_of(shape, work, seconds),
+        )
+        found[group] = (result, seconds)
+    compare_with_training(name, engine, requests_of(shape, 1, 2))
+    if options.profile:
+        profile_a_step(engine)
+    return found
+
+
+def hf_seconds(shape: Shape) -> float:
+    model = common.random_weights(shape)
+    prompts = [request.prompt for request in requests_of(shape, 1, 1)]
+    return common.timed(lambda: theirs(model, prompts))
+
+
+def requests_of(shape: Shape, group: int, seed: int, count: int = 0, prompt: int = PROMPT) -> list[Request]:
+    count = count or shape.sequences
+    rng = np.random.default_rng(seed)
+    top = min(100_000, shape.vocabulary - 1)
+    prompts = [rng.integers(10, top, prompt).astype(np.int32) for _ in range(-(-count // group))]
+    return [Request(prompt=prompts[i // group], group=i // group, seed=i) for i in range(count)]
+
+
+def compare_with_training(name: str, engine: LocalEngine, requests: list[Request]) -> None:
+    """How far the sampler's log-probabilities are from the trainer's."""
+    samples = engine.generate(requests, Sampling(max_tokens=ANSWER))[:16]
+    with torch.no_grad():
+        again = forward(engine.trunk, collate(samples, engine.device), Wanted()).logprobs.cpu().numpy()
+    error = np.abs(again - np.concatenate([sample.logprobs for sample in samples]))
+    error = error[np.concatenate([sample.mask for sample in samples])]
+    print(f"generation {name}, |log-probability - the trainer's|: mean {error.mean():.4f}, largest {error.max():.3f}")
+
+
+def profile_a_step(engine: LocalEngine) -> None:
+    """One captured step, kernel by kernel."""
+    graph = next(iter(engine.graphs.captured.values()))
+    with torch.inference_mode():
+        engine.slots.place.fill_(PROMPT)
+        with common.profiled(True):
+            graph.replay()
+            torch.cuda.synchronize()
+
+
+def vllm_seconds(shape: Shape) -> tuple[float, float]:
+    """(of the work, log-probabilities of the sampled tokens included; until it is ready)."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM, SamplingParams
+
+    with common.saved_model(shape) as folder:
+        began = time.perf_counter()
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=1024,
+            gpu_memory_utilization=0.8,
+            max_num_seqs=shape.sequences,
+            disable_log_stats=True,
+        )
+        ready = time.perf_counter() - began
+    work = requests_of(shape, GROUP, GROUP)
+    prompts = [{"prompt_token_ids": request.prompt.tolist()} for request in work[::GROUP]]
+    how = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    llm.generate(prompts[:16], SamplingParams(max_tokens=8, **how), use_tqdm=False)
+    params = SamplingParams(n=GROUP, max_tokens=ANSWER, min_tokens=ANSWER, logprobs=0, **how)
+    return common.timed(lambda: llm.generate(prompts, params, use_tqdm=False)), ready

@@ -1,0 +1,44 @@
+"""`posttrain inspect DIR`: what is in a folder with weights. Only headers are read, and no pickle is run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain.verbs import TOOLS
+
+
+def run(args: list[str]) -> int:
+    """Print what is known of a folder."""
+    parser = argparse.ArgumentParser(prog="posttrain inspect", description=TOOLS["inspect"])
+    parser.add_argument("folder", help="Hugging Face folder, Megatron checkpoint, run, checkpoint of a run, adapters")
+    parser.add_argument("--original", help="Hugging Face folder with config.json, if this one has none")
+    parser.add_argument("--tensors", action="store_true", help="a line for every tensor")
+    parser.add_argument("--hashes", action="store_true", help="read everything: sha256 of each tensor, and check them")
+    options = parser.parse_args(args)
+    from posttrain.log import quiet_libraries
+
+    quiet_libraries()
+    from posttrain.models.convert.look import check_checkpoint, facts_of, look, tensor_rows
+
+    seen = look(Path(options.folder), Path(options.original) if options.original else None)
+    try:
+        for name, text in facts_of(seen):
+            print(f"{name:<11} {text}")
+        if options.tensors or options.hashes:
+            if options.hashes:
+                check_checkpoint(seen)
+            rows = [("file", "tensor", "type", "shape", "sha256"), *tensor_rows(seen, options.hashes)]
+            widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            print()
+            for row in rows:
+                print(
+                    "  ".join(
+                        [f"{word:<{width}}" for word, width in zip(row, widths, strict=False)] + [row[4]]
+                    ).rstrip()
+                )
+            if options.hashes and seen.source.hashes:
+                print("\nall tensors are what convert.json says was written")
+    finally:
+        seen.source.close()
+    return 1 if seen.problem else 0

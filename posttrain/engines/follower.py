@@ -1,0 +1,93 @@
+"""An engine beside a trainer, with weights of its own: made when it is first needed, brought up to date when told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from posttrain.engines import vllm
+from posttrain.engines.base import Request, Sampling
+from posttrain.errors import UsageError
+from posttrain.models import lora
+from posttrain.models.load import is_adapter, resolve_path
+from posttrain.models.shard import gathered, local
+from posttrain.types import Floats, Sample
+
+PROBE_TOKENS = 24
+TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.25}  # mean difference of log-probabilities after an update
+
+Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Looks = Callable[[Sequence[Sample]], list[Floats]]
+"""Log-probabilities of samples by the trainer's own weights."""
+
+
+class Follower:
+    """vLLM with the weights that the trainer had at the last `refresh`."""
+
+    def __init__(
+        self,
+        options: Sequence[str],
+        model: PreTrainedModel,
+        tokenizer: Any,
+        dtype: torch.dtype,
+        weights: Weights,
+        logprobs: Looks,
+    ) -> None:
+        if getattr(model, "is_quantized", False):
+            raise UsageError(f"model.load_in_4bit: {vllm.OPTION} would not see the same weights; use the local engine")
+        vllm.prepare_environment()
+        self.options, self.model, self.tokenizer, self.dtype = options, model, tokenizer, dtype
+        self.logprobs = logprobs
+        self.base = base_folder(model)
+        self.weights: Weights = (lambda: whole(lora.adapter_tensors(model).items())) if self.base else weights
+        tokens = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, PROBE_TOKENS)
+        self.probe = Sample(tokens=tokens.astype(np.int32), mask=np.arange(PROBE_TOKENS) > 0)
+        self.engine: vllm.VllmEngine | None = None
+        self.version = 0
+
+    def refresh(self) -> None:
+        """Take the trainer's weights of now, and see that they have arrived."""
+        if self.engine is None:
+            adapter = lora.settings(self.model) if self.base else None
+            self.engine = vllm.VllmEngine(
+                self.model.config,
+                self.tokenizer,
+                self.options,
+                dtype=self.dtype,
+                base=self.base,
+                adapter=adapter,
+                beside_trainer=True,
+            )
+        self.version += 1
+        self.engine.wake()
+        self.engine.load(self.weights(), self.version)
+        self.engine.check([self.probe], self.logprobs([self.probe]), TOLERANCES[self.dtype])
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        if self.engine is None or self.engine.version < 0:  # never told, or asleep since
+            self.refresh()
+        assert self.engine is not None
+        return self.engine.generate(requests, sampling)
+
+    def sleep(self) -> None:
+        """Its memory is wanted for training."""
+        if self.engine is not None:
+            self.engine.sleep()
+
+
+def base_folder(model: PreTrainedModel) -> str:
+    """Where vLLM finds the weights that adapters stand beside; empty: there are no adapters, or nothing to find."""
+    if not lora.is_adapted(model):
+        return ""
+    source = resolve_path(model.name_or_path)
+    return "" if is_adapter(source) else source
+
+
+def whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors that several processes share are put together; all of them must ask."""
+    for name, tensor in weights:
+        yield name, gathered(local(tensor), tensor)

@@ -1,0 +1,32 @@
+"""A run that lost a worker starts again by itself, from its last checkpoint, as often as it may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from posttrain.errors import WorkerError
+from posttrain.models.checkpoint import holds_run
+
+if TYPE_CHECKING:
+    from posttrain.config import Config
+    from posttrain.loops.run import Result
+
+log = logging.getLogger("posttrain")
+
+
+def restarting(train: Callable[[Config], Result], config: Config) -> Result:
+    """Train; after a lost worker again, up to cluster.limits[0] times."""
+    for left in range(config.cluster.limits[0], -1, -1):
+        try:
+            return train(config)
+        except WorkerError as error:
+            if not (left and error.lost and error.folder is not None):
+                raise
+            log.warning("%s", error)
+            log.warning("starting again from the last checkpoint; %d more of cluster.limits left", left - 1)
+            # Before the first models were loaded there is nothing to go on from, and the folder is free.
+            config = replace(config, out=str(error.folder), resume=holds_run(error.folder))
+    raise AssertionError("the last try returns or raises")

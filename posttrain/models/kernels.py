@@ -1,0 +1,375 @@
+"""The small steps of a decoder layer as Triton kernels; steps.py has the same names and says what each one does.
+
+Imported only where there is a GPU with Triton. In the forward direction a row's work is one program (or one a head), so
+that nothing a row computes depends on the others.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN201, N803, N806  (what Triton compiles follows its own habits)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 1056  # each goes through many rows and adds up their part of a weight's gradient
+VOCABULARY_BLOCK = 8192
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x.shape
+    normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    warps = 4 if block <= 2048 else 8
+    add_norm_kernel[(rows,)](
+        x, residual, weight, normed, total, width, eps,
+        ADD=residual is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return normed, total
+
+
+@triton.jit
+def add_norm_kernel(x, residual, weight, normed, total, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    kind = x.dtype.element_ty
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(total + at, value, mask=inside)
+        value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+    unit = (value * scale).to(kind).to(tl.float32)
+    out = unit * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, out.to(kind), mask=inside)
+
+
+def norm_backward(
+    gradient: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, carried: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = total.shape
+    programs = min(PROGRAMS, rows)
+    d_total = torch.empty_like(total)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device)
+    block = triton.next_power_of_2(width)
+    norm_backward_kernel[(programs,)](
+        gradient.contiguous(), total, weight, None if carried is None else carried.contiguous(), d_total, parts,
+        rows, width, eps, CARRIED=carried is not None, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return d_total, parts.sum(0).to(weight.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_backward_kernel(
+    gradient, total, weight, carried, d_total, parts, rows, width, eps, CARRIED: tl.constexpr, BLOCK: tl.constexpr
+):
+    program, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < width
+    kind = total.dtype.element_ty
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gathered = tl.zeros([BLOCK], tl.float32)
+    for turn in range(tl.cdiv(rows - program, tl.num_programs(0))):
+        at = (program.to(tl.int64) + turn * tl.num_programs(0)) * width + column
+        value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+        unit = value * scale
+        gathered += g * unit
+        g = g * w
+        d = scale * (g - unit * (tl.sum(g * unit) / width))
+        if CARRIED:
+            d += tl.load(carried + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_total + at, d.to(kind), mask=inside)
+    tl.store(parts + program * width + column, gathered, mask=inside)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    rows, (capacity, kv_heads, width) = len(qkv), keys.shape[1:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    query = qkv.new_empty(rows, heads, width)
+    rotate_and_store_kernel[(rows,)](
+        qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, ALL_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
+        BLOCK=triton.next_power_of_2(width // 2), NORM=q_norm is not None, num_warps=4,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def rotate_and_store_kernel(
+    qkv, cos, sin, positions, q_norm, k_norm, query, keys, values, eps, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = WIDTH // 2
+    kind = qkv.dtype.element_ty
+    head, low = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    high = low + HALF
+    inside = low < HALF
+    real = inside & (head < HEADS + 2 * KV_HEADS)
+    source = qkv + row * (HEADS + 2 * KV_HEADS) * WIDTH + head * WIDTH
+    first = tl.load(source + low, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(source + high, mask=real, other=0.0).to(tl.float32)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    turned_1, turned_2 = first, second
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + eps)[:, None]
+        query_1 = tl.load(q_norm + low, mask=inside, other=0.0).to(tl.float32)
+        query_2 = tl.load(q_norm + high, mask=inside, other=0.0).to(tl.float32)
+        key_1 = tl.load(k_norm + low, mask=inside, other=0.0).to(tl.float32)
+        key_2 = tl.load(k_norm + high, mask=inside, other=0.0).to(tl.float32)
+        turned_1 = (first * scale).to(kind).to(tl.float32) * tl.where(is_query, query_1, key_1)
+        turned_2 = (second * scale).to(kind).to(tl.float32) * tl.where(is_query, query_2, key_2)
+        turned_1, turned_2 = turned_1.to(kind).to(tl.float32), turned_2.to(kind).to(tl.float32)
+    angle = row * WIDTH
+    cos_1 = tl.load(cos + angle + low, mask=inside, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + angle + high, mask=inside, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin + angle + low, mask=inside, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + angle + high, mask=inside, other=0.0).to(tl.float32)
+    out_1 = (turned_1 * cos_1).to(kind).to(tl.float32) - (turned_2 * sin_1).to(kind).to(tl.float32)
+    out_2 = (turned_2 * cos_2).to(kind).to(tl.float32) + (turned_1 * sin_2).to(kind).to(tl.float32)
+    to_query = query + row * HEADS * WIDTH + head * WIDTH
+    tl.store(to_query + low, out_1.to(kind), mask=inside & is_query)
+    tl.store(to_query + high, out_2.to(kind), mask=inside & is_query)
+    spot = (row * capacity + tl.load(positions + row).to(tl.int64)) * KV_HEADS * WIDTH
+    to_key = keys + spot + (head - HEADS) * WIDTH
+    is_key = real & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    tl.store(to_key + low, out_1.to(kind), mask=is_key)
+    tl.store(to_key + high, out_2.to(kind), mask=is_key)
+    to_value = values + spot + (head - HEADS - KV_HEADS) * WIDTH
+    tl.store(to_value + low, first.to(kind), mask=real & is_value)
+    tl.store(to_value + high, second.to(kind), mask=real & is_value)
+
+
+def rotate_backward(
+    d_query: torch.Tensor,
+    d_key: torch.Tensor,
+    d_value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qkv: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    rows, heads, width = d_query.shape
+    kv_heads, programs, normed = d_key.shape[1], min(2 * PROGRAMS, len(d_query)), qkv is not None
+    d_qkv = d_query.new_empty(rows, (heads + 2 * kv_heads) * width)
+    parts = torch.empty(2, programs if normed else 0, width, dtype=torch.float32, device=d_query.device)
+    rotate_backward_kernel[(programs,)](
+        d_query.contiguous(), d_key.contiguous(), d_value.contiguous(), cos, sin, qkv, q_norm, k_norm, d_qkv, parts,
+        eps, rows, HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, ALL_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
+        BLOCK=triton.next_power_of_2(width // 2), NORM=normed, num_warps=4,
+    )  # fmt: skip
+    if q_norm is None or k_norm is None:
+        return d_qkv, None, None
+    d_q_norm, d_k_norm = parts.sum(1)
+    return d_qkv, d_q_norm.to(q_norm.dtype), d_k_norm.to(k_norm.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rotate_backward_kernel(
+    d_query, d_key, d_value, cos, sin, qkv, q_norm, k_norm, d_qkv, parts, eps, rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    HALF: tl.constexpr = WIDTH // 2
+    kind = d_qkv.dtype.element_ty
+    head, low = tl.arange(0, ALL_HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    high, inside = low + HALF, low < HALF
+    is_query, is_value = head < HEADS, (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    if NORM:
+        weight_1 = tl.where(is_query, tl.load(q_norm + low, mask=inside, other=0.0).to(tl.float32),
+                            tl.load(k_norm + low, mask=inside, other=0.0).to(tl.float32))  # fmt: skip
+        weight_2 = tl.where(is_query, tl.load(q_norm + high, mask=inside, other=0.0).to(tl.float32),
+                            tl.load(k_norm + high, mask=inside, other=0.0).to(tl.float32))  # fmt: skip
+        gathered_1 = tl.zeros([ALL_HEADS, BLOCK], tl.float32)
+        gathered_2 = tl.zeros([ALL_HEADS, BLOCK], tl.float32)
+    for turn in range(tl.cdiv(rows - program, programs)):
+        row = program.to(tl.int64) + turn * programs
+        from_query = d_query + (row * HEADS + head) * WIDTH
+        from_key = d_key + (row * KV_HEADS + head - HEADS) * WIDTH
+        from_value = d_value + (row * KV_HEADS + head - HEADS - KV_HEADS) * WIDTH
+        value_1 = tl.load(from_value + low, mask=inside & is_value, other=0.0).to(tl.float32)
+        value_2 = tl.load(from_value + high, mask=inside & is_value, other=0.0).to(tl.float32)
+        g_1 = (tl.load(from_query + low, mask=inside & is_query, other=0.0).to(tl.float32)
+               + tl.load(from_key + low, mask=inside & is_key, other=0.0).to(tl.float32))  # fmt: skip
+        g_2 = (tl.load(from_query + high, mask=inside & is_query, other=0.0).to(tl.float32)
+               + tl.load(from_key + high, mask=inside & is_key, other=0.0).to(tl.float32))  # fmt: skip
+        angle = row * WIDTH
+        cos_1 = tl.load(cos + angle + low, mask=inside, other=0.0).to(tl.float32)
+        cos_2 = tl.load(cos + angle + high, mask=inside, other=0.0).to(tl.float32)
+        sin_1 = tl.load(sin + angle + low, mask=inside, other=0.0).to(tl.float32)
+        sin_2 = tl.load(sin + angle + high, mask=inside, other=0.0).to(tl.float32)
+        d_1 = g_1 * cos_1 + g_2 * sin_2
+        d_2 = g_2 * cos_2 - g_1 * sin_1
+        if NORM:
+            source = qkv + row * (HEADS + 2 * KV_HEADS) * WIDTH + head * WIDTH
+            rotated = inside & (is_query | is_key)
+            x_1 = tl.load(source + low, mask=rotated, other=0.0).to(tl.float32)
+            x_2 = tl.load(source + high, mask=rotated, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(x_1 * x_1, 1) + tl.sum(x_2 * x_2, 1)) / WIDTH + eps)[:, None]
+            unit_1, unit_2 = x_1 * scale, x_2 * scale
+            gathered_1 += d_1 * unit_1
+            gathered_2 += d_2 * unit_2
+            d_1, d_2 = d_1 * weight_1, d_2 * weight_2
+            along = ((tl.sum(d_1 * unit_1, 1) + tl.sum(d_2 * unit_2, 1)) / WIDTH)[:, None]
+            d_1, d_2 = scale * (d_1 - unit_1 * along), scale * (d_2 - unit_2 * along)
+        to = d_qkv + row * (HEADS + 2 * KV_HEADS) * WIDTH + head * WIDTH
+        real = inside & (is_query | is_key | is_value)
+        tl.store(to + low, tl.where(is_value, value_1, d_1).to(kind), mask=real)
+        tl.store(to + high, tl.where(is_value, value_2, d_2).to(kind), mask=real)
+    if NORM:
+        column = tl.arange(0, BLOCK)
+        half = column < HALF
+        of_query, of_key = parts + program * WIDTH + column, parts + (programs + program) * WIDTH + column
+        tl.store(of_query, tl.sum(tl.where(is_query, gathered_1, 0.0), 0), mask=half)
+        tl.store(of_query + HALF, tl.sum(tl.where(is_query, gathered_2, 0.0), 0), mask=half)
+        tl.store(of_key, tl.sum(tl.where(is_key, gathered_1, 0.0), 0), mask=half)
+        tl.store(of_key + HALF, tl.sum(tl.where(is_key, gathered_2, 0.0), 0), mask=half)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def gated_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
+
+
+def gated_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out, d_gate_up = gate_up.new_empty(rows, width), torch.empty_like(gate_up)
+    gated_backward_kernel[(rows, triton.cdiv(width, 1024))](
+        gradient.contiguous(), gate_up, out, d_gate_up, width, BLOCK=1024, num_warps=4
+    )
+    return out, d_gate_up
+
+
+@triton.jit
+def gated_backward_kernel(gradient, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    pair = row * 2 * width + column
+    gate = tl.load(gate_up + pair, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + pair + width, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    active = (gate * share).to(kind).to(tl.float32)
+    tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
+    tl.store(d_gate_up + pair, (g * up * share * (1.0 + gate * (1.0 - share))).to(kind), mask=inside)
+    tl.store(d_gate_up + pair + width, (g * gate * share).to(kind), mask=inside)
+
+
+def pick(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, vocabulary = logits.shape
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    pick_kernel[(rows,)](
+        logits, targets, found, rows, vocabulary, 1.0 / temperature, BLOCK=VOCABULARY_BLOCK, num_warps=8
+    )
+    return found[0], found[1], found[2]
+
+
+@triton.jit(do_not_specialize=["rows", "inverse"])
+def pick_kernel(logits, targets, found, rows, vocabulary, inverse, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * vocabulary
+    most = tl.full([], -1.0e30, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    weighed = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = tl.load(source + column, mask=column < vocabulary, other=-1.0e30).to(tl.float32) * inverse
+        higher = tl.maximum(most, tl.max(z))
+        mass = tl.exp(z - higher)
+        fade = tl.exp(most - higher)
+        total = total * fade + tl.sum(mass)
+        weighed = weighed * fade + tl.sum(tl.where(mass > 0, mass * z, 0.0))
+        most = higher
+    normalizer = most + tl.log(total)
+    target = tl.load(source + tl.load(targets + row)).to(tl.float32) * inverse
+    tl.store(found + row, target - normalizer)
+    tl.store(found + rows + row, normalizer - weighed / total)
+    tl.store(found + 2 * rows + row, normalizer)
+
+
+def pick_backward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    normalizer: torch.Tensor,
+    entropy: torch.Tensor,
+    d_picked: torch.Tensor,
+    d_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, vocabulary = logits.shape
+    pick_backward_kernel[(rows, triton.cdiv(vocabulary, VOCABULARY_BLOCK))](
+        logits, targets, normalizer, entropy, d_picked, d_entropy, vocabulary, 1.0 / temperature,
+        ENTROPY=d_entropy is not None, BLOCK=VOCABULARY_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return logits
+
+
+@triton.jit(do_not_specialize=["inverse"])
+def pick_backward_kernel(
+    logits, targets, normalizer, entropy, d_picked, d_entropy, vocabulary, inverse,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocabulary
+    at = logits + row * vocabulary + column
+    logp = tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse - tl.load(normalizer + row)
+    p = tl.exp(logp)
+    gradient = (tl.where(column == tl.load(targets + row), 1.0, 0.0) - p) * tl.load(d_picked + row)
+    if ENTROPY:
+        gradient -= tl.load(d_entropy + row) * p * (logp + tl.load(entropy + row))
+    tl.store(at, (gradient * inverse).to(logits.dtype.element_ty), mask=inside)
+
+
+def gather_backward(gradient: torch.Tensor, places: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    rows, width = len(first) - 1, gradient[0].numel()
+    total = gradient.new_empty(rows, *gradient.shape[1:])
+    gather_backward_kernel[(rows,)](
+        gradient.contiguous(), places, first, total, width, BLOCK=triton.next_power_of_2(width), num_warps=2
+    )
+    return total
+
+
+@triton.jit
+def gather_backward_kernel(gradient, places, first, total, width, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    gathered = tl.zeros([BLOCK], tl.float32)
+    for use in range(tl.load(first + row), tl.load(first + row + 1)):
+        at = tl.load(places + use).to(tl.int64) * width + column
+        gathered += tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + row * width + column, gathered.to(total.dtype.element_ty), mask=inside)

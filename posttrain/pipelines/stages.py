@@ -1,0 +1,235 @@
+"""The stages that pipelines are made of: generate, score, select, train."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import Config, as_mapping, from_mapping
+from posttrain.config import check as check_config
+from posttrain.data.sources import find_files, read_rows
+from posttrain.errors import UsageError
+from posttrain.log import part_of
+from posttrain.loops import train_from
+from posttrain.models.checkpoint import holds_run, sync_folder
+from posttrain.models.export import export
+from posttrain.models.load import resolve_path
+from posttrain.pipelines.stage import Figures, Stage
+from posttrain.rewards.specs import parse_specs
+from posttrain.serve.generate import Generation, check, generate
+from posttrain.serve.progress import ProgressLine
+from posttrain.serve.score import Scoring, score_file
+from posttrain.serve.select import METHODS, select_file
+
+BEST = 0.95  # the part of the answers that are worth less than what a model is asked for next
+
+
+@dataclass(slots=True)
+class Generate(Stage):
+    """Answers of a model to prompts, as `posttrain generate`."""
+
+    config: Generation
+    best_of: str = ""
+    """Ask for answers as good as the best of this file, which `select condition` wrote."""
+
+    def __post_init__(self) -> None:
+        check(self.config)
+        self.out = Path(self.config.out)
+
+    def reads(self) -> list[str]:
+        return [self.config.model.path, *data_files(self.config.data.train), *([self.best_of] if self.best_of else [])]
+
+    def settings(self) -> dict[str, Any]:
+        found = asdict(self.config)
+        for name in ("out", "resume"):
+            del found[name]
+        return found
+
+    def run(self, quiet: bool) -> Figures:
+        config = replace(self.config, resume=self.out.exists())
+        if self.best_of:
+            config.condition = best_reward(self.best_of)
+        progress = generate(config, (lambda _: None) if quiet else ProgressLine())
+        found = {"prompts": progress.total // config.n, "n": config.n, "answers": progress.total}
+        return found | ({"condition": config.condition} if config.condition is not None else {})
+
+    def words(self, figures: Figures) -> str:
+        asked = f", asked to be worth {figures['condition']:.2f}" if "condition" in figures else ""
+        return f"{figures['prompts']:,} prompts x {figures['n']} = {figures['answers']:,} answers{asked}"
+
+
+@dataclass(slots=True)
+class Score(Stage):
+    """Rewards of a file of answers, as `posttrain score`."""
+
+    config: Scoring
+
+    def __post_init__(self) -> None:
+        self.out = Path(self.config.out)
+        parse_specs(self.config.reward)
+
+    def reads(self) -> list[str]:
+        specs = parse_specs(self.config.reward)
+        judges = [spec.place for spec in specs if spec.kind == "model" or Path(spec.place).is_file()]
+        return [self.config.file, *judges]
+
+    def settings(self) -> dict[str, Any]:
+        found = asdict(self.config)
+        for name in ("out", "workers", "timeout_seconds", "memory_gib"):
+            del found[name]
+        return found
+
+    def run(self, quiet: bool) -> Figures:
+        scored = score_file(self.config)
+        return {
+            "answers": len(scored.rows),
+            "failed": scored.failed,
+            "reward": scored.mean,
+            "deviation": scored.deviation,
+        }
+
+    def words(self, figures: Figures) -> str:
+        worth = f"reward {figures['reward']:.4g} +- {figures['deviation']:.4g}"
+        return f"{figures['answers']:,} answers scored, {figures['failed']:,} of them failed; {worth}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Select(Stage):
+    """Rows to train on from scored answers, as `posttrain select`."""
+
+    method: str
+    file: str
+    out: Path
+    values: tuple[Any, ...] = ()
+    """What the method wants to know: the least reward, the fraction, the template of conditions."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"select {self.method}: there are {', '.join(METHODS)}")
+
+    def reads(self) -> list[str]:
+        return [self.file]
+
+    def settings(self) -> dict[str, Any]:
+        return {"method": self.method, "values": list(self.values)}
+
+    def run(self, quiet: bool) -> Figures:
+        selected = select_file(self.method, self.file, self.out, *self.values)
+        return {"rows": len(selected.rows), **selected.counts}
+
+    def words(self, figures: Figures) -> str:
+        reasons = {name: number for name, number in figures.items() if name not in ("rows", "read", "used") and number}
+        dropped = sum(reasons.values())
+        said = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons.items())
+        return (
+            f"{figures['read']:,} answers = {figures['used']:,} selected + {dropped:,} dropped"
+            f"{f' ({said})' if said else ''}: {figures['rows']:,} rows"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Train(Stage):
+    """A training run. `out` is the model that comes of it, a plain Hugging Face folder; adapters are merged into it.
+
+    Metrics, log and configuration are in `<out>.training` beside it.
+    """
+
+    verb: str
+    out: Path
+    options: dict[str, Any] | Config
+    """As from Python: {"model": {"path": "pico"}, "data": {"train": ["rows.jsonl"]}, "steps": 20}."""
+    config: Config = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = self.options
+        config = (
+            from_mapping(self.verb, ALGORITHMS[self.verb], found) if isinstance(found, dict) else check_config(found)
+        )
+        self.config = replace(config, out=str(self.training))
+        ALGORITHMS[self.verb](self.config.algo)  # checks its options
+
+    def reads(self) -> list[str]:
+        algo = ALGORITHMS[self.verb](self.config.algo)
+        models = [path for path in (self.config.model.path, algo.reference(), algo.teacher()) if path]
+        return [*models, *data_files((*self.config.data.train, *self.config.data.eval_files))]
+
+    def settings(self) -> dict[str, Any]:
+        found = as_mapping(self.config)
+        for name in ("out", "resume", "quiet", "log", "save", "cluster"):
+            del found[name]
+        return {"verb": self.verb, **found}
+
+    def run(self, quiet: bool) -> Figures:
+        with part_of("a pipeline"):
+            result = train_from(self.verb, replace(self.config, quiet=quiet, resume=holds_run(self.training)))
+        self.publish()
+        return {"steps": result.steps, **self.last_metrics()}
+
+    def last_metrics(self) -> Figures:
+        """From the file: a kill may have come after the last step."""
+        *_, last = (self.training / "metrics.jsonl").read_text(encoding="utf-8").strip().split("\n")
+        return {name: value for name, value in json.loads(last).items() if name in ("loss", "accuracy", "reward")}
+
+    @property
+    def training(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.training")
+
+    def made(self) -> list[Path]:
+        return sorted(path for path in self.out.rglob("*") if path.is_file())
+
+    def words(self, figures: Figures) -> str:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "steps")
+        return f"{self.verb}: {figures['steps']:,} steps{f'; {shown}' if shown else ''}"
+
+    def publish(self) -> None:
+        """The model of the last checkpoint, at once or not at all."""
+        for left in self.out.parent.glob(f".*{self.out.name}-*"):  # of a process that was killed here
+            shutil.rmtree(left)
+        if self.out.exists():
+            return
+        if self.config.model.lora_rank:
+            export(str(self.training), self.out)
+            return
+        source, unfinished = resolve_path(str(self.training)), self.out.with_name(f".tmp-{self.out.name}-{os.getpid()}")
+        shutil.copytree(source, unfinished, copy_function=linked)
+        unfinished.rename(self.out)
+        sync_folder(self.out.parent)
+
+    def tidy(self) -> None:
+        """The optimizer's state is several times as large as the model, and only needed to go on."""
+        if not self.config.update.ema_decay:  # which lies in the checkpoint, for `posttrain export --ema`
+            shutil.rmtree(self.training / "checkpoints", ignore_errors=True)
+
+
+def linked(source: str, target: str) -> None:
+    """The same file under another name, where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def data_files(names: tuple[str, ...]) -> list[str]:
+    """The files that these stand for; what is not here (a hub's, or not made yet) is known by its name."""
+    found: list[str] = []
+    for name in names:
+        try:
+            found += map(str, find_files(name))
+        except UsageError:
+            found.append(name)
+    return found
+
+
+def best_reward(file: str) -> float:
+    """What good answers of a file are worth: more than most; where only few are good, the most that any is."""
+    rewards = sorted(float(row.values["reward"]) for row in read_rows(file))
+    typical = rewards[int(BEST * (len(rewards) - 1))]
+    return typical if typical > rewards[len(rewards) // 2] else rewards[-1]
+
+
+__all__ = ["Generate", "Score", "Select", "Stage", "Train"]

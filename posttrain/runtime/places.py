@@ -1,0 +1,114 @@
+"""Where the roles of a run live: a pool for all that share devices, one each for those with devices of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from posttrain.config import ClusterConfig
+from posttrain.runtime.base import Pool, Workers
+from posttrain.runtime.launched import Launch
+from posttrain.runtime.local import LocalPool
+from posttrain.runtime.processes import LOOPBACK, MeetingPoint, ProcessPool, devices_here, share_of_cores
+from posttrain.runtime.ray import RayCluster
+from posttrain.runtime.samplers import Seat
+from posttrain.runtime.transfer import Meeting
+
+
+class Places:
+    """Makes a pool when a role is first placed there; ends them all together."""
+
+    def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
+        self.cluster, self.logs = cluster, logs
+        self.step = 0  # of the run now, for messages
+        self.pools: dict[str, Pool] = {}
+        self.meeting: MeetingPoint | None = None
+        self.seats: list[Seat] = []
+        self.launch = Launch.found()
+        self.ray: RayCluster | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one worker only, this process."""
+        return self.cluster.devices == 1 and not self.cluster.ray and self.launch is None
+
+    def pool(self, role: str) -> Pool:
+        """The pool that holds the models of this role."""
+        if self.alone:
+            return self.pools.setdefault("actor", LocalPool())
+        layout = self.cluster.of(role)
+        if layout.place not in self.pools:
+            self.pools[layout.place] = self.make(self.first(layout.place), layout.devices)
+        return self.pools[layout.place]
+
+    def first(self, place: str) -> int:
+        """Number of the first worker of a place: the actor's come first, then those of roles with their own."""
+        places = ["actor", *self.cluster.own_devices()]
+        return sum(self.cluster.of(before).devices for before in places[: places.index(place)])
+
+    def make(self, first: int, size: int, each: int = 1) -> Pool:
+        """Workers number `first` and on, with `each` devices each."""
+        seconds = self.cluster.limits[1]
+        if self.cluster.ray:
+            pool = self.ray_cluster().pool
+            return pool(size, self.logs, self.meeting_point(), first=first, each=each, step=lambda: self.step)
+        if self.launch is not None:
+            return self.launch.pool(range(first, first + size), self.logs, seconds, lambda: self.step)
+        devices = devices_here(self.cluster.devices)
+        return ProcessPool(
+            size,
+            self.logs,
+            seconds=seconds,
+            meeting=self.meeting_point(),
+            first=first,
+            step=lambda: self.step,
+            devices=[",".join(devices[i : i + each]) for i in range(first, first + size * each, each)]
+            if devices
+            else None,
+            threads=0 if devices else share_of_cores(self.cluster.devices),
+        )
+
+    # Rollout workers apart from the learners
+
+    @property
+    def rollouts_apart(self) -> bool:
+        return "rollout" in self.cluster.own_devices()
+
+    def seats_for_rollouts(self, start: Callable[[Pool], Workers]) -> list[Seat]:
+        """A place for each engine; each is a pool of its own, so that one can be replaced without the others."""
+        layout = self.cluster.of("rollout")
+        first, each = self.first("rollout"), layout.tensor_parallel
+        numbers = range(first, first + layout.devices, each)
+        self.seats = [Seat(partial(self.make, number, 1, each), start) for number in numbers]
+        return self.seats
+
+    def meet(self, size: int) -> Meeting:
+        """For a group across pools. It gives up before those who wait for its members do."""
+        seconds = self.cluster.limits[1] / 2
+        if self.launch is not None:
+            return Meeting(size, *self.launch.meeting(), seconds)
+        point = self.meeting_point()
+        return Meeting(size, point.address, point.name(), seconds)
+
+    def meeting_point(self) -> MeetingPoint:
+        if self.meeting is None:
+            address = self.ray_cluster().address if self.cluster.ray else LOOPBACK
+            self.meeting = MeetingPoint(self.cluster.limits[1], address)
+        return self.meeting
+
+    def ray_cluster(self) -> RayCluster:
+        if self.ray is None:
+            self.ray = RayCluster(self.cluster)
+        return self.ray
+
+    def close(self) -> None:
+        for seat in self.seats:
+            seat.empty()
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
+        if self.launch is not None:
+            self.launch.close()
+        if self.ray is not None:
+            self.ray.close()

@@ -1,0 +1,320 @@
+"""OpenAI's API in JSON: what clients may ask, checked field by field, and the shape of what they are told."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.data.examples import Message
+from posttrain.engines.base import Sampling
+from posttrain.serve.http import Refusal
+
+MOST_CHOICES = 128  # answers that one request may ask for
+MOST_STOPS = 16
+MOST_LIKELIEST = 20
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "stop", "seed"}
+COMMON |= {"stream", "stream_options", "logprobs", "ignore_eos"}
+WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Understood only with a value that changes nothing: an answer made without them would not be what was asked for.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """What a client asks for."""
+
+    chat: bool
+    messages: list[Message] = field(default_factory=list)
+    prompts: list[str | list[int]] = field(default_factory=list)  # of completions
+    sampling: Sampling  # stop ids are the model's and come later; max_tokens 0: as many as there is room for
+    n: int = 1
+    seed: int | None = None
+    stream: bool = False
+    usage: bool = False  # at the end of a stream
+    logprobs: bool = False
+    likeliest: int = 0
+    ignore_eos: bool = False
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return found
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+class Fields:
+    """The fields of a body, each read once and checked; null is the same as left out."""
+
+    def __init__(self, body: dict[str, Any], known: set[str]) -> None:
+        self.body = {name: value for name, value in body.items() if value is not None}
+        for name in [name for name in self.body if name in NEUTRAL and name not in known]:
+            value = self.body.pop(name)
+            if not any(value == accepted for accepted in NEUTRAL[name]):
+                raise Refusal(400, f"{name} is not supported by this server; leave it out", param=name)
+        if unknown := set(self.body) - known - WITHOUT_EFFECT:
+            name = min(unknown)
+            message = f"there is no field {name!r} here; there are {', '.join(sorted(known))}"
+            raise Refusal(400, message, param=name, code="unknown_parameter")
+
+    def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
+        value = self.body.get(name, default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+            or value == math.inf
+        ):
+            raise wrong(name, value, f"a number {bounds(low, high)}")
+        return float(value)
+
+    def integer(self, name: str, default: int, low: float, high: float = math.inf) -> int:
+        value = self.body.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise wrong(name, value, f"a whole number {bounds(low, high)}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.body.get(name, False)
+        if not isinstance(value, bool):
+            raise wrong(name, value, "true or false")
+        return value
+
+
+def wrong(name: str, value: Any, expected: str) -> Refusal:
+    shown = json.dumps(value)
+    return Refusal(
+        400, f"{name} is {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}", param=name
+    )
+
+
+def bounds(low: float, high: float) -> str:
+    if high == math.inf:
+        return f"of at least {low:g}" if low > -math.inf else "within 64 bits"
+    return f"from {low:g} to {high:g}"
+
+
+def read_chat(body: dict[str, Any]) -> Wanted:
+    fields = Fields(body, COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
+    likeliest = fields.integer("top_logprobs", 0, 0, MOST_LIKELIEST)
+    logprobs = fields.flag("logprobs")
+    if likeliest and not logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    limit = "max_completion_tokens" if "max_completion_tokens" in fields.body else "max_tokens"
+    return Wanted(
+        chat=True,
+        messages=read_messages(fields.body.get("messages")),
+        logprobs=logprobs,
+        likeliest=likeliest,
+        **read_common(fields, limit, 0),
+    )
+
+
+def read_completion(body: dict[str, Any]) -> Wanted:
+    fields = Fields(body, COMMON | {"prompt"})
+    logprobs = "logprobs" in fields.body and fields.body["logprobs"] is not False
+    return Wanted(
+        chat=False,
+        prompts=read_prompts(fields.body.get("prompt")),
+        logprobs=logprobs,
+        likeliest=fields.integer("logprobs", 0, 0, MOST_LIKELIEST) if logprobs else 0,
+        **read_common(fields, "max_tokens", 16),  # OpenAI's default
+    )
+
+
+def read_common(fields: Fields, limit: str, default_limit: int) -> dict[str, Any]:
+    options = fields.body.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object")
+    top_k = fields.integer("top_k", 0, -1)
+    sampling = Sampling(
+        max_tokens=fields.integer(limit, default_limit, 1) if limit in fields.body else default_limit,
+        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+        top_p=fields.number("top_p", 1.0, 1e-6, 1.0),
+        top_k=max(0, top_k),  # some clients write -1 for all
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100.0),
+        stop_texts=read_stops(fields.body.get("stop", [])),
+    )
+    return {
+        "sampling": sampling,
+        "n": fields.integer("n", 1, 1, MOST_CHOICES),
+        "seed": fields.integer("seed", 0, -(2**63), 2**64) if "seed" in fields.body else None,
+        "stream": fields.flag("stream"),
+        "usage": options.get("include_usage") is True,
+        "ignore_eos": fields.flag("ignore_eos"),
+    }
+
+
+def read_stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise wrong("stop", value, f"a text, or at most {MOST_STOPS} texts")
+    return tuple(read_text(stop, "stop") for stop in stops)
+
+
+def read_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise Refusal(400, "messages must be a list with at least one message", param="messages")
+    return [read_message(message, f"messages[{place}]") for place, message in enumerate(value)]
+
+
+def read_message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise wrong(where, message, "an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    if isinstance(content, list):  # parts
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if None in parts:
+            raise Refusal(400, f"{where}.content: this model reads text only", param=f"{where}.content")
+        content = "".join(read_text(part, f"{where}.content", empty=True) for part in parts)
+    if message.get("tool_calls"):
+        raise Refusal(400, f"{where}.tool_calls are not supported by this server", param=f"{where}.tool_calls")
+    return {"role": ROLES[role], "content": read_text(content, f"{where}.content", empty=True)}
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """A text, several, a list of tokens, or several."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(is_token(part) for part in value)):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise wrong("prompt", value, "a text, tokens, or a list of either")
+    if len(value) > MOST_CHOICES:
+        raise Refusal(400, f"{len(value)} prompts; one request may have {MOST_CHOICES}", param="prompt")
+    prompts: list[str | list[int]] = []
+    for place, prompt in enumerate(value):
+        if isinstance(prompt, list) and prompt and all(is_token(part) for part in prompt):
+            prompts.append(prompt)
+        else:
+            prompts.append(read_text(prompt, f"prompt[{place}]"))
+    return prompts
+
+
+def is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_text(value: Any, where: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value or empty):
+        raise wrong(where, value, "a text" if empty else "a text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can spell
+        raise Refusal(400, f"{where} holds a character that does not exist", param=where) from None
+    return value
+
+
+# What they are told
+
+
+@dataclass(slots=True)
+class Envelope:
+    """What all parts of one answer have in common."""
+
+    chat: bool
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    def wrap(self, choices: list[dict[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        name = f"chatcmpl-{self.name}" if self.chat else f"cmpl-{self.name}"
+        start = {"id": name, "object": kind, "created": self.created, "model": self.model}
+        return {**start, "choices": choices, **more}
+
+    def choice(self, index: int, text: str, entries: Sequence[Entry] | None, finish: str) -> dict[str, Any]:
+        said = self.logprobs(entries)
+        if self.chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": said, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
+
+    def delta(
+        self, index: int, text: str, entries: Sequence[Entry] | None, finish: str | None, first: bool
+    ) -> dict[str, Any]:
+        said = self.logprobs(entries or None)
+        if self.chat:
+            delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+            return {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
+
+    def logprobs(self, entries: Sequence[Entry] | None) -> dict[str, Any] | None:
+        if entries is None:
+            return None
+        if self.chat:
+            return {"content": [entry.for_chat() for entry in entries], "refusal": None}
+        return {
+            "tokens": [entry.token.text for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{token.text: chance for token, chance in entry.likeliest} for entry in entries],
+            "text_offset": [entry.start for entry in entries],
+        }
+
+
+@dataclass(slots=True, frozen=True)
+class Spelled:
+    """A token as text, which may be part of a character only, and as the bytes that it stands for."""
+
+    text: str
+    raw: bytes
+    special: bool  # not part of an answer's text
+
+
+@dataclass(slots=True)
+class Entry:
+    """A token of an answer with its log-probability and the likeliest ones at its place."""
+
+    token: Spelled
+    logprob: float
+    likeliest: list[tuple[Spelled, float]]
+    start: int  # where its text begins, in characters
+
+    def for_chat(self) -> dict[str, Any]:
+        told = [
+            {"token": token.text, "logprob": chance, "bytes": list(token.raw)}
+            for token, chance in [(self.token, self.logprob), *self.likeliest]
+        ]
+        return {**told[0], "top_logprobs": told[1:]}
+
+
+def usage_of(prompt: int, answers: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

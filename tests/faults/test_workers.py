@@ -1,0 +1,140 @@
+"""Runs that lose a worker: who it was is said, nothing is lost or done twice, and nobody is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.trainers import GRPOTrainer
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 300  # generous: the machine may be busy
+
+# A trainer of the user's own, defined in the script that is run, whose loss ends its process when a file says so.
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch.distributed as dist
+from posttrain.algos.base import register
+from posttrain.algos.sft import SFT
+from posttrain.cli.main import main
+from posttrain.verbs import TRAINERS
+
+TRAINERS["frail"] = "SFT that may die"
+
+@register("frail")
+class Frail(SFT):
+    def loss(self, out, batch):
+        fault = Path(f"fault-{dist.get_rank()}") if dist.is_initialized() else Path("none")
+        if fault.exists():
+            if int(fault.read_text()) == 0:
+                fault.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            fault.write_text(str(int(fault.read_text()) - 1))
+        return super().loss(out, batch)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+OPTIONS = [
+    "--model.path",
+    "pico",
+    "--data.train",
+    str(ROOT / "examples/data/chat.jsonl"),
+    "--update.rows_per_step",
+    "4",
+]
+OPTIONS += ["--steps", "5", "--save.every", "2", "--update.learning_rate", "1e-3"]
+
+
+def run(folder, *args):
+    (folder / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "script.py", *map(str, args)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], round(row["loss"], 5)) for row in rows]
+
+
+def processes_of(folder):
+    """Those that run in this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").resolve() == folder.resolve():
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def test_a_lost_learner_is_named_and_the_run_goes_on_from_its_last_checkpoint(tmp_path):
+    alone = run(tmp_path, "frail", *OPTIONS, "--out", "alone")
+    assert alone.returncode == 0, alone.stderr
+    (tmp_path / "fault-1").write_text("3")  # rank 1 dies in step 4
+    done = run(tmp_path, "frail", *OPTIONS, "--out", "two", "--cluster.devices", 2, "--cluster.limits", 1, SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == losses(tmp_path / "alone")
+    assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5]
+    said = " ".join(done.stderr.split())
+    assert "actor worker, rank 1 (on " in said and ", step 4)" in said and "SIGKILL" in said, done.stderr
+    assert "two/logs/worker-1.log" in said and "Go on from step 2" in said and "starting again" in said
+    log = (tmp_path / "two/logs/worker-0.log").read_text()
+    assert log.count("--- worker process") == 2 and "most recent call first" in log
+    assert not processes_of(tmp_path)
+
+
+def score(prompt, completion, **columns):
+    return float(len(completion) % 5)
+
+
+def grpo(folder, **cluster):
+    config = {
+        "rollout": {"max_tokens": 6, "samples_per_prompt": 3},
+        "eval": {"max_rows": 3},
+        "update": {"rows_per_step": 3, "learning_rate": 1e-3},
+        "cluster": cluster,
+        "steps": 3,
+        "quiet": True,
+        "out": str(folder),
+    }
+    rows = str(ROOT / "examples/data/questions.jsonl")
+    return GRPOTrainer("pico", score, rows, config, eval_data=rows)
+
+
+def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_same(tmp_path, caplog):
+    layout = {"devices": 3, "layout": ["rollout.devices=2"], "limits": [0, SECONDS]}
+    with grpo(tmp_path / "alone") as alone, grpo(tmp_path / "apart", **layout) as apart:
+        seats = apart._trainer.samplers.seats
+        for step in range(3):
+            expected, found = alone.make_experience(), apart.make_experience()
+            assert [r.text for r in found] == [r.text for r in expected]
+            assert [r.sample.group for r in found] == [r.sample.group for r in expected], "each prompt once"
+            for one, other in zip(found, expected, strict=True):
+                assert one.sample.logprobs == pytest.approx(other.sample.logprobs, abs=1e-5)
+            metrics, expected = apart.train_step(found), alone.train_step(expected)
+            assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert metrics["sync_bytes"] > 2 * 900_000 * 4, "all weights to both"
+            lost = seats[step % 2].pool
+            if step == 0:
+                lost.channels[0].process.kill()
+            elif step == 1:
+                lost.channels[0].process.send_signal(signal.SIGSTOP)
+                lost.seconds = 2.0
+        measured, expected = apart.evaluate(), alone.evaluate()
+        assert measured["eval/reward"] == expected["eval/reward"]
+    assert caplog.text.count("another rollout worker takes its place") == 2
+    assert "SIGKILL" in caplog.text and "nor to a ping" in caplog.text

@@ -1,0 +1,268 @@
+"""What processes save together any number of them can go on with; a model in parts generates like a whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Request as Wanted
+from posttrain.engines.base import Sampling
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.learner import Learner
+from posttrain.models.shard import Layout
+from posttrain.runtime.base import cut
+from posttrain.types import Objective, count
+from tests.invariance.test_split import prepared
+from tests.invariance.worlds import once, run_world
+from tests.tiny import tiny_folder
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied": {"family": "qwen2"},
+    "value head": {"family": "llama", "verb": "ppo", "algo": {"shared_trunk": 0.5}},
+    "adapters": {"family": "qwen3", "lora_rank": 4},
+    "half precision": {"family": "llama", "dtype": "bfloat16"},
+    "experts": {"family": "mixtral"},
+}
+BY_FOUR = ("tied", "adapters", "experts")
+SPLIT = ("tied", "value head", "adapters", "half precision")  # those that tensor parallelism knows
+
+
+class Trained:
+    """A learner and what it learns from."""
+
+    def __init__(self, case: str, folders: dict[str, str], layout: Layout | None = None) -> None:
+        chosen = dict(CASES[case])
+        algorithm = ALGORITHMS[chosen.pop("verb", "sft")]
+        self.algo: Any = algorithm(algorithm.Config(**chosen.pop("algo", {})))
+        self.algo.max_answer_tokens = 30
+        layout = layout or Layout()
+        self.model = ModelConfig(path=folders[chosen.pop("family")], **chosen)
+        update = UpdateConfig(tokens_per_device=60, ema_decay=0.9)
+        self.learner = Learner(self.model, update, value_head="values" in self.algo.outputs(), layout=layout)
+        shared = self.learner.shards is not None
+        self.ranks = dist.get_world_size() // layout.tensor_parallel if shared else 1
+        self.rank = dist.get_rank() // layout.tensor_parallel if shared else 0
+
+    def learn(self, steps: int, rate: float = 1e-3) -> list[list[float]]:
+        """This data rank's part of the loss, and the norm, of each step."""
+        online = self.algo.online
+        samples = prepared(
+            self.algo, Learner(self.model, UpdateConfig(), trainable=False, layout=None) if online else None
+        )
+        request = self.algo.request(lambda text: 5)
+        objective = Objective(request=request, loss=self.algo.loss, unit=self.algo.unit)
+        mine, by = cut(samples, self.ranks)[self.rank], count(samples, self.algo.unit)
+        found = []
+        for _ in range(steps):
+            sums = self.learner.forward_backward(mine, objective, by, sum(map(len, samples)))
+            found.append([sums.get("loss", (0.0, None))[0] / by, self.learner.step(rate)["grad_norm"]])
+        return found
+
+
+def answers(learner: Learner, **options: Any) -> list[list[int]]:
+    prompts = [Wanted(prompt=np.array([7, 8, 9 + i], dtype=np.int32), seed=i) for i in range(3)]
+    made = learner.generate(prompts, Sampling(max_tokens=8, temperature=1.0), **options)
+    return [sample.tokens.tolist() for sample in made]
+
+
+def saved_by(case: str, who: str, place: Path) -> Path:
+    folder = place / f"{case}-{who}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def two(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
+    """Two processes: train, save and go on; then load what one process saved, and split the heads instead."""
+    found: dict[str, Any] = {}
+    for case in CASES:
+        first = Trained(case, folders)
+        first.learn(2)
+        folder = saved_by(case, "two", place)
+        first.learner.save(folder)
+        dist.barrier()
+        found[f"{case}: went on"] = first.learn(2)
+        found[f"{case}: answers"] = answers(first.learner)
+        other = Trained(case, folders)
+        other.learner.load(saved_by(case, "one", place))
+        found[f"{case}: from one"] = other.learn(2)
+        if case in SPLIT:
+            split = Trained(case, folders, Layout(tensor_parallel=2))
+            split.learn(1, 0.1)  # elsewhere
+            split.learner.load(folder)
+            split.learner.save(saved_by(case, "heads", place))
+            found[f"{case}: heads"] = split.learn(2)
+    found |= weights_that_travel(folders) | sampler(folders) | looks(folders) | refusals(folders)
+    return found
+
+
+def looks(folders: dict[str, str]) -> dict[str, Any]:
+    """Ranks may have different numbers of samples, or none; without adapters there is the base model."""
+    trained = Trained("adapters", folders)
+    trained.learn(2, 0.05)
+    samples = prepared(ALGORITHMS["sft"](ALGORITHMS["sft"].Config()))
+    mine = samples if dist.get_rank() else []
+    base = Learner(ModelConfig(path=trained.model.path), UpdateConfig(), trainable=False, layout=None)
+    found, without = trained.learner.logprobs(mine), trained.learner.logprobs(mine, adapters=False)
+    assert len(found) == len(mine) and trained.learn(1)[0][1] > 0  # the adapters are still what is trained
+    for stream, plain, expected in zip(found, without, base.logprobs(mine), strict=True):
+        assert np.allclose(plain, expected, atol=1e-5)
+        assert not expected.any() or not np.allclose(stream, expected, atol=1e-3)
+    critic = Learner(ModelConfig(path=folders["qwen2"]), UpdateConfig(), head="score", trainable=False)
+    whole = Learner(ModelConfig(path=folders["qwen2"]), UpdateConfig(), head="score", trainable=False, layout=None)
+    assert critic.scores(mine) == pytest.approx(whole.scores(mine), abs=1e-5)
+    assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(critic.values(mine), whole.values(mine), strict=True))
+    return {}
+
+
+def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
+    """From a model in parts into a whole one."""
+    found: dict[str, Any] = {}
+    for case, layout in (("tied", Layout(tensor_parallel=2)), ("adapters", Layout()), ("experts", Layout())):
+        source = Trained(case, folders, layout)
+        source.learn(2, 0.05)
+        plain = ModelConfig(path=source.model.path)
+        target = Learner(plain, UpdateConfig(), trainable=False, layout=None)
+        before = answers(target)
+        places = [parameter.data_ptr() for parameter in target.model.parameters()]
+        target.accept(source.learner.weights())
+        assert places == [parameter.data_ptr() for parameter in target.model.parameters()]
+        assert answers(target) == answers(source.learner) != before
+        found[f"{case}: names"] = [name for name, _ in source.learner.weights()]
+    tensors = list(source.learner.weights())
+    for wrong in (tensors[:-1], [*tensors, tensors[0]], [*tensors, ("more", torch.zeros(1))]):
+        try:
+            target.accept(wrong)
+        except PosttrainError:
+            continue
+        raise AssertionError("every tensor must come once")
+    return found
+
+
+def sampler(folders: dict[str, str]) -> dict[str, Any]:
+    """A sampler of its own keeps its weights until it is refreshed; without one there are always the newest."""
+    path = ModelConfig(path=folders["qwen2"])
+    keeps, shares = (Learner(path, UpdateConfig(), sampler_copy=own) for own in (True, False))
+    old = answers(keeps)
+    for learner in (keeps, shares):
+        trained = Trained.__new__(Trained)
+        trained.algo, trained.model = ALGORITHMS["sft"](ALGORITHMS["sft"].Config()), path
+        trained.learner, trained.ranks, trained.rank = learner, 2, dist.get_rank()
+        trained.learn(2, 0.1)
+    new = answers(shares)
+    assert old != new and answers(keeps) == old and answers(keeps, current=True) == new
+    keeps.refresh_sampler()
+    assert answers(keeps) == new
+    return {}
+
+
+def refusals(folders: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for name, family in (("family", "gpt2"), ("heads", "one head")):
+        try:
+            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=Layout(tensor_parallel=2))
+        except UsageError as error:
+            found[name] = str(error)
+    return found
+
+
+def four(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
+    found = {}
+    for case in BY_FOUR:
+        for name, tensor in (("four", 1), ("two by two", 2)):
+            if tensor == 1 or case in SPLIT:
+                trained = Trained(case, folders, Layout(tensor_parallel=tensor))
+                trained.learner.load(saved_by(case, "two", place))
+                found[f"{case}: {name}"] = trained.learn(2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Tiny models, what one process, two and four say, and the folder where they left their checkpoints."""
+
+    def make(base: Path) -> dict[str, Any]:
+        folders = {name: str(tiny_folder(name, base)) for name in ("qwen2", "qwen3", "llama", "mixtral", "gpt2")}
+        folders["one head"] = str(tiny_folder("llama", base / "odd", num_key_value_heads=1))
+        alone, place = {}, base / "checkpoints"
+        place.mkdir()
+        for case in CASES:
+            trained = Trained(case, folders)
+            trained.learn(2)
+            trained.learner.save(saved_by(case, "one", place))
+            alone[f"{case}: went on"] = trained.learn(2)
+        worlds = {"2": run_world(2, base / "two", two, folders, place)}
+        worlds["4"] = run_world(4, base / "four", four, folders, place)
+        return {"folders": folders, "alone": alone, "place": str(place), **worlds}
+
+    made = once(tmp_path_factory, "layouts", make)
+    return made | {"place": Path(made["place"])}
+
+
+def together(answers: list[dict[str, Any]], name: str, tensor: int = 1) -> list[list[float]]:
+    """Losses of data ranks added up, and the norm that all of them must have found."""
+    steps = zip(*(answer[name] for answer in answers[::tensor]), strict=True)
+    assert len({tuple(norm for _, norm in answer[name]) for answer in answers}) == 1
+    return [[sum(loss for loss, _ in ranks), ranks[0][1]] for ranks in steps]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_layout_goes_on_with_what_another_saved(found, case):
+    rough = CASES[case].get("dtype") == "bfloat16"  # sums are rounded otherwise
+    expected = together(found["2"], f"{case}: went on")
+    resumed = Trained(case, found["folders"])
+    resumed.learner.load(found["place"] / f"{case}-two")
+    results = {"one": resumed.learn(2)}
+    if case in BY_FOUR:
+        results["four"] = together(found["4"], f"{case}: four")
+    if case in SPLIT:
+        results["heads"] = together(found["2"], f"{case}: heads", 2)
+    if case in BY_FOUR and case in SPLIT:
+        results["two by two"] = together(found["4"], f"{case}: two by two", 2)
+    for who, result in results.items():
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(result, expected, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6), who
+            assert norm == pytest.approx(wanted_norm, rel=5e-2 if rough else 1e-5), who
+    from_one = together(found["2"], f"{case}: from one")
+    for (loss, _), (wanted_loss, _) in zip(from_one, found["alone"][f"{case}: went on"], strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6)
+    assert found["2"][0][f"{case}: answers"] == found["2"][1][f"{case}: answers"]
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_what_is_saved_does_not_depend_on_the_layout(found, case):
+    """Loaded by heads and saved again: the same tensors, in files of the same names."""
+    from safetensors.torch import load_file
+
+    for part in ("model", "."):
+        mine, theirs = (saved_by(case, who, found["place"]) / part for who in ("two", "heads"))
+        names = sorted(path.name for path in mine.glob("*"))
+        assert names == sorted(path.name for path in theirs.glob("*"))
+        for name in (name for name in names if name.endswith(".safetensors")):
+            a, b = load_file(mine / name), load_file(theirs / name)
+            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
+
+
+@pytest.mark.parametrize("case", ["tied", "experts"])
+def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
+    stock, report = AutoModelForCausalLM.from_pretrained(found["place"] / f"{case}-two/model", output_loading_info=True)
+    assert not any(report.values()) and stock.generation_config.eos_token_id is not None
+    again = AutoModelForCausalLM.from_pretrained(found["place"] / f"{case}-one/model")
+    described = [(found["place"] / f"{case}-{who}/model/config.json").read_text() for who in ("one", "two")]
+    assert described[0] == described[1]
+    for one, other in zip(stock.parameters(), again.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    if case == "experts":
+        assert any("experts.3.w2.weight" in name for name in found["2"][0]["experts: names"])
+
+
+def test_what_cannot_be_split_is_said(found):
+    assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
+    assert "tp=2 does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]

@@ -1,0 +1,137 @@
+"""How many processes hold a model, and how they share it, does not change loss or gradients, for any algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.learner import Learner
+from posttrain.models.shard import Layout
+from posttrain.runtime.base import cut
+from posttrain.types import Objective, Request, count
+from tests.invariance.test_split import prepared
+from tests.invariance.worlds import once, run_world
+from tests.tiny import tiny_folder
+
+LAYOUTS = {"fsdp2": (2, 1), "tp2": (2, 2), "fsdp4": (4, 1), "fsdp2 x tp2": (4, 2)}  # processes, tensor ranks
+
+
+@dataclass
+class Case:
+    """What is trained. Where packs are small, ranks have different numbers of them."""
+
+    verb: str
+    family: str = "qwen2"  # embeddings tied, biases
+    algo: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
+    zero: int = 3
+    offload: bool = False
+    critic: bool = False
+    splits: bool = True  # whether tensor parallelism is tried
+    steps: int = 2
+    tokens: int = 1000  # in a pack
+    everywhere: bool = True  # or by two processes only, which saves time
+
+
+CASES = {
+    "sft": Case("sft", steps=5, tokens=50),
+    "dpo": Case("dpo", steps=5),
+    "kto": Case("kto", steps=5),
+    "reward": Case("reward", steps=5),
+    "ppo": Case("ppo", steps=5),
+    "ppo critic": Case("ppo", critic=True, steps=5),
+    "grpo": Case("grpo", steps=5, tokens=100),
+    "ppo with a shared trunk": Case("ppo", "llama", {"shared_trunk": 0.5}, splits=False, tokens=30),
+    "distill": Case("distill", "qwen2_untied", splits=False, tokens=30),
+    "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60),
+    "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}, everywhere=False),
+    "zero 2, activations checkpointed": Case("sft", "qwen3", model={"checkpoint_activations": True}, zero=2),
+    "activations checkpointed": Case("sft", "gemma2", model={"checkpoint_activations": True}, everywhere=False),
+    "parameters in host memory": Case("sft", "llama", offload=True, splits=False, everywhere=False),
+    "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}, everywhere=False),
+    "experts": Case("sft", "mixtral", model={"router_loss": 0.1}, splits=False, tokens=30),
+    "latent attention": Case("sft", "deepseek_v3", splits=False, everywhere=False),
+    "positions learnt": Case("sft", "gpt2", splits=False, everywhere=False),
+}
+
+
+def tried(case: Case, layout: str) -> bool:
+    size, tensor = LAYOUTS[layout]
+    return (case.splits or tensor == 1) and (case.everywhere or size == 2)
+
+
+def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1) -> list[list[float]]:
+    """Sum of losses and norm of gradients of each step, of the part of a data rank."""
+    teacher = ModelConfig(path=folder.replace(case.family, "llama")) if case.verb == "distill" else None
+    taught = {"teacher": teacher.path} if teacher else {}
+    algo = ALGORITHMS[case.verb](ALGORITHMS[case.verb].Config(**case.algo, **taught))
+    if algo.online:
+        algo.max_answer_tokens = 30
+    model = ModelConfig(path=folder, **case.model)
+    head = "score" if case.critic else algo.head
+    options = {"head": head, "teacher": teacher, "value_head": "values" in algo.outputs(), "layout": layout}
+    learner = Learner(model, UpdateConfig(tokens_per_device=case.tokens, **case.update), **options)
+    policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
+    samples = prepared(algo, policy)
+    request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)
+    objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+    if case.critic:
+        objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
+    mine = cut(samples, ranks, objective.group_size)[rank]
+    by, tokens = count(samples, objective.unit), sum(map(len, samples))
+    steps = []
+    for _ in range(case.steps):
+        sums = learner.forward_backward(mine, objective, by, tokens)
+        steps.append([sums.get("loss", (0.0, None))[0], learner.step(1e-3)["grad_norm"]])
+    steps.append([learner.evaluate(mine, objective).get("loss", (0.0, None))[0], 0.0])
+    return steps
+
+
+def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str, Any]:
+    """What a process of a world does: everything that its world can do."""
+    found = {}
+    for name in layouts:
+        tensor = LAYOUTS[name][1]
+        for case_name, case in CASES.items():
+            if tried(case, name):
+                layout = Layout(tensor, case.zero, frozenset({"parameters"} if case.offload else ()))
+                data_ranks = dist.get_world_size() // tensor
+                found[f"{name}: {case_name}"] = train(case, folders[case.family], layout, rank // tensor, data_ranks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Tiny models, and the answers of all ranks of both worlds, each started once."""
+
+    def make(place: Path) -> dict[str, Any]:
+        folders = {family: str(tiny_folder(family, place)) for family in {case.family for case in CASES.values()}}
+        found: dict[str, Any] = {"folders": folders}
+        for size in (2, 4):
+            layouts = [name for name, (processes, _) in LAYOUTS.items() if processes == size]
+            found[str(size)] = run_world(size, place / f"world-{size}", as_rank, folders, layouts)
+        return found
+
+    return once(tmp_path_factory, "ranks", make)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_do_not_matter(made, name):
+    case = CASES[name]
+    alone = train(case, made["folders"][case.family], Layout())
+    assert len({round(norm, 9) for _, norm in alone}) == case.steps + 1  # it learns
+    for layout, (size, tensor) in LAYOUTS.items():
+        if not tried(case, layout):
+            continue
+        answers = [answer[f"{layout}: {name}"] for answer in made[str(size)]]
+        for step, (loss, norm) in enumerate(alone):
+            together = sum(answer[step][0] for answer in answers[::tensor])
+            assert together == pytest.approx(loss, rel=1e-5, abs=1e-5), (layout, step)
+            assert [answer[step][1] for answer in answers] == [pytest.approx(norm, rel=1e-5)] * size, (layout, step)

@@ -1,0 +1,109 @@
+"""A pool of Ray actors behaves like a pool of processes."""
+
+import importlib.util
+import os
+import signal
+import time
+
+import pytest
+
+from posttrain.config import ClusterConfig
+from posttrain.errors import UsageError, WorkerError
+from tests.ray.nodes import SECONDS, gone
+from tests.unit.runtime.things import Thing
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed here", allow_module_level=True)
+
+
+@pytest.fixture
+def places(both, tmp_path):
+    """Pools of two workers."""
+    from posttrain.runtime.places import Places
+
+    made = []
+
+    def make(**options):
+        config = ClusterConfig(devices=2, ray=both.address, limits=(0, float(SECONDS)), **options)
+        made.append(Places(config, tmp_path / "logs"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_calls_reach_the_objects_by_rank(places, tmp_path):
+    found, handler = places(), signal.getsignal(signal.SIGTERM)
+    workers = found.pool("actor").start("actor", Thing, "a")
+    answers = workers.scatter("who", ["x", "y"], word=1)
+    assert [(name, args, kwargs) for name, _, args, kwargs in answers] == [
+        ("a", ("x",), {"word": 1}),
+        ("a", ("y",), {"word": 1}),
+    ]
+    processes = [process for _, process, *_ in answers]
+    assert len({*processes, os.getpid()}) == 3
+    for number, process in enumerate(processes):
+        log = (tmp_path / f"logs/worker-{number}.log").read_text()
+        assert f"--- worker process {process} on " in log and "Ray node" in log
+    assert signal.getsignal(signal.SIGTERM) == handler, "Ray's own handler would end the run unsaved"
+    found.close()
+    assert all(map(gone, processes))
+
+
+def test_what_a_worker_raises(places):
+    workers = places().pool("actor").start("actor", Thing, "a")
+    with pytest.raises(WorkerError, match=r"actor worker, rank 0 \(on .*Ray node \w{8} at .*AttributeError"):
+        workers.call("nothing")
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_one_that_is_lost(places, how):
+    found = places()
+    found.step = 7
+    pool = found.pool("actor")
+    workers = pool.start("actor", Thing, "a")
+    processes = [process for _, process, *_ in workers.call("who")]
+    os.kill(processes[1], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    pool.seconds = float(SECONDS) if how == "kill" else 5.0
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"actor worker, rank 1 \(on .*Ray node \w{8} at .*, step 7\)") as raised:
+        workers.call("who")
+    assert raised.value.lost
+    assert time.monotonic() - began < SECONDS / 2, "noticed at once, or when the deadline is over"
+    words = "was killed, by hand or by the system" if how == "kill" else "did not answer to who within 5 s"
+    assert words in str(raised.value), raised.value
+    assert all(map(gone, processes)), "one that is stopped is ended too"
+
+
+def test_more_than_there_is(both, tmp_path):
+    from posttrain.runtime.places import Places
+
+    places = Places(ClusterConfig(devices=7, ray=both.address), tmp_path)
+    with pytest.raises(UsageError, match=r"cluster.devices is 7, but the Ray cluster has 6 CPUs on 2 nodes"):
+        places.pool("actor")
+    import ray
+
+    ray.shutdown()
+
+
+def test_places_that_others_have(places):
+    one, other = places(), places()
+    one.pool("actor")
+    other.cluster.devices = 6
+    other.ray_cluster().seconds = 2.0
+    with pytest.raises(
+        WorkerError, match=r"no places for 6 workers with 1 CPU each within 2 s.* Free are \d of 6 CPUs"
+    ):
+        other.pool("actor")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("ray://127.0.0.1:10001", "Run the command on a node of the cluster"), ("nonsense", "no Ray cluster answers")],
+)
+def test_no_cluster_there(address, words, tmp_path):
+    from posttrain.runtime.places import Places
+
+    with pytest.raises(UsageError, match=words):
+        Places(ClusterConfig(devices=2, ray=address), tmp_path).pool("actor")

@@ -1,0 +1,34 @@
+"""What can be known of the vLLM engine without vLLM; the rest is in tests/vllm."""
+
+import importlib.util
+
+import pytest
+
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Sampling
+from posttrain.engines.vllm import check_sampling, distinct
+from posttrain.errors import UsageError
+from posttrain.learner import Learner
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
+def test_without_vllm_the_error_says_how_to_get_it():
+    with pytest.raises(UsageError, match=r"rollout\.engine vllm needs vLLM, see docs/vllm\.md"):
+        Learner(ModelConfig(path="pico"), UpdateConfig(), engine=("vllm",))
+
+
+def test_cutting_by_min_p_and_top_p_at_once_is_refused():
+    with pytest.raises(UsageError, match="another order than the trainer"):
+        check_sampling(Sampling(top_p=0.9, min_p=0.1))
+    for fine in (
+        {"top_p": 0.9, "top_k": 5},
+        {"min_p": 0.1, "top_k": 5},
+        {"top_p": 0.9, "min_p": 0.1, "temperature": 0},
+    ):
+        check_sampling(Sampling(**fine))
+
+
+def test_processes_that_are_asked_the_same_are_asked_once():
+    one, other = [([1, 2], 3), ([1, 2], 4)], [([5], 6)]
+    assert distinct([one, one, other, other]) == [one, other]
+    assert distinct([[], one, []]) == [[], one]

@@ -1,0 +1,157 @@
+"""Cutting models: which part is whose; and, on a GPU, one process that does what many do."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.algos import ALGORITHMS
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Request as Wanted
+from posttrain.engines.base import Sampling
+from posttrain.errors import UsageError
+from posttrain.learner import Learner
+from posttrain.models.shard import Layout, chunk, part_of, touch
+from posttrain.types import Objective, Outputs, Sample, count
+from tests.tiny import tiny_folder
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_parts_are_those_of_torch(size, parts):
+    numbers = torch.arange(size)
+    cut = [numbers[slice(*chunk((0, size), parts, index))].tolist() for index in range(parts)]
+    assert cut == [part.tolist() for part in numbers.chunk(parts)] + [[]] * (parts - len(numbers.chunk(parts)))
+    assert part_of(torch.empty(size, 3)) == (slice(0, size), slice(0, 3))  # nobody else has a part
+
+
+def test_layouts_that_are_none():
+    with pytest.raises(UsageError, match="zero is 1; it must be 2 or 3"):
+        Layout(zero=1)
+    with pytest.raises(UsageError, match="tp is 0; it must be at least 1"):
+        Layout(tensor_parallel=0)
+    assert not Layout().applies() and Layout(always=True).applies()
+    assert Layout(offload=frozenset({"parameters"})).applies() and not Layout(offload=frozenset({"critic"})).applies()
+
+
+def test_a_touched_loss_is_the_same_and_gives_every_output_a_gradient():
+    """Also where an output is not a number: nothing of it may get into the loss or the gradients."""
+    used, unused = torch.ones(3, requires_grad=True), torch.full((2,), torch.nan, requires_grad=True)
+    out = Outputs(logprobs=used * 2, scores=unused * 3, entropy=torch.ones(3))
+    total = touch(out.logprobs.sum(), out)
+    total.backward()
+    assert total.item() == 6.0 and used.grad.tolist() == [2.0] * 3 and unused.grad.tolist() == [0.0] * 2
+
+
+@pytest.fixture
+def group():
+    """A learner makes a group of one where it needs it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def samples():
+    rng = np.random.default_rng(0)
+    return [
+        Sample(tokens=rng.integers(6, 100, n).astype(np.int32), mask=np.arange(n) > 1, group=n) for n in (5, 17, 3, 30)
+    ]
+
+
+def learn(learner, steps=3):
+    algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
+    objective = Objective(request=algo.request(int), loss=algo.loss, unit=algo.unit)
+    made, found = samples(), []
+    for _ in range(steps):
+        sums = learner.forward_backward(made, objective, count(made, "token"), 1)
+        found.append((sums["loss"][0], learner.step(1e-3)["grad_norm"]))
+    return found
+
+
+def test_one_process_may_keep_parameters_in_host_memory(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
+    layouts = (None, Layout(always=True), Layout(offload=frozenset({"parameters"})))
+    alone, shared, away = (Learner(model, UpdateConfig(ema_decay=0.9), layout=layout) for layout in layouts)
+    assert alone.shards is None and shared.shards is not None and away.shards is not None
+    wanted = learn(alone)
+    for learner in (shared, away):
+        found = learn(learner)
+        assert np.allclose(found, wanted, rtol=1e-5)
+
+
+def test_parameters_that_were_moved_are_still_those_that_are_trained(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
+    stays, moves = (Learner(model, UpdateConfig(ema_decay=0.9), layout=Layout(always=True)) for _ in range(2))
+    learn(stays), learn(moves)
+    before = [parameter.to_local().data_ptr() for parameter in moves.model.parameters()]
+    moves.shards.root._apply(torch.clone)  # as to another device and back
+    assert all(p.to_local().data_ptr() != place for p, place in zip(moves.model.parameters(), before, strict=True))
+    moves.optimizer.move(moves.device)
+    assert learn(moves) == learn(stays)
+    for one, other in zip(moves.logprobs(samples()), stays.logprobs(samples()), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"lora_rank": 4}], ids=str)
+def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, options):
+    """float32 parameters that are computed with in bfloat16, as a part of a group of one."""
+    model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path, hidden_size=64)), **options)
+    alone, shared = (Learner(model, UpdateConfig(), layout=layout) for layout in (None, Layout(always=True)))
+    assert shared.shards is not None and all(p.dtype == torch.float32 for p in shared.parameters().values())
+    assert shared.trunk.ragged_kernel == alone.trunk.ragged_kernel
+    seen = []
+    shared.model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    shared.inside(lambda: shared.trunk.logits(torch.zeros(1, 64, dtype=torch.bfloat16, device=shared.device)))
+    assert seen == [torch.bfloat16]
+    shared.let_go()
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(shared), learn(alone), strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=0.02) and norm == pytest.approx(wanted_norm, rel=0.1)
+    for one, other in zip(shared.logprobs(samples()), alone.logprobs(samples()), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.15)
+
+
+@pytest.mark.gpu
+def test_parts_leave_the_device_and_come_back(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    stays, goes = (Learner(model, UpdateConfig(), layout=Layout(always=True)) for _ in range(2))
+    learn(stays), learn(goes)
+    held = torch.cuda.memory_allocated()
+    goes.offload("model")
+    assert torch.cuda.memory_allocated() < held
+    assert all(parameter.device.type == "cpu" for parameter in goes.model.parameters())
+    goes.onload("model")
+    assert learn(goes) == learn(stays)
+    goes.offload("optimizer")
+    goes.onload("optimizer")
+    assert learn(goes) == learn(stays)
+
+
+@pytest.mark.gpu
+def test_parameters_in_host_memory_learn_the_same(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    here = Learner(model, UpdateConfig(), layout=Layout(always=True))
+    there = Learner(model, UpdateConfig(), layout=Layout(offload=frozenset({"parameters"})))
+    assert all(parameter.device.type == "cpu" for parameter in there.model.parameters())
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(there), learn(here), strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=0.01) and norm == pytest.approx(wanted_norm, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_saved_by_parts_and_generated_with_a_whole(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    learner = Learner(model, UpdateConfig(), layout=Layout(always=True))
+    learn(learner)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    learner.save(folder)
+    wanted = learn(learner)
+    again = Learner(model, UpdateConfig(), layout=Layout(always=True))
+    again.load(folder)
+    assert learn(again) == wanted
+    asked = [Wanted(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
+    found = learner.generate(asked, Sampling(max_tokens=8))
+    whole = Learner(ModelConfig(path=model.path), UpdateConfig(), trainable=False, layout=None)
+    whole.accept(learner.weights())
+    assert [s.tokens.tolist() for s in found] == [
+        s.tokens.tolist() for s in whole.generate(asked, Sampling(max_tokens=8))
+    ]

@@ -1,0 +1,249 @@
+"""Workers as processes: calls, groups, logs; and whoever fails is named and leaves nobody behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import UsageError, WorkerError
+from posttrain.runtime.host import Ref
+from posttrain.runtime.processes import MeetingPoint, ProcessPool, share_of_cores
+from tests.unit.runtime.things import Thing, Together
+
+GENEROUS = 120.0
+
+
+@contextmanager
+def pool(folder, size=1, seconds=GENEROUS, **options):
+    meeting = MeetingPoint(GENEROUS)
+    found = ProcessPool(size, folder / "logs", seconds=seconds, meeting=meeting, step=lambda: 12, **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def light(folder, size, seconds=GENEROUS):
+    """A crew of several processes that need not meet."""
+    from posttrain.runtime.crew import Channel, Crew
+    from posttrain.runtime.processes import launch
+
+    channels = []
+    for rank in range(size):
+        log = folder / f"worker-{rank}.log"
+        process, connection = launch(log, None, 0)
+        channels.append(Channel(rank, rank, connection, log, process, "here"))
+    return Crew(channels, seconds, lambda: 12)
+
+
+def gone(pid, seconds=5.0):
+    """Whether a process ends in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    found = light(tmp_path_factory.mktemp("crew"), 2)
+    yield found
+    found.close()
+
+
+def test_answers_come_by_rank(crew):
+    workers = crew.start("actor", Thing, "a")
+    answers = workers.call("who", 1, key=[2])
+    assert [answer[0] for answer in answers] == ["a", "a"]
+    assert [answer[2:] for answer in answers] == [((1,), {"key": [2]})] * 2
+    pids = [answer[1] for answer in answers]
+    assert len({*pids, os.getpid()}) == 3
+    assert workers.scatter("echo", ["first", "second"]) == ["first", "second"]
+    assert workers.call("all_seen") == [["first"], ["second"]]
+
+
+def test_roles_share_the_processes_and_may_hold_each_other(crew):
+    first = crew.start("first", Thing, "f")
+    second = crew.start("second", Thing, "s", Ref("first"))
+    assert second.call("name_of_other") == ["f", "f"]
+    assert first.call("who")[0][1] == second.call("who")[0][1]
+
+
+def test_generating_ahead_runs_beside_other_calls(crew):
+    workers = crew.start("beside", Thing, "b")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(workers.call("generate")))
+    thread.start()
+    while not any(call.method == "generate" for call in crew.calls.values()):
+        time.sleep(0.001)
+    workers.call("release")
+    thread.join(GENEROUS)
+    assert found == [[True, True]]
+
+
+def test_a_call_may_be_left_under_way(crew):
+    workers = crew.start("later", Thing, "l")
+    one, two = workers.submit("echo", 1), workers.submit("echo", 2)
+    assert two.result() == [2, 2] and one.result() == [1, 1]
+
+
+def test_closed_workers_are_forgotten(tmp_path):
+    crew = light(tmp_path, 1)
+    workers = crew.start("short", Thing, "s")
+    workers.close()
+    with pytest.raises(WorkerError, match="KeyError: 'short'"):
+        workers.call("who")
+
+
+def test_a_group_and_its_logs(tmp_path):
+    with pool(tmp_path, 2, threads=1, first=3) as found:
+        workers = found.start("actor", Together)
+        assert workers.scatter("total", [1, 10]) == [(11, 0, 1), (11, 1, 1)]
+        pids = [channel.process.pid for channel in found.channels]
+        with pytest.raises(WorkerError) as lost:  # the other one is told by the group that its peer is gone
+            workers.call("lose", 1)
+        assert str(lost.value).startswith("actor worker, rank 1 (on ")
+        assert "step 12" in str(lost.value) and "SIGKILL" in str(lost.value)
+        assert str(tmp_path / "logs/worker-4.log") in str(lost.value)
+        assert lost.value.lost
+    assert [
+        f"worker process {pid}" in (tmp_path / f"logs/worker-{3 + i}.log").read_text() for i, pid in enumerate(pids)
+    ]
+    assert "most recent call first" in (tmp_path / "logs/worker-3.log").read_text()
+    assert all(map(gone, pids))
+
+
+def test_the_first_to_fail_is_named_with_its_error_and_its_log(tmp_path):
+    crew = light(tmp_path, 3)
+    workers = crew.start("critic", Thing, "c")
+    with pytest.raises(
+        WorkerError, match=r"critic worker, rank 2 \(on here, step 12\) failed: ValueError: this is w"
+    ) as e:
+        workers.scatter("fail", [0, 1, 2], mine=2)
+    assert str(tmp_path / "worker-2.log") in str(e.value) and not e.value.lost
+    assert "and more of it" in (tmp_path / "worker-2.log").read_text()
+    assert "in fail" in (tmp_path / "worker-0.log").read_text(), "where the others waited"
+    with pytest.raises(WorkerError, match="rank 2"):  # it stays so
+        workers.call("who")
+
+
+def test_what_is_meant_for_users_comes_as_it_is(tmp_path):
+    workers = light(tmp_path, 2).start("actor", Thing, "a")
+    with pytest.raises(UsageError, match=r"^model.path: no such thing$"):
+        workers.call("refuse")
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "words"),
+    [
+        ("kill", ([False, True],), "rank 1 .*was killed by SIGKILL: by hand, or by the system"),
+        (
+            "stop",
+            ([False, True],),
+            r"rank 1 .*did not answer to stop within 1 s \(cluster.limits\), nor to a ping.*: 0",
+        ),
+        ("stop", ([False, False],), "rank 0 .*; it is still at work. Waiting with it: 1"),
+        ("quit", (), "rank 0 .*ended with exit code 7"),
+        ("unsendable", (), "TypeError: cannot pickle"),
+    ],
+)
+def test_a_worker_that_is_lost_ends_the_pool_in_time_and_leaves_nobody(tmp_path, method, args, words):
+    crew = light(tmp_path, 2)
+    workers = crew.start("actor", Thing, "a")
+    children = workers.call("child")
+    pids = [channel.process.pid for channel in crew.channels]
+    crew.seconds = 1.0 if method == "stop" else GENEROUS
+    with pytest.raises(WorkerError, match=words):
+        workers.scatter(method, *args) if args else workers.call(method)
+    assert all(map(gone, pids + children))
+
+
+def test_a_call_that_the_worker_cannot_read(tmp_path):
+    workers = light(tmp_path, 1).start("actor", Thing, "a")
+    with pytest.raises(WorkerError, match=r"the call cannot be read here: .*not a number"):
+        workers.call("echo", Unmade())
+
+
+class Unmade:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+CONTROLLER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.unit.runtime.test_processes import light
+from tests.unit.runtime.things import Thing
+
+class Mine(Thing):
+    "A class of the script itself."
+
+if __name__ == "__main__":
+    from posttrain.runtime.processes import greet
+    from posttrain.runtime.host import Group
+    crew = light(Path({folder!r}), 2)
+    greet(crew, [Group(0, 1, ("", 0), "", 1.0)] * 2)
+    workers = crew.start("actor", Mine, "mine")
+    print(*[answer[1] for answer in workers.call("who")], flush=True)
+    workers.call("fail", -1)
+"""
+
+
+def controller(tmp_path):
+    script = tmp_path / "controller.py"
+    script.write_text(CONTROLLER.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, start_new_session=True, text=True)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2, "classes of the script did not travel"
+    return process, pids
+
+
+def test_workers_end_with_a_controller_that_is_killed(tmp_path):
+    process, pids = controller(tmp_path)
+    process.kill()
+    process.wait()
+    assert all(map(gone, pids))
+
+
+def test_ctrl_c_is_for_the_controller_alone(tmp_path):
+    process, pids = controller(tmp_path)
+    for pid in pids:  # a terminal and Slurm send it to all
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.1)
+    assert all(Path(f"/proc/{pid}").is_dir() for pid in pids)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(GENEROUS) != 0
+    assert all(map(gone, pids))
+
+
+def test_nothing_listens_beyond_this_machine():
+    meeting = MeetingPoint(5.0)
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = {
+        entry[1] for entry in listening if entry[3] == "0A" and int(entry[1].split(":")[1], 16) == meeting.address[1]
+    }
+    assert ports == {f"0100007F:{meeting.address[1]:04X}"}
+    assert len({meeting.name() for _ in range(3)}) == 3
+
+
+def test_each_worker_gets_its_share_of_the_cores_and_its_device(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    assert share_of_cores(1) == cores and share_of_cores(10 * cores) == 1
+    with pool(tmp_path, 1, devices=["5"]) as found:
+        assert found.start("a", Thing, "a").call("environment", "CUDA_VISIBLE_DEVICES") == ["5"]

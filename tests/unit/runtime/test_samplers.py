@@ -1,0 +1,101 @@
+"""Rollout workers: nothing asked of one that is lost is lost or answered twice."""
+
+import pytest
+
+from posttrain.errors import WorkerError
+from posttrain.runtime.local import LocalPool
+from posttrain.runtime.processes import MeetingPoint, ProcessPool
+from posttrain.runtime.samplers import Samplers, Seat
+from tests.unit.runtime.things import Speaker, Telling
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def samplers(tmp_path):
+    made = []
+
+    def seat(number):
+        def make():
+            made.append(number)
+            meeting = MeetingPoint(SECONDS)
+            return ProcessPool(1, tmp_path / "logs", seconds=SECONDS, meeting=meeting, first=number)
+
+        return Seat(make, lambda pool: pool.start("rollout", Speaker, tmp_path))
+
+    found = []
+
+    def build(count):
+        sender = LocalPool().start("sender", Telling)
+        found.append(Samplers([seat(i) for i in range(count)], sender, lambda size: size))
+        found[-1].made = made
+        return found[-1]
+
+    yield build
+    for group in found:
+        group.close()
+
+
+REQUESTS = list(range(11))
+
+
+def asked(folder):
+    return sorted(int(line) for line in (folder / "asked").read_text().split())
+
+
+def test_answers_come_in_order_with_the_newest_weights(samplers, tmp_path):
+    group = samplers(2)
+    for version in range(2):
+        group.refresh_sampler()
+        assert group.generate(REQUESTS, None) == [(request, version) for request in REQUESTS]
+    assert group.moved.bytes == 20 and sorted(group.made) == [0, 1]
+    assert group.generate(REQUESTS[:1], None) == [(0, 1)], "fewer requests than workers"
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_one_that_is_lost_while_it_generates(samplers, tmp_path, how, caplog):
+    group = samplers(2)
+    group.refresh_sampler()
+    group.seats[0].pool.seconds = 2.0 if how == "stop" else SECONDS
+    (tmp_path / f"generate-{how}").touch()
+    group.seats[0].submit("misbehave", "generate")  # so that it is this one
+    assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "by the other, with its weights"
+    assert asked(tmp_path) == REQUESTS
+    assert "rollout worker, rank 0" in caplog.text and "another rollout worker takes its place" in caplog.text
+    assert len(group.made) == 2
+    group.refresh_sampler()  # now it is replaced
+    assert len(group.made) == 3
+    assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
+
+
+def test_the_only_one_is_replaced_at_once(samplers, tmp_path):
+    group = samplers(1)
+    group.refresh_sampler()
+    (tmp_path / "generate-kill").touch()
+    assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
+    assert asked(tmp_path) == REQUESTS and group.made == [0, 0]
+
+
+@pytest.mark.parametrize("moment", ["connect", "receive"])
+def test_one_that_is_lost_while_weights_come(samplers, tmp_path, moment):
+    group = samplers(2)
+    (tmp_path / f"{moment}-kill").touch()
+    group.refresh_sampler()
+    answers = group.generate(REQUESTS, None)
+    assert [request for request, _ in answers] == REQUESTS
+    assert {version for _, version in answers} == {group.version}, "all have the same weights"
+
+
+def test_it_gives_up_when_they_are_lost_again_and_again(samplers, tmp_path):
+    group = samplers(1)
+    for number in range(9):
+        (tmp_path / f"receive-{number}-kill").touch()
+    with pytest.raises(WorkerError, match=r"did not reach the rollout workers in 3 attempts: .*SIGKILL"):
+        group.refresh_sampler()
+
+
+def test_the_group_is_formed_once(samplers, tmp_path):
+    group = samplers(2)
+    for _ in range(3):
+        group.refresh_sampler()
+    assert sorted((tmp_path / "met").read_text().split()) == ["1", "2"]

@@ -1,0 +1,135 @@
+"""What workers of these tests hold; imports nothing heavy, so that they start at once."""
+
+import os
+import signal
+import threading
+import time
+
+from posttrain.errors import UsageError
+
+
+class Thing:
+    """Answers, and misbehaves when asked to."""
+
+    def __init__(self, name, other=None):
+        self.name, self.other = name, other
+        self.released = threading.Event()
+        self.seen = []
+
+    def who(self, *args, **kwargs):
+        return self.name, os.getpid(), args, kwargs
+
+    def echo(self, value):
+        self.seen.append(value)
+        return value
+
+    def all_seen(self):
+        return self.seen
+
+    def name_of_other(self):
+        return self.other.name
+
+    def generate(self):
+        """Comes back only if another call runs beside it."""
+        return self.released.wait(60)
+
+    def release(self):
+        self.released.set()
+
+    def fail(self, rank, mine=None):
+        if mine == rank:
+            raise ValueError("this is wrong\nand more of it")
+        time.sleep(3600)
+
+    def refuse(self):
+        raise UsageError("model.path: no such thing")
+
+    def kill(self, who):
+        if who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+
+    def stop(self, who):
+        if who:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)
+
+    def quit(self):
+        os._exit(7)
+
+    def unsendable(self):
+        return threading.Lock()
+
+    def child(self):
+        """Starts a process that would outlive it."""
+        pid = os.fork()
+        if not pid:
+            time.sleep(3600)
+        return pid
+
+    def environment(self, name):
+        return os.environ.get(name)
+
+
+class Together:
+    """Uses the group."""
+
+    def total(self, value):
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(value)
+        dist.all_reduce(found)
+        return found.item(), dist.get_rank(), torch.get_num_threads()
+
+    def lose(self, rank):
+        import torch.distributed as dist
+
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+
+class Speaker:
+    """Answers by the request's seed and the version of its weights, as a rollout worker does."""
+
+    def __init__(self, folder):
+        self.folder, self.version = folder, None
+
+    def misbehave(self, moment):
+        """A file says what goes wrong at which moment, once."""
+        for fault in sorted(self.folder.glob(f"{moment}-*")):
+            try:
+                fault.unlink()
+            except FileNotFoundError:
+                continue  # another one took it
+            os.kill(os.getpid(), signal.SIGSTOP if fault.name.endswith("stop") else signal.SIGKILL)
+
+    def connect(self, meeting, rank):
+        self.misbehave("connect")
+        with (self.folder / "met").open("a") as met:
+            met.write(f"{rank}\n")
+        return ""
+
+    def receive(self, version):
+        self.misbehave("receive")
+        self.version = version
+        return ""
+
+    def generate(self, requests, sampling):
+        self.misbehave("generate")
+        with (self.folder / "asked").open("a") as asked:
+            asked.write("".join(f"{request}\n" for request in requests))
+        return [(request, self.version) for request in requests]
+
+
+class Telling:
+    """A sender that only says how much it moved."""
+
+    def connect(self, meeting):
+        return ""
+
+    def send(self):
+        from posttrain.runtime.transfer import Moved
+
+        return Moved(10, 0.5)

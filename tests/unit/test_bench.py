@@ -1,0 +1,158 @@
+"""The benchmarks run, measure what they say, and write down what they found. Peers are not installed here."""
+
+import json
+
+import pytest
+import torch
+
+from bench import common, curves, dpo, generate, grpo, sft
+from bench.__main__ import main
+from bench.common import Options, Result, Shape, Times
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they measure the large shapes")
+
+TINY = Shape(32, 2, 4, 2, 64, 512, True, 8)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The same work, small enough for a test."""
+    monkeypatch.setitem(common.SHAPES, "small", TINY)
+    monkeypatch.setattr(common, "limits", lambda: (1e11, 1e10))
+    monkeypatch.setattr(generate, "ANSWER", 4)
+    monkeypatch.setattr(sft, "ROWS_PER_STEP", 4)
+    monkeypatch.setattr(dpo, "PAIRS", 2)
+    for name, value in {"PROMPTS": 2, "SAMPLES": 2, "PROMPT": 8, "ANSWER": 4}.items():
+        monkeypatch.setattr(grpo, name, value)
+    monkeypatch.setattr(curves, "BATCHES", (4, 1))
+    monkeypatch.setattr(curves, "LENGTHS", (32,))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows_of(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| 20")]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("sft", "SFT small, "),
+        ("dpo", "DPO small, 2 pairs a step"),
+        ("grpo", "GRPO small, 2 x 2, 8 + 4 tokens"),
+        ("generate", "generation small, 8 sequences, groups of 8, 4 new tokens"),
+    ],
+)
+def test_a_table_adds_its_rows_to_the_page(name, found, tiny, tmp_path, capsys):
+    page = tmp_path / "results.md"
+    arguments = [name, "--steps", "2", "--peers", "none", "--profile", "--out", str(page)]
+    main(arguments)
+    rows = rows_of(page)
+    assert any(row[1].startswith(found) for row in rows)
+    assert all(len(row) == len(common.COLUMNS) for row in rows)
+    assert all("torch" in row[6] and row[7] == f"`python -m bench {' '.join(arguments)}`" for row in rows)
+    assert any("TFLOP/s" in row[5] for row in rows)
+    assert "aten::" in capsys.readouterr().out  # the profile
+
+
+def test_generation_is_compared_with_transformers(tiny, tmp_path):
+    page = tmp_path / "results.md"
+    main(["generate", "--peers", "hf", "--out", str(page)])
+    peers = [row[3] for row in rows_of(page)]
+    assert [peer.split(" ")[0] for peer in peers] == ["transformers", "transformers", "without"]
+    assert all(row[4].endswith("x") for row in rows_of(page))
+
+
+class Trainer:
+    """Stands for one of TRL's: it calls back as transformers' trainer does."""
+
+    def __init__(self, callbacks, events):
+        self.callbacks, self.events = callbacks, events
+
+    def train(self):
+        for number in range(3):
+            for callback in self.callbacks:
+                callback.on_step_begin(None, None, None)
+            self.events.append(f"theirs {number}")
+            for callback in self.callbacks:
+                callback.on_log(None, None, None, logs={"loss": float(number)})
+                callback.on_step_end(None, None, None)
+
+
+def test_on_a_cpu_ours_and_theirs_take_turns_and_only_their_own_time_counts(tiny, monkeypatch):
+    events = []
+    now = [0.0]
+    monkeypatch.setattr(common, "clock", lambda: now[0])
+
+    def our_step(number):
+        events.append(f"ours {number}")
+        now[0] += 10.0
+        return {"loss": 1.0}
+
+    times = common.in_turns(Options(steps=3), lambda: our_step, lambda callbacks: Trainer(callbacks, events))
+    assert events == ["ours 0", "theirs 0", "ours 1", "theirs 1", "ours 2", "theirs 2"]
+    assert times["ours"].seconds == [10.0] * 3 and times["TRL"].seconds == [0.0] * 3
+    assert times["TRL"].logs[2] == {"loss": 2.0}
+
+
+def test_the_first_steps_do_not_count():
+    assert Times([100.0, 50.0, 20.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]).typical == 4.0
+    assert Times([100.0, 1.0]).typical == 1.0 and Times([3.0]).typical == 3.0
+
+
+def test_rows_are_appended_below_what_is_there(tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n", encoding="utf-8")
+    options = Options(out=page, command="python -m bench sft")
+    common.record(Result(what="a|b", ours="1 s", peer="TRL 2 s", ratio=2.0), options)
+    common.record(Result(what="c", ours="1 s"), options)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Results\n\n| date |") and text.count(common.HEADER) == 1
+    assert "| a\\|b | 1 s | TRL 2 s | 2.00x |" in text and text.endswith("| `python -m bench sft` |\n")
+
+
+def test_the_arithmetic_of_a_step_is_counted_as_it_is_computed(tiny, tmp_path):
+    """Two answers to one prompt: the prompt once in the layers, the head where tokens count."""
+    shape = TINY
+    with common.saved_model(shape) as folder:
+        policy = common.learner(folder, Options())
+    _, wanted = common.objective("dpo")
+    pair = dpo.pairs_of_steps(shape, 1)[0][:2]
+    computed = sum(map(len, pair)) - dpo.PROMPT
+    counted = sum(int(sample.mask.sum()) for sample in pair)
+    weights = shape.layers * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64)
+    found = common.training_flops(policy, pair, wanted, shape)
+    assert found == 6 * (weights * computed + 32 * 512 * counted)
+
+
+def test_texts_for_peers_are_the_same_tokens(tmp_path):
+    sample = dpo.pairs_of_steps(TINY, 1)[0][0]
+    with common.saved_model(TINY) as folder:
+        assert common.words_of(folder)(common.text_of(sample.tokens))["input_ids"] == sample.tokens.tolist()
+
+
+def test_curves_are_measured_and_drawn(tiny, tmp_path):
+    picture = tmp_path / "curves.png"
+    main(["curves", "--picture", str(picture)])
+    found = json.loads(picture.with_suffix(".json").read_text(encoding="utf-8"))
+    assert [(row["batch"], row["length"]) for row in found["generation"]] == [(4, 32), (1, 32)]
+    assert picture.stat().st_size < 200_000
+
+
+def test_curves_can_be_drawn_again_elsewhere(tmp_path):
+    picture = tmp_path / "curves.png"
+    memory = [{"vocabulary": v, "tokens": t, "gib": v / 1e5 + t / 1024} for v in (1000, 9000) for t in (1024, 2048)]
+    speed = [{"batch": 1, "length": 256, "tokens_per_second": 100.0}]
+    numbers = {"shape": "0.5b", "device": "a GPU", "versions": "", "generation": speed, "memory": memory}
+    picture.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
+    main(["curves", "--redraw", "--picture", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert curves.slopes(memory) == pytest.approx({1000: 1.0, 9000: 1.0})
+
+
+def test_an_unknown_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["grop"])
+    assert "there is generate, sft, dpo, grpo" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""The engine that follows a learner: always the newest weights, and adapters alone where there are some."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here", allow_module_level=True)
+
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Request, Sampling
+from posttrain.engines.follower import Follower
+from posttrain.engines.local import LocalEngine
+from posttrain.errors import PosttrainError
+from posttrain.learner import Learner
+from posttrain.models.load import save_model
+from tests.tiny import tiny_folder
+
+HEADS = {"hidden_size": 128, "intermediate_size": 96}
+ASKED = [Request(prompt=np.arange(8, 8 + n, dtype=np.int32), seed=n) for n in (3, 9, 14)]
+
+
+def following(learner):
+    parts = (learner.model, learner.tokenizer, torch.float32, learner.weights, learner.logprobs)
+    return Follower(["max_num_seqs=8"], *parts)
+
+
+def move(learner):
+    with torch.no_grad():
+        for parameter in learner.parameters().values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def agree(learner, follower):
+    samples = follower.generate(ASKED, Sampling(max_tokens=12))
+    pairs = zip(samples, learner.logprobs(samples), strict=True)
+    return max(np.abs(sample.logprobs - logprobs).max() for sample, logprobs in pairs) < 2e-4
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters", "adapters on adapters"])
+def test_it_has_the_weights_of_the_last_refresh(kind, tmp_path):
+    path = str(tiny_folder("qwen2", tmp_path, **HEADS))
+    if kind == "adapters on adapters":
+        first = Learner(ModelConfig(path=path, lora_rank=4), UpdateConfig())
+        move(first)
+        path = str(tmp_path / "first")
+        save_model(first.model, first.tokenizer, tmp_path / "first")
+    learner = Learner(ModelConfig(path=path, lora_rank=0 if kind == "whole" else 4), UpdateConfig())
+    follower = following(learner)
+    assert bool(follower.base) == (kind == "adapters")
+    assert agree(learner, follower)  # told by itself the first time
+    for _ in range(2):
+        move(learner)
+        assert not agree(learner, follower)
+        follower.refresh()
+        assert agree(learner, follower)
+
+
+def test_an_update_that_goes_wrong_is_an_error(tmp_path):
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS))), UpdateConfig())
+    follower = following(learner)
+    follower.weights = lambda: ((name, tensor * 0.9) for name, tensor in learner.weights())
+    with pytest.raises(PosttrainError, match="differ from the trainer's"):
+        follower.refresh()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
+    learner = Learner(model, UpdateConfig(), sampler_copy=ahead, engine=("vllm", "max_num_seqs=8"))
+    local = LocalEngine(learner.trunk, learner.tokenizer)
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+
+    def tokens(samples):
+        return [sample.tokens.tolist() for sample in samples]
+
+    learner.refresh_sampler()
+    old = tokens(local.generate(ASKED, sampling))
+    assert tokens(learner.generate(ASKED, sampling)) == old
+    move(learner)
+    new = tokens(local.generate(ASKED, sampling))
+    assert new != old
+    assert tokens(learner.generate(ASKED, sampling)) == old
+    assert tokens(learner.generate(ASKED, sampling, current=True)) == new
+    if ahead:  # a batch in the making keeps the weights it was begun with
+        assert tokens(learner.generate(ASKED, sampling)) == old
+    learner.refresh_sampler()
+    assert tokens(learner.generate(ASKED, sampling)) == new

@@ -1,0 +1,68 @@
+"""GRPO learns with vLLM what it learns with the local engine, and both agree on what was sampled."""
+
+import importlib.util
+import json
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here", allow_module_level=True)
+
+from posttrain.loops import train
+from tests.e2e.rows import write_rows
+from tests.learn.test_online import PRINTABLE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"ahead": 1}, {"temperature": 0.8, "top_p": 0.9}, {"lora_rank": 8}, {"lora_rank": 8, "ahead": 1}],
+    ids=str,
+)
+def test_reward_rises(changes, tmp_path):
+    metrics = run(tmp_path, **changes)
+    rewards = [row["reward"] for row in metrics]
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    gain = 0.04 if "lora_rank" in changes else 0.15  # adapters on random weights learn little, with every engine
+    assert first < 0.5 and last > first + gain, rewards
+    mismatch = max(row["sampler_kl"] for row in metrics)
+    assert 0 < mismatch < 0.1 if "ahead" in changes else mismatch < 1e-6  # ahead: with weights that are older by a step
+
+
+LAYOUTS = {
+    "two engines": (2, [], []),
+    "one engine in two processes": (2, [], ["tensor_parallel_size=2"]),
+    "an engine apart": (2, ["rollout.devices=1"], []),
+}
+
+
+def test_layouts_change_nothing(tmp_path):
+    """Answers are decided by their seeds, whoever gives them."""
+    found = {}
+    for name, (devices, layout, options) in {"one process": (1, [], []), **LAYOUTS}.items():
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        metrics = run(folder, steps=3, cluster={"devices": devices, "layout": layout}, engine=["vllm", *options])
+        found[name] = [row["reward"] for row in metrics]
+        assert max(row["sampler_kl"] for row in metrics) < 1e-6
+    for name in LAYOUTS:
+        assert found[name] == pytest.approx(found["one process"], abs=0.01), name
+
+
+def run(folder, *, lora_rank=0, steps=20, cluster=None, engine=("vllm", "max_num_seqs=64"), **rollout):
+    (folder / "printable.py").write_text(PRINTABLE)
+    train(
+        "grpo",
+        model={"path": "pico", "lora_rank": lora_rank},
+        data={"train": [write_rows("prompt", folder)]},
+        reward=[f"{folder}/printable.py:score"],
+        rollout={"samples_per_prompt": 8, "max_tokens": 8, "engine": list(engine)} | rollout,
+        rewards={"workers": 1},
+        update={"rows_per_step": 8, "learning_rate": 1e-2 if lora_rank else 1e-3},
+        save={"every": 0},
+        algo={"kl": 0.0},
+        steps=steps,
+        cluster=cluster or {},
+        out=str(folder / "run"),
+        quiet=True,
+    )
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
