@@ -78,10 +78,10 @@ def slim_rows(path: Path, step: int | None = None) -> Iterator[Row]:
 
 def slim(row: Row) -> Row:
     """Without what belongs to single tokens."""
-    mask, kept = row["mask"], {name: row[name] for name in KEPT}
-    kept["length"] = sum(mask)
+    kept = {name: row[name] for name in KEPT}
+    kept["length"] = row["mask"].count("1")
     if "advantages" in row:
-        kept["advantage"] = sum(row["advantages"]) / max(1, sum(mask))
+        kept["advantage"] = sum(row["advantages"]) / max(1, kept["length"])
     if "messages" in row:
         kept["messages"] = row["messages"]
     return kept

@@ -19,6 +19,7 @@ from posttrain.types import Prompt, Sample
 FILE = "rollouts.jsonl"
 ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
+ZERO = np.uint8(ord("0"))
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
@@ -41,7 +42,7 @@ class Rollout:
 
 
 def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
-    """All that is known of it, as JSON can hold it."""
+    """All that is known of it, as JSON can hold it: mask is a text of 0 and 1, streams are of the tokens marked 1."""
     sample = rollout.sample
     row: dict[str, Any] = {
         "step": step,
@@ -58,31 +59,35 @@ def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
         "prompt": rollout.prompt.messages,
         "text": rollout.text,
         "columns": rollout.prompt.columns,
-        "prompt_tokens": rollout.prompt.tokens.tolist(),
+        "prompt_length": len(rollout.prompt.tokens),
         "tokens": sample.tokens.tolist(),
-        "mask": sample.mask.astype(int).tolist(),
+        "mask": (sample.mask + ZERO).tobytes().decode("ascii"),
     }
     if rollout.messages:
         row["messages"] = rollout.messages
     for name in STREAMS:
         stream = getattr(sample, name)
-        if stream is not None:
-            row[name] = stream.tolist()  # a float32 as the shortest decimal that is it, once read as a float32
+        if stream is not None:  # a float32 as the shortest decimal that is it, once read as a float32
+            row[name] = stream[sample.mask].tolist()
     return row
 
 
 def from_row(row: dict[str, Any]) -> Rollout:
     """The inverse of `as_row`."""
-    streams: dict[str, Any] = {name: np.array(row[name], dtype=np.float32) for name in STREAMS if name in row}
+    tokens = np.array(row["tokens"], dtype=np.int32)
+    mask = np.frombuffer(row["mask"].encode("ascii"), dtype=np.uint8) != ZERO
+    streams: dict[str, Any] = {name: np.zeros(len(tokens), dtype=np.float32) for name in STREAMS if name in row}
+    for name, stream in streams.items():
+        stream[mask] = row[name]
     prompt = Prompt(
-        tokens=np.array(row["prompt_tokens"], dtype=np.int32),
+        tokens=tokens[: row["prompt_length"]],
         messages=row["prompt"],
         columns=row["columns"],
         origin=row["origin"],
     )
     sample = Sample(
-        tokens=np.array(row["tokens"], dtype=np.int32),
-        mask=np.array(row["mask"], dtype=np.bool_),
+        tokens=tokens,
+        mask=mask,
         reward=row["reward"],
         baseline=row["baseline"],
         group=row["group"],

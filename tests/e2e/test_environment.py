@@ -79,7 +79,7 @@ def test_what_is_recorded_is_the_conversation(options):
         assert len(said) == row["turns"]
         expected = 0.5 + (len(set("".join(said))) if len(said) == 2 else 0)
         assert row["reward"] == row["rewards"]["environment"] == expected
-        assert sum(row["mask"]) + len(row["prompt_tokens"]) <= len(row["tokens"]) <= len(row["prompt_tokens"]) + 48
+        assert row["mask"].count("1") + row["prompt_length"] <= len(row["tokens"]) <= row["prompt_length"] + 48
     last = rows_of(Path("run/metrics.jsonl"))[-1]
     assert last["sampler_kl"] < 1e-4  # sampler and trainer agree, whatever stands between the turns
 

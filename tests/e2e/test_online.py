@@ -90,8 +90,9 @@ def test_every_prompt_comes_up_once_an_epoch_and_is_recorded(tmp_path):
         assert sorted(lines[epoch * 7 : epoch * 7 + 7]) == list(range(1, 8))
     for row in rows:
         assert row["finish"] in ("stop", "length") and row["version"] == row["step"] - 1
-        answer = row["tokens"][len(row["prompt_tokens"]) :]
-        assert 1 <= len(answer) <= 6 and row["mask"] == [0] * len(row["prompt_tokens"]) + [1] * len(answer)
+        answer = row["tokens"][row["prompt_length"] :]
+        assert 1 <= len(answer) <= 6 and row["mask"] == "0" * row["prompt_length"] + "1" * len(answer)
+        assert len(row["logprobs"]) == len(row["advantages"]) == len(answer)
         assert row["rewards"] == {"judge.score": row["reward"]}
     groups = [rows[at : at + 4] for at in range(0, len(rows), 4)]
     for group in groups:

@@ -80,7 +80,7 @@ def test_best_and_worst_of_the_newest_step(run, capsys):
     found = as_rows(shown(capsys, run, "--json", "--best", 2, "--worst", 1))
     assert [row["reward"] for row in found] == [*rewards[:2], rewards[-1]]
     assert {row["step"] for row in found} == {4} and "tokens" not in found[0]
-    assert found[0]["length"] == sum(next(r for r in recorded if r["text"] == found[0]["text"])["mask"])
+    assert found[0]["length"] == next(r for r in recorded if r["text"] == found[0]["text"])["mask"].count("1")
     text = shown(capsys, run)
     assert text.startswith("step 4: 6 answers, mean reward") and "best:" in text and "worst:" in text
     assert len(re.findall(r"^ +4 ", text, re.MULTILINE)) == 5 + 5

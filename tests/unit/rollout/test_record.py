@@ -22,13 +22,15 @@ MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]),
 @st.composite
 def rollouts(draw):
     size = draw(st.integers(2, 8))
-    stream = st.lists(SINGLE, min_size=size, max_size=size).map(lambda values: np.array(values, dtype=np.float32))
-    mask = [False, *draw(st.lists(st.booleans(), min_size=size - 1, max_size=size - 1))]
-    tokens = st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)
+    mask = np.array([False, *draw(st.lists(st.booleans(), min_size=size - 1, max_size=size - 1))])
+    values = st.lists(SINGLE, min_size=size, max_size=size)
+    stream = values.map(lambda found: np.where(mask, np.array(found, dtype=np.float32), np.float32(0)))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size))
+    tokens = np.array(ids, dtype=np.int32)
     origin = draw(st.text())
     sample = Sample(
-        tokens=np.array(draw(tokens), dtype=np.int32),
-        mask=np.array(mask),
+        tokens=tokens,
+        mask=mask,
         reward=draw(NUMBER),
         baseline=draw(NUMBER),
         group=draw(st.integers(0, 2**40)),
@@ -38,7 +40,7 @@ def rollouts(draw):
         **{name: draw(st.none() | stream) for name in STREAMS},
     )
     prompt = Prompt(
-        tokens=np.array(draw(tokens), dtype=np.int32),
+        tokens=tokens[: draw(st.integers(0, size))],
         messages=draw(st.lists(MESSAGE, max_size=2)),
         columns=draw(st.dictionaries(st.text(), JSON, max_size=3)),
         origin=origin,
