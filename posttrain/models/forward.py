@@ -115,7 +115,8 @@ def token_logprobs(
     """See ops.token_logprobs; by kernels where there are some."""
     head, drawing = trunk.plain_head, request.drawing
     if head is not None and head.serves(drawing):
-        return head.logprobs(states, targets, drawing.temperature, entropy_gradient=request.entropy_gradient)
+        wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
+        return head.logprobs(states, targets, drawing.temperature, **wanted)
     return ops.token_logprobs(
         states, targets, trunk.logits, trunk.vocabulary, drawing, entropy_gradient=request.entropy_gradient
     )

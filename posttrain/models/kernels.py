@@ -289,8 +289,9 @@ def gated_backward_kernel(gradient, gate_up, out, d_gate_up, width, BLOCK: tl.co
 
 
 def pick(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del with_entropy  # it costs nothing here
     rows, vocabulary = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     pick_kernel[(rows,)](

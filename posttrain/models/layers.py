@@ -29,6 +29,7 @@ from posttrain.types import Drawing
 FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 log = logging.getLogger("posttrain")
 LOGITS_PER_CHUNK = 2**28  # half precision: 512 MiB
+LOGITS_PER_CPU_CHUNK = 2**22  # float32: 16 MiB, which a CPU's cache holds while it is worked on
 MASTER = "float32_master"
 """Attribute of a half-precision weight: the float32 tensor that the optimizer updates, whose `grad` adds up."""
 
@@ -36,8 +37,8 @@ MASTER = "float32_master"
 def knows(model: Any) -> bool:
     """Whether the model has the shape that is walked here."""
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
-    if layers is None or not all(type(layer) in FAMILIES for layer in layers):
-        return False
+    if layers is None or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
+        return False  # FSDP puts two classes in front
     config = model.config
     fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
     return fixed_rope and config.hidden_act in ("silu", "swish")
@@ -112,12 +113,15 @@ def run_layer(
     cos, sin = (angle[0] for angle in kwargs["position_embeddings"])
     qkv, x = normed_maps(steps, x, None, norm, maps_to_heads(layer))
     q_norm, k_norm, eps = head_norms(layer)
-    streams = Rotated.apply(qkv, cos, sin, q_norm, k_norm, eps, own.head_dim, own.config.num_attention_heads, steps)
+    config, all_heads = own.config, qkv.shape[1] // own.head_dim
+    shares = config.num_attention_heads + 2 * config.num_key_value_heads
+    heads = all_heads * config.num_attention_heads // shares  # of this tensor rank
+    streams = Rotated.apply(qkv, cos, sin, q_norm, k_norm, eps, own.head_dim, heads, steps)
     query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
     how = {"packing": packing, "scaling": own.scaling, "sliding_window": window_of(layer)}
-    heads = attention.packed_attention(own, query, key, value, None, **how)[0].squeeze(0).flatten(1)
+    seen = attention.packed_attention(own, query, key, value, None, **how)[0].squeeze(0).flatten(1)
     out = own.o_proj
-    mixed = Map.apply(heads, out.weight) if is_plain(out) and out.bias is None else out(heads)
+    mixed = Map.apply(seen, out.weight) if is_plain(out) and out.bias is None else out(seen)
     gate_up, x = normed_maps(steps, mixed, x, next_norm, maps_to_gate(layer))
     down = layer.mlp.down_proj
     if is_plain(down) and down.bias is None:
@@ -322,23 +326,25 @@ class PlainHead:
         plain = head is not None and is_plain(head) and head.bias is None
         if not plain or any(getattr(config, name, None) is not None for name in scalings):
             return None
-        if steps is None and not attention.has_ragged_kernel(model):
+        on_cpu = head.weight.device.type == "cpu"
+        if steps is None and not on_cpu and not attention.has_ragged_kernel(model):
             return None
-        return cls(head, steps or steps_for(head.weight.device))
+        return cls(head, steps or steps_for(head.weight.device), 1 if on_cpu else 256)
 
     def serves(self, drawing: Drawing) -> bool:
         return not drawing.top_k and drawing.top_p >= 1.0 and not drawing.min_p
 
     def logprobs(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, *, entropy_gradient: bool
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, *, entropy: bool, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ops.token_logprobs."""
+        """See ops.token_logprobs; the entropy is 0 where it is not asked for."""
         count = len(targets)
         padding = -count % self.multiple
         if padding:
             hidden, targets = F.pad(hidden, (0, 0, 0, padding)), F.pad(targets, (0, padding))
-        logprobs, entropy = Picked.apply(hidden, self.head.weight, targets, temperature or 1.0, self.steps)
-        return logprobs[:count], entropy[:count] if entropy_gradient else entropy[:count].detach()
+        options = (temperature or 1.0, self.steps, entropy)
+        logprobs, entropies = Picked.apply(hidden, self.head.weight, targets, *options)
+        return logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach()
 
 
 class Picked(torch.autograd.Function):
@@ -352,10 +358,12 @@ class Picked(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         steps: ModuleType,
+        with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = max(1, LOGITS_PER_CHUNK // len(weight))
+        logits = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
+        size = max(1, logits // len(weight))
         parts = [
-            steps.pick(part @ weight.t(), wanted, temperature)
+            steps.pick(part @ weight.t(), wanted, temperature, with_entropy=with_entropy)
             for part, wanted in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
@@ -386,7 +394,7 @@ class Picked(torch.autograd.Function):
                 weight_gradients([weight], d_logits, hidden[rows])
             else:
                 d_weight = add_product(d_weight, d_logits.t(), hidden[rows])
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 # Gradients of weights
@@ -418,8 +426,7 @@ def weight_gradients(
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a @ b in place, added up in float32: rounded to half precision a hundred times it would lose much."""
     if a.device.type == "cpu":
-        product = a.float() @ b.float()
-        return product if total is None else total.add_(product)
+        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

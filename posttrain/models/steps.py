@@ -132,13 +132,15 @@ def gated_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch
 
 
 def pick(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probability of the target, entropy, normalizer) of each row of logits [n, V]; float32 [n] each."""
-    wide = logits.float() / temperature
+    """(log-probability of the target, entropy if wanted, normalizer) of each row of logits [n, V]; float32 [n] each."""
+    wide = tempered(logits, temperature)
     normalizer = wide.logsumexp(-1)
     picked = wide.gather(-1, targets[:, None])[:, 0] - normalizer
-    entropy = normalizer - ((wide - normalizer[:, None]).exp() * wide).sum(-1)
+    if not with_entropy:
+        return picked, torch.zeros_like(picked), normalizer
+    entropy = normalizer - (wide - normalizer[:, None]).exp_().mul_(wide).sum(-1)
     return picked, entropy, normalizer
 
 
@@ -152,13 +154,21 @@ def pick_backward(
     d_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
     """The gradient of the logits [n, V], written over them."""
-    logp = logits.float() / temperature - normalizer[:, None]
-    p = logp.exp()
-    gradient = -p * d_picked[:, None]
+    logp = tempered(logits, temperature).sub_(normalizer[:, None])
+    if d_entropy is None:
+        gradient = logp.exp_().mul_(-d_picked[:, None])
+    else:
+        p = logp.exp()
+        gradient = -p * (d_picked[:, None] + d_entropy[:, None] * (logp + entropy[:, None]))
     gradient.scatter_add_(-1, targets[:, None], d_picked[:, None].to(gradient.dtype))
-    if d_entropy is not None:
-        gradient -= d_entropy[:, None] * p * (logp + entropy[:, None])
-    return logits.copy_(gradient / temperature)
+    if temperature != 1.0:
+        gradient /= temperature
+    return gradient if gradient.data_ptr() == logits.data_ptr() else logits.copy_(gradient)
+
+
+def tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """In float32; the logits themselves, where they need no change."""
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def gather_backward(gradient: torch.Tensor, places: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

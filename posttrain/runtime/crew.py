@@ -86,6 +86,7 @@ class Call:
     role: str
     method: str
     number: int
+    began: float = field(default_factory=time.monotonic)
     answers: dict[int, Any] = field(default_factory=dict)
     faults: dict[int, tuple[str, str, float]] = field(default_factory=dict)  # rank -> see worker.described
 
@@ -138,7 +139,7 @@ class Crew:
 
     def wait(self, call: Call) -> None:
         """Until all have answered; raises at the first failure, or when the deadline is over."""
-        until = time.monotonic() + self.seconds
+        until = call.began + self.seconds
         with self.news:
             while not self.failed(call) and len(call.answers) < self.size and time.monotonic() < until:
                 self.news.wait(until - time.monotonic())

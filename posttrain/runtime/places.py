@@ -80,7 +80,7 @@ class Places:
         layout = self.cluster.of("rollout")
         first, each = self.first("rollout"), layout.tensor_parallel
         numbers = range(first, first + layout.devices, each)
-        self.seats = [Seat(partial(self.make, number, 1, each), start) for number in numbers]
+        self.seats = [Seat(partial(self.make, number, each), start) for number in numbers]
         return self.seats
 
     def meet(self, size: int) -> Meeting:

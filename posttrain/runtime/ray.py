@@ -71,6 +71,7 @@ class RayCluster:
         self.threads = max(1, int(resources.get("CPU", 1)) // self.devices) if self.kind == "CPU" else 0
         have = int(resources.get(self.kind, 0))
         if have < self.devices and all(node.alive for node in nodes.values()):  # a lost one may come back
+            self.close()
             raise UsageError(
                 f"cluster.devices is {self.devices}, but the Ray cluster has {have} {self.kind}s on {len(nodes)} "
                 f"node{'s' if len(nodes) > 1 else ''}. Start Ray on more nodes, or lower cluster.devices."
@@ -362,7 +363,7 @@ def connect(address: str) -> bool:
             f"cluster.ray is {address}: a remote client cannot be spoken to by workers. Run the command on a node of "
             "the cluster, with --cluster.ray auto."
         )
-    ours = LocalCluster.running() if address == "auto" and "RAY_ADDRESS" not in os.environ else None
+    ours = LocalCluster.running() if address == "auto" and not os.environ.get("RAY_ADDRESS") else None
     if ours is not None:
         address = ours.address
         os.environ |= ours.environment()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.engines.base import Request, Sampling
 from posttrain.errors import WorkerError
@@ -35,7 +37,7 @@ class Sampler:
     def connect(self, meeting: Meeting, rank: int) -> str:
         """Meet the sender and the others; why it could not be done, or nothing."""
         try:
-            self.transfer = Transfer(meeting, rank)
+            self.transfer = Transfer(meeting, rank + own_rank())
         except RuntimeError as error:  # one of them is gone: the controller replaces it
             return first_line(error)
         return ""
@@ -68,6 +70,11 @@ def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> An
     apply_template(tokenizer, template)
     config = read_config(resolve_path(model.path), "token")
     return vllm.VllmEngine(config, tokenizer, options, dtype=compute_dtype(model, default_device()))
+
+
+def own_rank() -> int:
+    """Among the processes that hold one engine together."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def first_line(error: RuntimeError) -> str:
@@ -137,8 +144,12 @@ class Samplers:
 
     def connect(self) -> str:
         """Form a new group; what went wrong, or nothing."""
-        meeting = self.meet(len(self.seats) + 1)
-        pending = [(seat, seat.submit("connect", meeting, rank)) for rank, seat in enumerate(self.seats, start=1)]
+        sizes = [seat.workers.size if seat.workers else 1 for seat in self.seats]
+        meeting = self.meet(sum(sizes) + 1)
+        firsts = [1 + sum(sizes[:place]) for place in range(len(sizes))]
+        pending = [
+            (seat, seat.submit("connect", meeting, first)) for first, seat in zip(firsts, self.seats, strict=True)
+        ]
         refused = self.sender.submit("connect", meeting)
         trouble = self.lost(pending) or next(filter(None, refused.result()), "")
         self.connected = not trouble

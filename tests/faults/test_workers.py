@@ -128,7 +128,7 @@ def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_sam
             metrics, expected = apart.train_step(found), alone.train_step(expected)
             assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
             assert metrics["sync_bytes"] > 2 * 900_000 * 4, "all weights to both"
-            lost = seats[step % 2].pool
+            lost = seats[1 - step % 2].pool
             if step == 0:
                 lost.channels[0].process.kill()
             elif step == 1:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.learner import Learner
+from posttrain.models import layers
+from posttrain.models import steps as plain_steps
 from posttrain.models.shard import Layout
 from posttrain.runtime.base import cut
 from posttrain.types import Objective, Request, count
@@ -38,6 +40,7 @@ class Case:
     steps: int = 2
     tokens: int = 1000  # in a pack
     everywhere: bool = True  # or by two processes only, which saves time
+    fat: bool = False  # with the layers that a GPU runs
 
 
 CASES = {
@@ -58,6 +61,8 @@ CASES = {
     "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}, everywhere=False),
     "experts": Case("sft", "mixtral", model={"router_loss": 0.1}, splits=False, tokens=30),
     "latent attention": Case("sft", "deepseek_v3", splits=False, everywhere=False),
+    "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
+    "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True, everywhere=False),
     "positions learnt": Case("sft", "gpt2", splits=False, everywhere=False),
 }
 
@@ -78,6 +83,8 @@ def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1
     head = "score" if case.critic else algo.head
     options = {"head": head, "teacher": teacher, "value_head": "values" in algo.outputs(), "layout": layout}
     learner = Learner(model, UpdateConfig(tokens_per_device=case.tokens, **case.update), **options)
+    if case.fat:
+        assert learner.inside(layers.speed_up, learner.model, plain_steps)
     policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)

@@ -84,7 +84,7 @@ def test_more_than_there_is(both, tmp_path):
         places.pool("actor")
     import ray
 
-    ray.shutdown()
+    assert not ray.is_initialized()
 
 
 def test_places_that_others_have(places):
@@ -96,6 +96,15 @@ def test_places_that_others_have(places):
         WorkerError, match=r"no places for 6 workers with 1 CPU each within 2 s.* Free are \d of 6 CPUs"
     ):
         other.pool("actor")
+
+
+def test_two_ways_to_start_workers(monkeypatch):
+    from posttrain.cli.train import read
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="torchrun or srun started 2 processes"):
+        read("sft", ["--model.path", "pico", "--data.train", "rows.jsonl", "--cluster.ray", "auto"])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_two_actors_compute_what_one_process_does(verb, both, models, tmp_path):
     assert posttrain(*options, "--out", tmp_path / "one") == 0
     assert posttrain(*options, "--out", tmp_path / "two", *on_ray(both, 2)) == 0
     agree(tmp_path / "two", tmp_path / "one")
-    assert len(rows_of(tmp_path / "two")) == STEPS
+    assert len(rows_of(tmp_path / "two")) == STEPS and all(row["grad_norm"] > 0 for row in rows_of(tmp_path / "two"))
     assert sorted(file.name for file in (tmp_path / "two/logs").glob("worker-*")) == ["worker-0.log", "worker-1.log"]
 
 
@@ -71,6 +71,5 @@ def test_roles_of_ppo_on_actors_of_their_own_and_together(both, models, tmp_path
     assert len({process for process, _ in places}) == 5 and len({node for _, node in places}) == 2
     names = ("loss", "grad_norm", "reward", "kl", "critic/loss", "critic/grad_norm")
     agree(tmp_path / "apart", tmp_path / "one", names)
-    together = Run(tmp_path / "together", *ppo(models), *on_ray(both, 2))
-    assert together.wait() == 0, together.said()
+    assert posttrain(*ppo(models), "--out", tmp_path / "together", *on_ray(both, 2)) == 0
     agree(tmp_path / "together", tmp_path / "one", names)

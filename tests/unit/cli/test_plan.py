@@ -196,3 +196,38 @@ def test_no_weight_is_loaded(tmp_path, capsys):
     assert "It fits" in capsys.readouterr().out
     assert torch.float32 == plan.dtype_of(configs.ModelConfig(), torch.device("cpu"))
     assert torch.bfloat16 == plan.dtype_of(configs.ModelConfig(), torch.device("cuda"))
+
+
+def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
+    from posttrain.models import memory
+
+    config = settings("sft", **{"model.path": "pico", "cluster.devices": 8, "cluster.layout": ("tp=2",)})
+    assert plan.plan("sft", config, device_gib=80.0) == 0
+    out = capsys.readouterr().out
+    ledger = lines_of(out)
+    assert ledger["devices"] == ("8", "4 of them see different samples, 2 divide each layer; zero 3")
+    assert "on each of its devices with 80.0 GiB" in out and "It fits" in out
+    model = memory.empty_model(config.model, "token", torch.bfloat16)
+    one = memory.standing(model, average=False)
+    four = memory.share(model, memory.Division(4), average=False)
+    assert four.masters == pytest.approx(one.masters / 4, rel=1e-3) and four.weights == 0
+    assert four.optimizer == pytest.approx(one.optimizer / 4, rel=1e-2)
+    split = memory.share(model, memory.Division(4, 2), average=False)
+    assert 0.5 < split.masters / four.masters < 1, "embeddings stay whole"
+    whole = sum(p.numel() for p in model.parameters()) * 2
+    assert memory.gathered(model, memory.Division(4, zero=2)) >= whole
+    assert memory.gathered(model, memory.Division(4)) < memory.gathered(model, memory.Division(4, zero=2))
+
+
+def test_roles_on_devices_of_their_own_are_told_apart(capsys):
+    layout = ("critic.devices=2", "reference.devices=1", "rollout.devices=4")
+    together = settings("ppo", **{"model.path": "pico", "cluster.devices": 8})
+    apart = settings("ppo", **{"model.path": "pico", "cluster.devices": 8, "cluster.layout": layout})
+    plan.plan("ppo", together, device_gib=80.0)
+    ledger = lines_of(capsys.readouterr().out)
+    assert {"critic", "reference", "to generate with"} <= set(ledger)
+    plan.plan("ppo", apart, device_gib=80.0)
+    out = capsys.readouterr().out
+    ours, others = out.split("on devices of their own, each:")
+    assert not {"critic", "reference", "to generate with"} & set(lines_of(ours))
+    assert "4 engines" in lines_of(others)["rollout"][1] and "2 devices" in lines_of(others)["critic"][1]

@@ -62,7 +62,7 @@ def some_samples() -> list[Sample]:
 def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0) -> dict[str, torch.Tensor]:
     """Of a loss that uses log-probabilities and entropies; `by` the steps of a module, or the model's own code."""
     model = copy.deepcopy(model).to(device)
-    trunk = Trunk(model, attention.has_ragged_kernel(model))
+    trunk = Trunk(model, attention.has_ragged_kernel(model))  # without a plain head
     if by is not None:
         assert layers.speed_up(model, by)
         trunk.plain_head = layers.PlainHead.of(model, by)
@@ -88,6 +88,7 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
     monkeypatch.setattr(layers, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 5 * VOCABULARY)
 
 
 @pytest.mark.parametrize("shared", [0, 5])
@@ -161,10 +162,9 @@ def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
 
 def test_a_head_with_something_behind_it_is_left_alone() -> None:
     model = model_of("llama")
-    assert layers.PlainHead.of(model) is None, "there are no kernels for a CPU"
-    assert layers.PlainHead.of(model, steps) is not None
+    assert layers.PlainHead.of(model) is not None
     model.config.logit_scale = 0.5
-    assert layers.PlainHead.of(model, steps) is None
+    assert layers.PlainHead.of(model) is None
 
 
 @pytest.mark.gpu

@@ -1,0 +1,61 @@
+"""What can be known of workers on Ray without Ray; the rest is in tests/ray."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.cli.cluster import run as cluster
+from posttrain.errors import UsageError
+from posttrain.runtime.ray import LocalCluster, connect, interface_of, passed_on, state_file
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Where a cluster is remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_without_ray(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # which it would set for good
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"cluster\.ray needs Ray: pip install 'posttrain\[ray\]'"):
+        connect("auto")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="Ray is not installed"):
+        cluster(["up"])
+    assert cluster(["down"]) == 0
+    assert "no cluster" in capsys.readouterr().out
+
+
+def test_a_remote_client_is_refused():
+    with pytest.raises(UsageError, match="Run the command on a node of the cluster"):
+        connect("ray://127.0.0.1:10001")
+
+
+def test_a_cluster_that_is_gone_is_not_remembered():
+    assert LocalCluster.running() is None
+    started = subprocess.Popen([sys.executable, "-c", "input()", "ray.scripts.scripts"], stdin=subprocess.PIPE)
+    written = LocalCluster("127.0.0.2:1234", "secret", (started.pid,), "folder")
+    written.write()
+    assert state_file().stat().st_mode & 0o077 == 0, "it holds the token"
+    assert LocalCluster.running() == written
+    assert written.environment() == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret"}
+    started.communicate(b"\n")
+    assert LocalCluster.running() is None
+    LocalCluster("127.0.0.2:1234", "secret", (os.getpid(),), "folder").write()
+    assert LocalCluster.running() is None, "a process that is no Ray has its number now"
+
+
+def test_what_workers_are_told(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert passed_on()["HF_HUB_OFFLINE"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in passed_on() and "PATH" not in passed_on()
+
+
+def test_interfaces():
+    assert interface_of("127.0.0.3") == "lo"
+    assert interface_of("192.0.2.77") == ""
