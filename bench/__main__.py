@@ -12,7 +12,7 @@ from pathlib import Path
 
 TABLES = ("generate", "sft", "dpo", "grpo")  # bench/<name>.py with a function measure_<name>(options)
 CURVES = "curves"
-OTHERS = ("data", "convert", "serve")  # with a function measure_<name>()
+OTHERS = ("data", "convert", "serve", "scale")  # with a function measure_<name>()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,0 +1,153 @@
+"""What many processes cost: samples on their way, calls of a step, weights from the training to the rollout layout.
+
+On a CPU: processes of this machine over gloo, a model of 135M parameters. On a GPU: the copy that a sharded learner of
+7B parameters keeps to generate with is brought up to date on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.common import GPU, SHAPES, Shape, saved_model
+from posttrain.config import ClusterConfig, ModelConfig, UpdateConfig
+from posttrain.learner import Learner
+from posttrain.models.shard import Layout
+from posttrain.runtime.base import LearnerGroup
+from posttrain.runtime.host import Ref
+from posttrain.runtime.places import Places
+from posttrain.runtime.samplers import Sampler, Samplers
+from posttrain.runtime.transfer import Sender
+from posttrain.types import Objective, Request, Sample
+
+SECONDS = 600.0
+ROUNDS = 5
+SMOL = Shape(576, 30, 9, 3, 1536, 49_152, True, 64)  # SmolLM2-135M
+
+
+def measure_scale() -> None:
+    if GPU:
+        move_on_the_device()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        transport(Path(name))
+        for workers in (1, 2, 4):
+            overhead(workers, Path(name))
+        move_between_processes(Path(name))
+
+
+def samples_of(rows: int, tokens: int, streams: int = 1) -> list[Sample]:
+    """Answers as reinforcement learning sends them to be trained on."""
+    rng = np.random.default_rng(0)
+    names = ("logprobs", "advantages", "ref_logprobs")[:streams]
+    return [
+        Sample(
+            tokens=rng.integers(0, 50_000, tokens).astype(np.int32),
+            mask=np.arange(tokens) > 0,
+            **{stream: rng.random(tokens).astype(np.float32) for stream in names},
+        )
+        for _ in range(rows)
+    ]
+
+
+class Idle:
+    """A learner that does nothing: what is left is the controller's work."""
+
+    def forward_backward(self, samples: list[Sample], *_: object) -> dict[str, tuple[float, None]]:
+        return {"loss": (float(len(samples)), None)}
+
+    def logprobs(self, samples: list[Sample], **_: object) -> list[np.ndarray]:
+        return [np.zeros(len(sample), dtype=np.float32) for sample in samples]
+
+    def step(self, _: float) -> dict[str, float]:
+        return {"grad_norm": 1.0}
+
+
+def no_loss(*_: object) -> None:
+    return None
+
+
+def timed(work) -> float:
+    """Seconds, the median of some rounds after one that is not counted."""
+    work()
+    taken = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def transport(folder: Path) -> None:
+    places = Places(ClusterConfig(devices=2, limits=(0, SECONDS), layout=("critic.devices=1",)), folder / "logs")
+    try:
+        workers = places.pool("critic").start("critic", Idle)
+        samples = samples_of(1024, 4096, 3)
+        size = sum(array.nbytes for s in samples for array in (s.tokens, s.mask, s.logprobs, s.advantages))
+        seconds = timed(lambda: workers.scatter("forward_backward", [samples]))
+        print(f"scale: 1,024 samples x 4,096 tokens ({size / 1e6:.0f} MB) to a worker: {seconds:.3f} s", flush=True)
+    finally:
+        places.close()
+
+
+def overhead(count: int, folder: Path) -> None:
+    """One step's calls: log-probabilities of 512 x 384 tokens, gradients, the optimizer."""
+    cluster = ClusterConfig(devices=count + 1, limits=(0, SECONDS), layout=("critic.devices=1",))
+    places = Places(cluster, folder / "logs")
+    try:
+        group = LearnerGroup(places.pool("actor").start("actor", Idle))
+        samples = samples_of(512, 384)
+        objective = Objective(request=Request(), loss=no_loss, unit="token")
+
+        def step() -> None:
+            group.logprobs(samples)
+            group.forward_backward(samples, objective, 1, 1)
+            group.step(1e-6)
+
+        print(f"scale: calls of a step, {count} workers, 512 x 384 tokens: {1000 * timed(step):.1f} ms", flush=True)
+    finally:
+        places.close()
+
+
+def move_between_processes(folder: Path) -> None:
+    """From 2 FSDP ranks to a rollout worker of its own."""
+    with saved_model(SMOL) as path:
+        move(ModelConfig(path=path), folder)
+
+
+def move(model: ModelConfig, folder: Path) -> None:
+    places = Places(ClusterConfig(devices=3, limits=(0, SECONDS), layout=("rollout.devices=1",)), folder / "logs")
+    try:
+        actor = places.pool("actor")
+        actor.start("actor", Learner, model, UpdateConfig(), trainable=False)
+        sender = actor.start("sender", Sender, Ref("actor"))
+        seats = places.seats_for_rollouts(lambda pool: pool.start("rollout", Sampler, model, ("local",), "", 0))
+        samplers = Samplers(seats, sender, places.meet)
+        for _ in range(3):
+            samplers.refresh_sampler()
+            moved = samplers.moved
+            print(
+                f"scale: 135M, 2 FSDP ranks -> a rollout worker: {moved.bytes / 1e6:.0f} MB in {moved.seconds:.2f} s",
+                flush=True,
+            )
+    finally:
+        places.close()
+
+
+def move_on_the_device() -> None:
+    with saved_model(SHAPES["7b"]) as path:
+        options = {"trainable": False, "sampler_copy": True, "layout": Layout(always=True)}
+        learner = Learner(ModelConfig(path=path), UpdateConfig(), **options)
+        for _ in range(ROUNDS):
+            learner.version += 1  # as a step of the optimizer does
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            learner.refresh_sampler()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+            print(f"scale: 7B, float32 shards -> bfloat16 copy on one device: {seconds:.3f} s", flush=True)
