@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-gpu test-vllm lint bench docs clean
+.PHONY: setup demo test test-gpu test-vllm test-ray lint bench docs clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -25,10 +25,15 @@ demo: setup
 
 # One thread a process: two processes on two cores, and the same numbers on every machine.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu' --ignore tests/ray --ignore tests/vllm tests
 
 test-gpu:
 	python3 -m pytest -m gpu tests
+
+# Takes minutes: clusters of several nodes are started, and killed.
+test-ray: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray
 
 # vLLM chooses a torch and brings companions that do not fit it: an environment of its own, torch first.
 test-vllm: .venv-vllm/ready

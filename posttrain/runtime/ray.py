@@ -93,9 +93,9 @@ class RayCluster:
         bundle = {"CPU": 1.0} if self.kind == "CPU" else {"CPU": 1.0, "GPU": float(each)}
         group = placement_group([bundle] * size, strategy="PACK")
         try:
-            if not group.wait(min(NOTICE_SECONDS, self.seconds)):
-                log.warning("waiting for Ray to find places for %s", self.wanted(size, each))
-                if not group.wait(max(0.0, self.seconds - NOTICE_SECONDS)):
+            if not ready(group, min(NOTICE_SECONDS, self.seconds)):
+                log.warning("waiting for Ray to find places for %s. %s", self.wanted(size, each), self.state())
+                if not ready(group, self.seconds - NOTICE_SECONDS):
                     raise WorkerError(
                         f"Ray found no places for {self.wanted(size, each)} within {self.seconds:g} s "
                         f"(cluster.limits). {self.state()}",
@@ -125,6 +125,14 @@ class RayCluster:
             import ray
 
             ray.shutdown()
+
+
+def ready(group: Any, seconds: float) -> bool:
+    """Whether a placement group has its places within so long."""
+    until = time.monotonic() + seconds
+    while not (found := group.wait(1)) and time.monotonic() < until:
+        pass  # in between signals are seen, which Ray's own wait does not let through
+    return bool(found)
 
 
 class RayPool(Crew):

@@ -417,7 +417,9 @@ def full(*_args, **_options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
 
-@pytest.mark.parametrize("broken", ["posttrain.learner.save_tensors", "posttrain.learner.save_model", "os.fsync"])
+@pytest.mark.parametrize(
+    "broken", ["posttrain.models.optimizer.save_tensors", "posttrain.learner.save_model", "os.fsync"]
+)
 def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     assert command(*training("--out", "whole", save=2)) == 0

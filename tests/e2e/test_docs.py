@@ -259,7 +259,8 @@ def test_options_named_in_the_documentation_exist():
     known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm))}
     sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
     known |= {key for verb in PIPELINES for key in option_keys(start_of(verb))}
-    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+)(?=[`\s,;.)])")
+    end = r"(?=[`\s,;.)])(?!\.\d)"  # the last: not model.layers.1
+    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+){end}")
     found = 0
     for document in DOCUMENTS:
         for match in named.finditer(text_of(document)):

@@ -61,7 +61,7 @@ def test_an_optional_package_is_only_noted(monkeypatch):
         "wandb", "missing, for log.to wandb:PROJECT", "note", ">=0.20", "pip install 'wandb>=0.20'"
     )
     assert (found["peft"].state, found["peft"].found) == ("note", "0.1")
-    assert found["ray"].fix == "pip install ray"
+    assert found["ray"].fix == "pip install 'ray>=2.60,<2.61'"
 
 
 def test_ranges_come_from_the_source_tree_when_nothing_is_installed(monkeypatch):

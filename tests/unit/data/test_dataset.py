@@ -395,7 +395,7 @@ def test_split(tmp_path):
     assert split_rows(data, 0.1, seed=4)[1].fingerprint != held_out.fingerprint
     for fraction, size in ((0.001, 1), (0.999, 49)):
         assert len(split_rows(data, fraction, seed=0)[1].rows) == 2 * size
-    with pytest.raises(UsageError, match="between 0 and 1"):
+    with pytest.raises(UsageError, match="above 0 and below 1"):
         split_rows(data, 1.0, seed=0)
     one = load_dataset([write(tmp_path, rows[:1])], encoder("pair"), None, None)
     with pytest.raises(UsageError, match="one row cannot be divided"):
