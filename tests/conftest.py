@@ -1,10 +1,14 @@
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and commands under test are to hear Ctrl-C
 
 torch.set_num_threads(1)  # two busy threads on two cores are slower than one, and sums keep their order
 

@@ -134,6 +134,7 @@ def test_texts_for_peers_are_the_same_tokens(tmp_path):
 
 
 def test_curves_are_measured_and_drawn(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     main(["curves", "--picture", str(picture)])
     found = json.loads(picture.with_suffix(".json").read_text(encoding="utf-8"))
@@ -142,6 +143,7 @@ def test_curves_are_measured_and_drawn(tiny, tmp_path):
 
 
 def test_curves_can_be_drawn_again_elsewhere(tmp_path):
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     memory = [{"vocabulary": v, "tokens": t, "gib": v / 1e5 + t / 1024} for v in (1000, 9000) for t in (1024, 2048)]
     speed = [{"batch": 1, "length": 256, "tokens_per_second": 100.0}]
