@@ -37,7 +37,9 @@ def test_a_remote_client_is_refused():
 
 def test_a_cluster_that_is_gone_is_not_remembered():
     assert LocalCluster.running() is None
-    started = subprocess.Popen([sys.executable, "-c", "input()", "ray.scripts.scripts"], stdin=subprocess.PIPE)
+    program = [sys.executable, "-c", "print(flush=True); input()", "ray.scripts.scripts"]
+    started = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    started.stdout.readline()  # the system knows its command line a moment after it was started
     written = LocalCluster("127.0.0.2:1234", "secret", (started.pid,), "folder")
     written.write()
     assert state_file().stat().st_mode & 0o077 == 0, "it holds the token"
