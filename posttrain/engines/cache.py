@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engines import plain
+from posttrain.models import steps as layer_steps
 from posttrain.models.attention import plain_attention
 
 
 def steps_for(device: torch.device) -> ModuleType:
-    """Where the small steps of decoding come from: Triton kernels on a GPU that has Triton, plain PyTorch elsewhere."""
-    if device.type != "cuda":
+    """Where the small steps of decoding come from: as those of a layer, see models/steps.py."""
+    if layer_steps.steps_for(device) is layer_steps:
         return plain
-    try:
-        from posttrain.engines import kernels
-    except ImportError:
-        return plain
+    from posttrain.engines import kernels
+
     return kernels
 
 
