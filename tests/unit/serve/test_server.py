@@ -330,7 +330,10 @@ def test_time_is_limited():
         status, _, answer = ask(server.port, "POST", "/v1/chat/completions", body)
         assert (status, answer["error"]["code"]) == (504, "timeout")
         with pytest.raises(openai.APIError, match="longer than"):
-            list(client_of(server).chat.completions.create(model="pico", messages=ASKED, stream=True))
+            stream = client_of(server).chat.completions.create(
+                model="pico", messages=ASKED, stream=True, extra_body={"ignore_eos": True}
+            )
+            list(stream)
         wait_for(lambda: server.service.scheduler.running == 0)
 
 
