@@ -146,8 +146,7 @@ def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner
 def objective(name: str) -> tuple[Any, Objective]:
     """An algorithm with its defaults, and what a learner must know of it."""
     algo = ALGORITHMS[name](ALGORITHMS[name].Config())
-    wanted = Objective(request=algo.request(lambda _: 0), loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
-    return algo, wanted
+    return algo, algo.objective(algo.request(lambda _: 0))
 
 
 def update(policy: Learner, samples: list[Sample], wanted: Objective) -> float:

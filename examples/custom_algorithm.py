@@ -32,6 +32,7 @@ class DynamicFineTuning(Algorithm):
 
     rows = "chat"
     unit = "token"
+    separable = True  # no token's part reads another's log-probability
 
     def check(self) -> None:
         if self.config.power < 0:

@@ -27,6 +27,7 @@ from posttrain.verbs import TRAINERS
 Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 LAYOUT_KEYS = ("devices", "tp", "zero")
+INFLIGHT = "inflight"  # among rollout.engine
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,7 +233,12 @@ class RolloutConfig:
     max_mismatch: float = 0.1
     """Stop when sampler and trainer disagree by this KL a token, three steps in a row; warn at a tenth."""
     engine: tuple[str, ...] = ("local",)
-    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`."""
+    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`;
+    with `inflight` new weights are taken in the middle of answers."""
+
+    @property
+    def inflight(self) -> bool:
+        return INFLIGHT in self.engine[1:]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -518,6 +524,7 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
 def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> None:
     """The same for the sections of trainers that generate."""
     rollout, rewards = config.rollout, config.rewards
+    options = [entry for entry in rollout.engine[1:] if entry != INFLIGHT]
     names = "the names of verifiers, FILE.py:FUNCTION, model:PATH or http://..."
     judged = config.reward or rollout.environment
     refuse(not judged, f"reward is not set: what judges answers? Give {names}: --reward gsm8k")
@@ -541,8 +548,18 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         "batch that may fail, from 0 to 1.",
     )
     refuse(
-        rollout.engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in rollout.engine[1:]),
+        rollout.engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in options),
         f"rollout.engine is {' '.join(rollout.engine)!r}; it must be local, or vllm and its options as name=value.",
+    )
+    refuse(
+        rollout.inflight and not (rollout.ahead and "rollout" in config.cluster.own_devices()),
+        "rollout.engine has inflight, but answers are not made while the model learns: set --rollout.ahead 1 and "
+        "--cluster.layout rollout.devices=N.",
+    )
+    refuse(
+        rollout.inflight and config.cluster.of("rollout").tensor_parallel > 1,
+        "rollout.engine has inflight, and cluster.layout rollout.tp: an engine that several processes hold together "
+        "cannot change its weights in the middle of answers. Leave one of them out.",
     )
     refuse(
         rollout.engine[0] == "local" and config.cluster.of("rollout").tensor_parallel > 1,
@@ -550,8 +567,8 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         "--rollout.engine vllm.",
     )
     refuse(
-        rollout.engine[0] == "local" and len(rollout.engine) > 1,
-        f"rollout.engine local has no options of its own, but got {' '.join(rollout.engine[1:])}.",
+        rollout.engine[0] == "local" and bool(options),
+        f"rollout.engine local has no options of its own, but got {' '.join(options)}.",
     )
     for key, low, high in (
         ("rollout.samples_per_prompt", 1, None),

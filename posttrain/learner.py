@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,14 +21,15 @@ import torch
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate, pack
 from posttrain.data.templates import apply_template, stop_ids
+from posttrain.engines.base import Between, Sampling
 from posttrain.engines.base import Request as Wanted
-from posttrain.engines.base import Sampling
 from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
-from posttrain.errors import UsageError
-from posttrain.models import lora
+from posttrain.engines.probe import probe
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.models import lora, memory
 from posttrain.models.checkpoint import load_tensors, save_tensors
-from posttrain.models.forward import Trunk, check_router, forward, prove
+from posttrain.models.forward import TokenSlopes, Trunk, check_router, forward, prove
 from posttrain.models.load import (
     compute_dtype,
     load_model,
@@ -45,6 +48,7 @@ VALUE_HEAD = "value_head.weight"
 SHARED_TOKENS = 16  # neighbours with so long a common beginning compute it once
 LARGEST = "largest_"
 """Metrics of this prefix are the largest of all packs and ranks, not sums."""
+SLOPE_ERROR = f"{LARGEST}slope_error"
 
 T = TypeVar("T")
 Part = Literal["model", "optimizer"]
@@ -115,7 +119,11 @@ class Learner:
             self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
+        self.config, self.head = model, head
+        LEARNERS.add(self)
         self.version = 0  # of the weights
+        self.dropout_seed = seed if model.lora_dropout and trainable else None
+        self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and self.follower is None:
             self.refresh_sampler()
 
@@ -129,15 +137,40 @@ class Learner:
         if self.follower is not None and not self.own_sampler:
             self.follower.sleep()
         totals = Totals()
-        for batch in self.paced(self.batches(samples, objective.group_size)):
-            self.inside(self.scaled_loss, batch, objective, denominator, tokens, totals).backward()
-        return totals.read()
+        with self.decided_dropout():
+            for batch in self.paced(self.batches(samples, objective.group_size)):
+                self.inside(self.scaled_loss, batch, objective, denominator, tokens, totals).backward()
+        sums = totals.read()
+        error, _ = sums.pop(SLOPE_ERROR, (0.0, None))
+        if error > 1e-4:
+            raise PosttrainError(
+                f"the algorithm says `separable`, but a token's part of its loss reads the log-probabilities of other "
+                f"tokens: gradients would be wrong by {error:.2g} of their size. Set `separable = False` in its class."
+            )
+        return sums
+
+    @contextmanager
+    def decided_dropout(self) -> Iterator[None]:
+        """What is dropped follows from seed, step and data rank, so that no generator's state need be saved."""
+        if self.dropout_seed is None:
+            yield
+            return
+        assert self.optimizer is not None
+        rank = 0 if self.shards is None else self.shards.rank // self.shards.layout.tensor_parallel
+        words = np.random.SeedSequence((self.dropout_seed, self.optimizer.steps, self.passes, rank)).generate_state(2)
+        self.passes += 1
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+            yield
 
     def scaled_loss(
         self, batch: Batch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
     ) -> torch.Tensor:
         """What is differentiated of one pack; 0 of a pack for company."""
-        out = forward(self.trunk, self.company() if batch is None else batch, objective.request, self.teacher)
+        pack, slopes = self.company() if batch is None else batch, None
+        if batch is not None and objective.separable:
+            slopes = TokenSlopes(objective, batch, denominator, partial(totals.add, SLOPE_ERROR))
+        out = forward(self.trunk, pack, objective.request, self.teacher, slopes)
         if batch is None:
             return touch(torch.zeros((), device=self.device), out)
         loss = objective.loss(out, batch)
@@ -153,12 +186,14 @@ class Learner:
         """Apply and forget the gradients; see Optimizer.step."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.version += 1
+        self.passes = 0
         return self.optimizer.step(learning_rate)
 
     def discard(self) -> dict[str, float]:
         """Forget the gradients instead of applying them."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.optimizer.forget_gradients()
+        self.passes = 0
         return {"skipped": 1.0}
 
     @torch.no_grad()
@@ -183,11 +218,22 @@ class Learner:
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.streams(samples, request, lambda out: out.logprobs)
 
+    def probed(self) -> list[Floats]:
+        """Log-probabilities of the probe that tells whether a sampler has these weights."""
+        return self.logprobs([probe(self.model.config.get_text_config().vocab_size)])
+
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """What the critic expects before each counted token, 0 elsewhere."""
         return self.streams(samples, Request(names=frozenset({"values"})), lambda out: out.values)
 
-    def generate(self, requests: Sequence[Wanted], sampling: Sampling, *, current: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        requests: Sequence[Wanted],
+        sampling: Sampling,
+        *,
+        current: bool = False,
+        between: Between | None = None,
+    ) -> list[Sample]:
         """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own."""
         if self.follower is not None and not (current and self.own_sampler):  # which is at work on another batch
             if current:
@@ -200,8 +246,8 @@ class Learner:
         else:
             trunk = self.copied("current")
         if id(trunk) not in self.engines:
-            self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer)
-        return self.engines[id(trunk)].generate(requests, sampling)
+            self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer, leave=memory_to_come)
+        return self.engines[id(trunk)].generate(requests, sampling, between=between)
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:
@@ -278,6 +324,7 @@ class Learner:
     @torch.no_grad()
     def look(self, samples: Sequence[Sample], request: Request) -> list[tuple[list[int], Outputs, Batch]]:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
+        was_training = self.model.training  # not so where answers are under way
         self.model.eval()
         seen = []
         for indices in self.paced(pack(samples, self.update.tokens_per_device, share=self.shared_tokens)):
@@ -287,7 +334,7 @@ class Learner:
             batch = collate([samples[i] for i in indices], self.device, self.shared_tokens)
             seen.append((indices, self.inside(forward, self.trunk, batch, request), batch))
         self.let_go()
-        self.model.train()
+        self.model.train(was_training)
         return seen
 
     def batches(self, samples: Sequence[Sample], group_size: int) -> list[Batch]:
@@ -399,6 +446,17 @@ class Totals:
         sums = {name: next(numbers) for name in self.sums}
         counts = {name: next(numbers) for name in self.counts}
         return {name: (total, counts.get(name)) for name, total in sums.items()}
+
+
+LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
+
+
+def memory_to_come() -> int:
+    """Bytes that training will take beyond what it holds: gradients, Adam's averages, and one pass over a full pack."""
+    trained = [learner for learner in LEARNERS if learner.optimizer is not None]
+    passes = [memory.full_pack(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
+    wanted = [one.optimizer.bytes_to_come(one.device) for one in trained if one.optimizer]
+    return sum(wanted) + max(passes, default=0)
 
 
 def check_teacher(student: Trunk, teacher: Trunk) -> None:

@@ -62,7 +62,8 @@ class Sample:
     baseline: float = 0.0  # what the algorithm's score() found over the whole batch
     # Where it comes from.
     group: int = 0  # samples of one prompt (or the two of a pair) share it
-    version: int = 0  # weights that sampled it
+    version: int = 0  # of the weights that drew its first token
+    newest: int = 0  # of those that drew its last one: newer, if they changed under way
     finish: str = ""  # stop, length, error
     origin: str = ""  # file:line of its row
 
@@ -205,6 +206,7 @@ class Objective:
     loss: Callable[[Outputs, Batch], Loss]
     unit: Unit
     group_size: int = 1
+    separable: bool = False  # see Algorithm.separable
 
 
 def count(samples: Sequence[Sample], unit: Unit) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
-from posttrain.types import Batch, Head, Loss, Outputs, Request, RowKind, Sample, Unit
+from posttrain.types import Batch, Head, Loss, Objective, Outputs, Request, RowKind, Sample, Unit
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 
@@ -28,6 +28,9 @@ class Algorithm:
     """Samples of a row that the packer must keep in one pack, side by side."""
     least_rows: ClassVar[int] = 1
     """Fewest rows that a step can be made of."""
+    separable: ClassVar[bool] = False
+    """Each token's part of the loss reads no other token's log-probability. Then logits are computed once, not twice;
+    every step checks that it is so."""
     head: ClassVar[Head] = "token"
     """token: a language model; score: a one-number head on the same trunk."""
     online: ClassVar[bool] = False
@@ -88,6 +91,12 @@ class Algorithm:
     def request(self, token_id: Callable[[str], int]) -> Request:
         """What the forward pass must compute; `token_id` turns the text of one token into its id."""
         return Request(names=frozenset(self.outputs()))
+
+    def objective(self, request: Request) -> Objective:
+        """What a learner must know."""
+        return Objective(
+            request=request, loss=self.loss, unit=self.unit, group_size=self.group_size, separable=self.separable
+        )
 
     def annotations(self) -> dict[str, Any]:
         """Facts that users of the trained model need, written into its config.json."""

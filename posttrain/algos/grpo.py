@@ -66,6 +66,8 @@ class GSPO(GRPO):
         average: Literal["token", "sample", "length"] = "sample"
         """sample: mean over answers; token: a longer answer weighs more; length: over rollout.max_tokens."""
 
+    separable = False
+
     def ratio(self, log_ratio: torch.Tensor, batch: Batch) -> torch.Tensor:
         sample_of = batch.sample_of[batch.counted]
         sums = log_ratio.new_zeros(len(batch.lengths)).index_add(0, sample_of, log_ratio)

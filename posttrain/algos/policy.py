@@ -57,6 +57,7 @@ class PolicyGradient(Algorithm):
 
     rows = "prompt"
     online = True
+    separable = True
     greedy_baseline: ClassVar[bool] = False
     """Wants the reward of the greedy answer to the same prompt in `sample.baseline`."""
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6, "update.schedule": "constant"}

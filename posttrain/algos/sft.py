@@ -14,6 +14,7 @@ class SFT(Algorithm):
 
     rows: ClassVar[RowKind] = "chat"
     unit = "token"
+    separable = True
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:

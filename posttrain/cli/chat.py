@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,11 +27,15 @@ def run(args: list[str]) -> int:
         raise UsageError("chat takes one model, or two to compare")
     if options.history_turns < 0:
         raise UsageError(f"history_turns is {options.history_turns}; it must be at least 0.")
+    terminal = sys.stdout.isatty()
+    if terminal:
+        sys.stderr.write(f"loading {' and '.join(options.models)} ...\n")
     from posttrain.log import quiet_libraries
 
     quiet_libraries()
     from posttrain.serve.chat import Chat, ChatOptions
     from posttrain.serve.model import CONDITION, ServedModel, check_sampling
+    from posttrain.serve.stream import WordWrap
 
     asked = ChatOptions(
         sampling=check_sampling(sampling_of(options)),
@@ -44,7 +50,9 @@ def run(args: list[str]) -> int:
     for model in models:
         model.encode([{"role": "user", "content": "a"}])  # without a template nothing can be asked: say so now
     well_formed(sys.stdin, sys.stdout)
-    chat = Chat(models, asked, write)
+    obeys = terminal and os.environ.get("TERM") != "dumb"
+    lines = WordWrap(write, lambda: shutil.get_terminal_size().columns) if obeys else write
+    chat = Chat(models, asked, lines, remarks=terminal)
     if options.ask:
         for question in options.ask:
             chat.ask(question)

@@ -14,6 +14,7 @@ from posttrain.cli.generate import (
     add_data,
     add_model,
     add_sampling,
+    add_workers,
     data_of,
     model_of,
     sampling_of,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from posttrain.serve.evaluation import Asked
 
 FAILURES = "failures.jsonl"
+FREE = ("out", "quiet", "shown", "right", "workers", "devices", "engine")  # the stages know what decides answers
 WIDTH = 60  # characters of a text in the table
 
 
@@ -43,7 +45,7 @@ def run(args: list[str]) -> int:
     from posttrain.serve.answers import read_answers, write_rows
     from posttrain.serve.evaluation import by_prompt, failures, figures
 
-    with open_folder("eval", options.out, vars(options), free=("out", "quiet", "shown", "right", "workers")) as folder:
+    with open_folder("eval", options.out, vars(options), free=FREE) as folder:
         models = [options.model, *([options.against] if options.against else [])]
         lists = [
             stages_of(options, folder.path / f"{letter}", path) for letter, path in zip("ab", models, strict=False)
@@ -83,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers")
     add_condition(found)
     found.add_argument("--batch", type=int, default=512, help="answers made and written at a time")
+    add_workers(found)
     found.add_argument("--quiet", action="store_true", help="only the figures")
     add_model(found)
     add_data(found)
@@ -91,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stage]:
     """Answers of one model and what they are worth."""
-    from posttrain.config import DataConfig
+    from posttrain.config import ClusterConfig, DataConfig
     from posttrain.pipelines import Generate, Score
     from posttrain.serve.generate import Generation
     from posttrain.serve.model import CONDITION
@@ -107,6 +110,8 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
         batch=options.batch,
+        engine=tuple(options.engine),
+        cluster=ClusterConfig(devices=options.devices),
     )
     scoring = Scoring(
         file=generation.out,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.options import parse
-from posttrain.config import DataConfig, ModelConfig
+from posttrain.config import ClusterConfig, DataConfig, ModelConfig
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
@@ -37,6 +37,8 @@ def run(args: list[str]) -> int:
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
         batch=options.batch,
+        engine=tuple(options.engine),
+        cluster=ClusterConfig(devices=options.devices),
         resume=options.resume,
     )
     try:
@@ -64,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--window", default="", metavar="K:SIZE", help="3:2048: only the third 2,048 prompts")
     add_condition(found)
     found.add_argument("--batch", type=int, default=512, help="answers made and written at a time")
+    add_workers(found)
     found.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
     found.add_argument("--quiet", action="store_true", help="no progress, only the last line")
     add_model(found)
@@ -112,6 +115,19 @@ def add_condition(parser: argparse.ArgumentParser) -> None:
 def add_condition_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--condition_template", default="", help='default: "{prompt} <rm_score>: {reward:.2f} ", the same everywhere'
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", type=int, default=1, help="worker processes of this machine, one a device, each with a whole model"
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=["local"],
+        metavar="ENGINE",
+        help="local, or vllm and options of its own: vllm max_num_seqs=256",
     )
 
 

@@ -16,6 +16,8 @@ from posttrain.algos import ALGORITHMS, Algorithm
 from posttrain.cli.doctor import device_memory
 from posttrain.config import Config, ModelConfig, OnlineConfig
 from posttrain.data.pack import pack
+from posttrain.engines.cache import bytes_per_position
+from posttrain.engines.local import most_slots
 from posttrain.errors import UsageError
 from posttrain.learner import default_device
 from posttrain.log import quiet_libraries
@@ -49,6 +51,13 @@ def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
         packs = look_at_packs(config, algo, data)
     print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
     print_rows("batches", batch_ledger(config, algo, data, packs))
+    show_memory(config, algo, packs, device_gib)
+    return 0
+
+
+def show_memory(config: Config, algo: Algorithm, packs: Packs, device_gib: float) -> None:
+    """What training takes, and in the last line whether it fits."""
+    device = torch.device("cuda") if device_gib else default_device()
     needs = needs_of(config, algo, device, packs.largest)
     name, available = ("a device", round(device_gib * GIB)) if device_gib else device_memory(device)
     where = f"{'each of its devices' if division_of(config).devices > 1 else name} with {amount(available)}"
@@ -58,7 +67,6 @@ def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
     if others:
         print_rows("on devices of their own, each", others)
     print(verdict(config, algo, device, packs.largest, needs, available))
-    return 0
 
 
 @dataclass(slots=True)
@@ -185,7 +193,8 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
     if largest:
         # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
         with suppress(RuntimeError, NotImplementedError):
-            passing = memory.passing(model, largest, request, teacher)
+            how = {"kernels": device.type == "cuda", "divided": division_of(config).devices > 1}
+            passing = memory.passing(model, largest, request, teacher, **how)
 
     def weights(other: Any, role: str) -> int:
         if other is None:
@@ -212,6 +221,7 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
         critic=0 if "critic" in apart else critic_of(config, algo, dtype),
         gathered=memory.gathered(model, division) if division.devices > 1 else 0,
         sampler=whole.parameters * dtype.itemsize if has_sampler(config, division) else 0,
+        cache=cache_of(config, model.config, device, dtype, largest),
     )
 
 
@@ -226,6 +236,18 @@ def has_sampler(config: Config, division: Division) -> bool:
     if not isinstance(config, OnlineConfig) or config.cluster.of("rollout").place != "actor":
         return False
     return division.devices > 1 or bool(config.rollout.ahead)
+
+
+def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtype, largest: list[Sample]) -> int:
+    """Keys and values of the answers under way, where the learners' devices generate with the local engine."""
+    if not isinstance(config, OnlineConfig) or config.rollout.engine[0] != "local":
+        return 0
+    if config.cluster.of("rollout").place != "actor":
+        return 0
+    answers = config.update.rows_per_step * config.rollout.samples_per_prompt
+    slots = min(most_slots(device), -(-answers // division_of(config).data))
+    longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
+    return slots * longest * bytes_per_position(model.get_text_config(), dtype)
 
 
 def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
@@ -304,6 +326,8 @@ def memory_ledger(
         yield "gathered", amount(needs.gathered), "others' parts of the layers in use, and gradients on their way"
     if needs.sampler:
         yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
+    if needs.cache:
+        yield "keys and values", amount(needs.cache), "of answers under way; fewer at a time where memory is short"
     note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"

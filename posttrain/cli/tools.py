@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -118,12 +118,17 @@ def plan(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="posttrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--device_gib", type=float, default=0.0)
     options, args = parser.parse_known_args(args)
-    if args[0] in TRAINERS:
+    if args[0] in TRAINERS or args[0] in PIPELINES:
         verb, rest = args[0], args[1:]
     else:
         verb, rest = verb_of_file(Path(args[0])), args
-        if verb not in TRAINERS:
+        if verb not in TRAINERS and verb not in PIPELINES:
             raise UsageError(f"{args[0]} does not say what it is for: posttrain plan VERB {args[0]}")
+    if verb in PIPELINES:
+        from posttrain.cli.plan_pipeline import plan as show_pipeline
+        from posttrain.pipelines.settings import parse
+
+        return show_pipeline(verb, parse(verb, rest), options.device_gib)
     return show(verb, read(verb, rest, data=False), options.device_gib)
 
 

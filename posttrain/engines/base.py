@@ -45,6 +45,10 @@ OnToken = Callable[[int, int], None]
 """Called with the request's index and the token, as soon as it is chosen."""
 
 
+Between = Callable[[], int]
+"""Called between two steps, when no sequence is being computed: weights may change in it. Returns their version."""
+
+
 class Engine(Protocol):
     """Generates with the weights it has."""
 

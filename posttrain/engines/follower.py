@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from posttrain.engines import vllm
 from posttrain.engines.base import Request, Sampling
+from posttrain.engines.probe import OTHER_ENGINE, probe
 from posttrain.errors import UsageError
 from posttrain.models import lora
 from posttrain.models.load import is_adapter, resolve_path
 from posttrain.models.shard import gathered, local
 from posttrain.types import Floats, Sample
-
-PROBE_TOKENS = 24
-TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.25}  # mean difference of log-probabilities after an update
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Looks = Callable[[Sequence[Sample]], list[Floats]]
@@ -44,8 +41,7 @@ class Follower:
         self.logprobs = logprobs
         self.base = base_folder(model)
         self.weights: Weights = (lambda: whole(lora.adapter_tensors(model).items())) if self.base else weights
-        tokens = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, PROBE_TOKENS)
-        self.probe = Sample(tokens=tokens.astype(np.int32), mask=np.arange(PROBE_TOKENS) > 0)
+        self.probe = probe(model.config.get_text_config().vocab_size)
         self.engine: vllm.VllmEngine | None = None
         self.version = 0
 
@@ -65,7 +61,7 @@ class Follower:
         self.version += 1
         self.engine.wake()
         self.engine.load(self.weights(), self.version)
-        self.engine.check([self.probe], self.logprobs([self.probe]), TOLERANCES[self.dtype])
+        self.engine.check([self.probe], self.logprobs([self.probe]), OTHER_ENGINE[self.dtype])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         if self.engine is None or self.engine.version < 0:  # never told, or asleep since

@@ -15,9 +15,10 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
-from posttrain.engines.base import OnToken, Request, Sampling
+from posttrain.engines.base import Between, OnToken, Request, Sampling
+from posttrain.engines.probe import difference
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.types import Floats, Sample
 
@@ -55,7 +57,19 @@ OURS = {
 Weights = Iterable[tuple[str, torch.Tensor]]
 Asked = tuple[list[int], int]
 """A prompt's tokens and a seed."""
+Hearer = Callable[[Any], None]
+"""Is told what vLLM has of a request after a step."""
 log = logging.getLogger("posttrain")
+
+
+@dataclass(slots=True)
+class Answered:
+    """What vLLM made of a prompt, and the weights that drew its first and its last token."""
+
+    output: Any = None
+    version: int | None = None
+    newest: int = 0
+    told: int = 0  # tokens that somebody who reads along has heard of
 
 
 class VllmEngine:
@@ -74,13 +88,16 @@ class VllmEngine:
     ) -> None:
         """`options`: name=value in vLLM's own names; `beside_trainer`: the device's memory is shared with one.
 
-        `adapter`: peft's settings. `load` then takes adapters alone, for the model in the folder `base`.
+        `adapter`: peft's settings. `load` then takes adapters alone, for the model in the folder `base`; without an
+        adapter the weights of `base` are the engine's own, and no others are loaded.
         """
         self.tokenizer, self.adapter = tokenizer, adapter
         self.folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
-        self.version = -1  # of the weights; -1: there are none yet
+        self.version = 0 if base and adapter is None else -1  # of the weights; -1: there are none yet
         self.asleep = False
         self.numbers = count()
+        self.hearers: dict[str, Hearer] = {}  # by the name of a request under way
+        self.prefixes_are_old = False  # keys and values of prompts are of other weights
         self.lora: Any = None
         self.partners: Any = None  # the processes that hold the model together, if it is divided
         self.beside_trainer = beside_trainer
@@ -103,9 +120,9 @@ class VllmEngine:
         config.save_pretrained(own)
         self.tokenizer.save_pretrained(own)
         settings: dict[str, Any] = {
-            "model": base if self.adapter else str(own),
+            "model": base or str(own),
             "tokenizer": str(own),
-            "load_format": "auto" if self.adapter else "dummy",
+            "load_format": "auto" if self.adapter else "safetensors" if base else "dummy",
             "dtype": str(dtype).removeprefix("torch."),
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # only what we ask for
@@ -118,7 +135,7 @@ class VllmEngine:
             if largest is None:
                 raise UsageError(f"model.lora_rank is {rank}; {OPTION} knows ranks up to {ADAPTER_RANKS[-1]}")
             settings |= {"enable_lora": True, "max_lora_rank": largest, "max_loras": 1, "max_cpu_loras": 1}
-        else:
+        elif not base:
             settings["weight_transfer_config"] = {"backend": transfer_backend()}
         if on_cpu:
             settings |= {"enforce_eager": True}  # compiling takes minutes and gains little
@@ -156,7 +173,11 @@ class VllmEngine:
     # Generation
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_token: OnToken | None = None,
+        between: Between | None = None,
     ) -> list[Sample]:
         """One sample a request, in order. Tokens, log-probabilities and mask cover prompt and answer."""
         self.ready()
@@ -170,9 +191,11 @@ class VllmEngine:
                 on_token(index - before, token)
 
         wanted = [one for theirs in everyone for one in theirs]
-        params = [self.params(sampling, seed, streaming=on_token is not None) for _, seed in wanted]
-        outputs = self.run([prompt for prompt, _ in wanted], params, tell)[before : before + len(asked)]
-        return [self.sample(request, output) for request, output in zip(requests, outputs, strict=True)]
+        # Where weights change under way it must be known when an answer's first token came.
+        streaming = on_token is not None or between is not None
+        params = [self.params(sampling, seed, streaming=streaming) for _, seed in wanted]
+        answers = self.run([prompt for prompt, _ in wanted], params, tell, between)[before : before + len(asked)]
+        return [self.sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def params(self, sampling: Sampling, seed: int, *, streaming: bool) -> Any:
         from vllm import SamplingParams
@@ -196,36 +219,64 @@ class VllmEngine:
             output_kind=RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY,
         )
 
-    def run(self, prompts: Sequence[list[int]], params: Sequence[Any], on_token: OnToken | None = None) -> list[Any]:
-        """Until every prompt has its output; tokens are told as they come, if the parameters ask for them."""
+    def run(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[Any],
+        on_token: OnToken | None = None,
+        between: Between | None = None,
+    ) -> list[Answered]:
+        """Until every prompt has its output; tokens are told as they come, if the parameters ask for them.
+
+        `between` may call this again: then both are served by each step.
+        """
         engine = self.llm.llm_engine
-        places: dict[str, int] = {}
-        told = [0] * len(prompts)
-        finished: dict[int, Any] = {}
+        if self.prefixes_are_old and not engine.has_unfinished_requests():
+            self.prefixes_are_old = not self.llm.reset_prefix_cache()
+        answers = [Answered() for _ in prompts]
+
+        def hear(index: int, output: Any) -> None:
+            answer = answers[index]
+            tokens = output.outputs[0].token_ids
+            if answer.version is None:
+                answer.version = self.version
+            if on_token is not None:
+                for token in tokens[answer.told :]:
+                    on_token(index, token)
+                answer.told = len(tokens)
+            if output.finished:
+                answer.output, answer.newest = output, self.version
+
+        names: list[str] = []
         try:
             for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
                 self.check_length(prompt)
                 name = str(next(self.numbers))
                 engine.add_request(name, {"prompt_token_ids": prompt}, wanted, lora_request=self.lora)
-                places[name] = index
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    index = places[output.request_id]
-                    if on_token is not None:
-                        tokens = output.outputs[0].token_ids
-                        for token in tokens[told[index] :]:
-                            on_token(index, token)
-                        told[index] = len(tokens)
-                    if output.finished:
-                        finished[index] = output
+                self.hearers[name] = partial(hear, index)
+                names.append(name)
+            while any(answer.output is None for answer in answers):
+                if between is not None:
+                    between()
+                if any(answer.output is None for answer in answers):  # others may have made steps in between
+                    self.step()
         finally:
-            left = [name for name, index in places.items() if index not in finished]
+            for name in names:
+                del self.hearers[name]
+            left = [name for name, answer in zip(names, answers, strict=False) if answer.output is None]
             if left:  # an error, perhaps the listener's: nothing of this call may live on in the next
                 engine.abort_request(left)
-        return [finished[index] for index in range(len(prompts))]
+        return answers
 
-    def sample(self, request: Request, output: Any) -> Sample:
-        answer = output.outputs[0]
+    def step(self) -> None:
+        """A token for every request under way, whoever waits for it."""
+        assert self.llm.llm_engine.has_unfinished_requests(), "there is nothing to wait for"
+        for output in self.llm.llm_engine.step():
+            self.hearers[output.request_id](output)
+
+    def sample(self, request: Request, answered: Answered) -> Sample:
+        assert answered.version is not None, "it has no token"
+        answer = answered.output.outputs[0]
         start, n = len(request.prompt), len(request.prompt) + len(answer.token_ids)
         logprobs = np.zeros(n, dtype=np.float32)
         steps = zip(answer.logprobs, answer.token_ids, strict=True)
@@ -236,7 +287,8 @@ class VllmEngine:
             logprobs=logprobs,
             group=request.group,
             finish="stop" if answer.finish_reason == "stop" else "length",
-            version=self.version,
+            version=answered.version,
+            newest=answered.newest,
         )
 
     def check_length(self, prompt: Sequence[int]) -> None:
@@ -249,7 +301,10 @@ class VllmEngine:
     # Weights
 
     def load(self, weights: Weights, version: int) -> None:
-        """New weights, or new adapters, take effect at once; what was computed with the old ones is forgotten."""
+        """New weights, or new adapters, take effect at once; what was computed with the old ones is forgotten.
+
+        Only requests under way go on with the keys and values they have.
+        """
         assert not self.asleep, "wake it first"
         self.version = -1
         with torch.no_grad():
@@ -257,7 +312,7 @@ class VllmEngine:
                 self.load_adapter(weights, version)
             else:
                 self.load_all(weights, version)
-        self.llm.reset_prefix_cache()
+        self.prefixes_are_old = not self.llm.reset_prefix_cache()  # requests under way hold on to theirs
         self.version = version
 
     def load_all(self, weights: Weights, version: int) -> None:
@@ -295,17 +350,15 @@ class VllmEngine:
         wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         outputs = self.run([sample.tokens.tolist() for sample in samples], [wanted] * len(samples))
         found = []
-        for sample, output in zip(samples, outputs, strict=True):
-            steps = zip(output.prompt_logprobs, sample.tokens.tolist(), strict=True)
+        for sample, answered in zip(samples, outputs, strict=True):
+            steps = zip(answered.output.prompt_logprobs, sample.tokens.tolist(), strict=True)
             stream = [step[token].logprob if step else 0.0 for step, token in steps]
             found.append(np.where(sample.mask, np.array(stream, dtype=np.float32), np.float32(0)))
         return found
 
     def check(self, samples: Sequence[Sample], expected: Sequence[Floats], tolerance: float) -> float:
         """The mean difference of log-probabilities from the trainer's `expected`; an error above the tolerance."""
-        pairs = zip(samples, self.logprobs(samples), expected, strict=True)
-        differences = [np.abs(ours - theirs)[sample.mask] for sample, ours, theirs in pairs]
-        found = float(np.concatenate(differences).mean())
+        found = difference(samples, self.logprobs(samples), expected)
         if not found <= tolerance:
             raise PosttrainError(
                 f"vLLM's log-probabilities differ from the trainer's by {found:.3g} on average after the update to "

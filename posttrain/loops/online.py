@@ -18,7 +18,7 @@ from posttrain.loops.evaluate import Examination
 from posttrain.loops.helpers import Critic, Helpers, RewardModel, check_reward_model, fill_values
 from posttrain.loops.pretraining import Pretraining
 from posttrain.loops.run import Result, Run, due
-from posttrain.loops.summary import averaged, closing_words, summary
+from posttrain.loops.summary import averaged, closing_words, mixed_versions, summary
 from posttrain.loops.update import give_up_if_diverged, update
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import record
@@ -122,6 +122,7 @@ class Trainer:
             greedy_baseline=algo.greedy_baseline,
             environment=self.dialogues(speaker, self.sampling),
             recorded=record.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
+            update=self.samplers.update if self.samplers else None,
         )
         self.pretraining = Pretraining(run) if algo.pretrain_files() else None
         self.objective = run.objective()
@@ -172,6 +173,8 @@ class Trainer:
         self.step += 1
         samples = usable(rollouts, self.step)
         metrics = summary(rollouts, self.step - 1)
+        if self.config.rollout.inflight:
+            metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.helpers.here("optimizer", self.policy):
             metrics |= self.update(samples)
         self.algo.observe(metrics, len(samples))
@@ -217,7 +220,7 @@ class Trainer:
         exam = Examination(self.config, self.sampling, self.judge, self.run.tokenizer, self.dialogues)
         if self.samplers is not None:  # learners that generate elsewhere have no room for a whole model
             self.rollouts.settle()
-            self.samplers.refresh_sampler()
+            self.samplers.update(self.step)
         found = exam.hold(self.samplers or self.policy, [row[0] for row in self.run.data.eval.rows])
         progress = self.run.progress
         if progress.best is None or found["reward"] > progress.best:

@@ -30,7 +30,7 @@ class Pretraining:
             rows = max(1, run.config.update.rows_per_step // max(1, len(parts)))
             self.streams.append(RowStream(load_rows(files, data, run.tokenizer), rows, run.config.seed))
             loss = partial(algo.pretrain_loss, weight=weight)
-            self.objectives.append(Objective(request=Request(), loss=loss, unit="token"))
+            self.objectives.append(Objective(request=Request(), loss=loss, unit="token", separable=True))
 
     @property
     def position(self) -> list[int]:

@@ -156,7 +156,7 @@ class Run:
         tensor_parallel = self.config.cluster.of("rollout").tensor_parallel
         if tensor_parallel > 1:
             engine = (*engine, f"tensor_parallel_size={tensor_parallel}")
-        sender = self.places.pool("actor").start("sender", Sender, Ref("actor"))
+        sender = self.places.pool("actor").start("actor.sender", Sender, Ref("actor"))
         seats = self.places.seats_for_rollouts(
             lambda pool: pool.start("rollout", Sampler, model, engine, template, seed)
         )
@@ -178,7 +178,7 @@ class Run:
 
     def objective(self) -> Objective:
         request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)
-        return Objective(request=request, loss=self.algo.loss, unit=self.algo.unit, group_size=self.algo.group_size)
+        return self.algo.objective(request)
 
     def token_id(self, text: str) -> int:
         """The id of a text that must be one token."""

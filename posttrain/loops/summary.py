@@ -9,6 +9,7 @@ import numpy as np
 from posttrain.loops.run import Run
 from posttrain.rollout.record import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
+from posttrain.types import Sample
 
 
 def averaged(parts: list[dict[str, float]]) -> dict[str, float]:
@@ -41,6 +42,11 @@ def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
     for name in dict.fromkeys(name for rollout in scored for name in rollout.parts):
         found[f"rewards/{name}"] = float(np.mean([r.parts[name] for r in scored if name in r.parts]))
     return found
+
+
+def mixed_versions(samples: list[Sample]) -> float:
+    """The part of them that weights of more than one version have drawn."""
+    return float(np.mean([sample.newest > sample.version for sample in samples]))
 
 
 def closing_words(run: Run, metrics: dict[str, float]) -> str:

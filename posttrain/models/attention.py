@@ -163,6 +163,8 @@ def packed_attention(
     assert attention_mask is None, "packed attention takes no mask: samples are kept apart by the layout"
     if packing.buckets is None:
         return ragged(query, key, value, packing, scaling, sliding_window)[None], None
+    if query.is_meta and softcap is None and s_aux is None:
+        return FlashLike.apply(query, key, value), None
     parts = []
     for bucket in packing.buckets:
         keys = bucket.source if bucket.keys is None else bucket.keys
@@ -174,6 +176,24 @@ def packed_attention(
     if packing.order is None:
         return parts[0][None], None
     return torch.cat(parts).index_select(0, packing.order)[None], None
+
+
+class FlashLike(torch.autograd.Function):
+    """What a fused kernel takes of memory, where tensors have no storage (torch would use none there).
+
+    Queries, keys, values and the result are kept for the backward pass; scores are not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])  # [1, T, heads, d_value]
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        q, k, v, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def rectangle(stream: torch.Tensor, rows: int, source: torch.Tensor | None) -> torch.Tensor:

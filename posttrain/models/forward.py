@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from posttrain import ops
 from posttrain.data.pack import collate
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import attention
-from posttrain.models.layers import PlainHead, speed_up
-from posttrain.types import Batch, Outputs, Request, Sample
+from posttrain.models.layers import PlainHead, Slopes, speed_up
+from posttrain.types import Batch, Objective, Outputs, Request, Sample
 
 ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
 
@@ -68,7 +69,9 @@ class Trunk:
         return head(hidden)[:, 0].float()
 
 
-def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None = None) -> Outputs:
+def forward(
+    trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None = None, slopes: Slopes | None = None
+) -> Outputs:
     """Compute what the request names, at the positions that count and nowhere else."""
     extra = {"output_router_logits": True} if request.router_loss else {}
     result = trunk.hidden(batch, **extra)
@@ -77,7 +80,10 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
     before, last = batch.computed(batch.counted - 1), batch.computed(batch.starts[1:].long() - 1)
     if {"logprobs", "entropy"} & request.names:
-        logprobs, entropy = token_logprobs(trunk, hidden[before], batch.tokens[batch.counted], request)
+        slopes = (
+            None if request.names - {"logprobs", "entropy"} else slopes
+        )  # a loss of more is asked when all is known
+        logprobs, entropy = token_logprobs(trunk, hidden[before], batch.tokens[batch.counted], request, slopes)
         out.logprobs, out.entropy = to_stream(logprobs, batch), to_stream(entropy, batch)
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
@@ -110,13 +116,13 @@ def forward(trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None 
 
 
 def token_logprobs(
-    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: Request
+    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: Request, slopes: Slopes | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.token_logprobs; by kernels where there are some."""
     head, drawing = trunk.plain_head, request.drawing
     if head is not None and head.serves(drawing):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
-        return head.logprobs(states, targets, drawing.temperature, **wanted)
+        return head.logprobs(states, targets, drawing.temperature, **wanted, slopes=slopes)
     return ops.token_logprobs(
         states, targets, trunk.logits, trunk.vocabulary, drawing, entropy_gradient=request.entropy_gradient
     )
@@ -125,6 +131,45 @@ def token_logprobs(
 def to_stream(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[M] at the counted positions -> [T], 0 elsewhere."""
     return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
+
+
+class TokenSlopes:
+    """Gradients of a loss before all log-probabilities are known: of one that is `separable`, see Algorithm.
+
+    The loss is asked with what is known so far, and 0 for all tokens still to come.
+    """
+
+    def __init__(
+        self, objective: Objective, batch: Batch, denominator: int, say_error: Callable[[torch.Tensor], None]
+    ) -> None:
+        """`say_error` is told how far they were from the gradients of the whole loss, as a part of those."""
+        self.objective, self.batch, self.denominator, self.say_error = objective, batch, denominator, say_error
+        self.logprobs, self.entropy, self.used = (
+            torch.zeros(len(batch.counted), device=batch.tokens.device) for _ in range(3)
+        )
+
+    def at(self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = slice(first, first + len(logprobs))
+        count = len(self.used[rows])  # the rest is padding
+        padding = len(logprobs) - count
+        self.logprobs[rows], self.entropy[rows] = logprobs[:count], entropy[:count]
+        with torch.enable_grad():
+            known = [self.logprobs.clone().requires_grad_()]
+            if self.objective.request.entropy_gradient:
+                known.append(self.entropy.clone().requires_grad_())
+            out = Outputs(
+                logprobs=to_stream(known[0], self.batch), entropy=to_stream((*known, self.entropy)[1], self.batch)
+            )
+            total = self.objective.loss(out, self.batch).total / self.denominator
+            slopes = torch.autograd.grad(total, known, allow_unused=True, materialize_grads=True)
+        self.used[rows] = slopes[0][rows]
+        here = [F.pad(slope[rows], (0, padding)) for slope in slopes]
+        return here[0], here[1] if len(here) > 1 else None
+
+    def compare(self, d_logprobs: torch.Tensor) -> None:
+        """With the gradients that the whole loss has in the end."""
+        off = (d_logprobs[: len(self.used)] - self.used).abs().sum()
+        self.say_error(off / d_logprobs.abs().sum().clamp(min=1e-30))
 
 
 def check_router(model: Any) -> None:
@@ -240,4 +285,4 @@ def stock_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-__all__ = ["Trunk", "check_router", "forward", "kernel_shares", "prove"]
+__all__ = ["TokenSlopes", "Trunk", "check_router", "forward", "kernel_shares", "prove"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,11 @@ def head_norms(layer: Any) -> tuple[torch.nn.Parameter | None, torch.nn.Paramete
     return own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon
 
 
-def speed_up(model: Any, steps: ModuleType | None = None) -> bool:
-    """Let the layers run the code here where it knows them and there are kernels; `steps` forces the choice."""
+def speed_up(model: Any, steps: ModuleType | None = None, *, together: bool = True) -> bool:
+    """Let the layers run the code here where it knows them and there are kernels; `steps` forces the choice.
+
+    `together`: maps of one input become one; weights that are divided among processes stay as they are anyway.
+    """
     if not knows(model) or (steps is None and not attention.has_ragged_kernel(model)):
         if next(model.parameters()).device.type == "cuda":
             say_slower(type(model).__name__)
@@ -68,7 +71,7 @@ def speed_up(model: Any, steps: ModuleType | None = None) -> bool:
     steps = steps or steps_for(next(model.parameters()).device)
     for layer in getattr(model, model.base_model_prefix).layers:
         for modules in (maps_to_heads(layer), maps_to_gate(layer)):
-            if all(is_plain(module) for module in modules):
+            if together and all(is_plain(module) for module in modules):
                 lay_together([module.weight for module in modules])
                 if modules[0].bias is not None:
                     lay_together([module.bias for module in modules])
@@ -152,9 +155,9 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not parameters:
         return None
     first = parameters[0].detach()
-    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
-    in_a_row = [parameter.data_ptr() for parameter in parameters[1:]] == ends[:-1]
-    same_storage = len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+    ends = [parameter.storage_offset() + parameter.numel() for parameter in parameters]
+    in_a_row = [parameter.storage_offset() for parameter in parameters[1:]] == ends[:-1]
+    same_storage = len({parameter.untyped_storage()._cdata for parameter in parameters}) == 1
     if not (in_a_row and same_storage and all(parameter.is_contiguous() for parameter in parameters)):
         return None
     rows = sum(parameter.shape[0] for parameter in parameters)
@@ -335,20 +338,40 @@ class PlainHead:
         return not drawing.top_k and drawing.top_p >= 1.0 and not drawing.min_p
 
     def logprobs(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, *, entropy: bool, entropy_gradient: bool
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        *,
+        entropy: bool,
+        entropy_gradient: bool,
+        slopes: Slopes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ops.token_logprobs; the entropy is 0 where it is not asked for."""
         count = len(targets)
         padding = -count % self.multiple
         if padding:
             hidden, targets = F.pad(hidden, (0, 0, 0, padding)), F.pad(targets, (0, padding))
-        options = (temperature or 1.0, self.steps, entropy)
+        options = (temperature or 1.0, self.steps, entropy, slopes)
         logprobs, entropies = Picked.apply(hidden, self.head.weight, targets, *options)
         return logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach()
 
 
+class Slopes(Protocol):
+    """Knows the gradient of a loss at a token as soon as the token's own log-probability and entropy are known."""
+
+    def at(self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients of log-probabilities and entropy at these tokens, of which `first` is the first."""
+
+    def compare(self, d_logprobs: torch.Tensor) -> None:
+        """With the gradients that the whole loss has in the end."""
+
+
 class Picked(torch.autograd.Function):
-    """Log-probability of each target and entropy, a chunk of logits at a time, forward and backward."""
+    """Log-probability of each target and entropy, a chunk of logits at a time, forward and backward.
+
+    With `slopes` the backward pass of a chunk follows its forward pass at once, so that logits are computed once.
+    """
 
     @staticmethod
     def forward(
@@ -359,42 +382,63 @@ class Picked(torch.autograd.Function):
         temperature: float,
         steps: ModuleType,
         with_entropy: bool,
+        slopes: Slopes | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
-        size = max(1, logits // len(weight))
-        parts = [
-            steps.pick(part @ weight.t(), wanted, temperature, with_entropy=with_entropy)
-            for part, wanted in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
+        at_once = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
+        size = max(1, at_once // len(weight))
+        back = HeadGradient(hidden, weight, ctx.needs_input_grad[1]) if slopes is not None else None
+        parts = []
+        for start in range(0, max(1, len(hidden)), size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.t()
+            picked, entropy, normalizer = steps.pick(logits, targets[rows], temperature, with_entropy=with_entropy)
+            parts.append((picked, entropy, normalizer))
+            if back is not None and slopes is not None:
+                known = (normalizer, entropy, *slopes.at(start, picked, entropy))
+                back.add(rows, steps.pick_backward(logits, targets[rows], temperature, *known))
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, targets, normalizer, entropy)
-        ctx.weight, ctx.options = weight, (temperature, steps, size)
+        ctx.save_for_backward(*(() if back is not None else (hidden, targets, normalizer, entropy)))
+        ctx.weight, ctx.options, ctx.slopes, ctx.back = weight, (temperature, steps, size), slopes, back
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        hidden, targets, normalizer, entropy = ctx.saved_tensors
-        weight, (temperature, steps, size) = ctx.weight, ctx.options
         d_picked, d_entropy = gradients
-        if d_picked is None:
-            d_picked = torch.zeros_like(normalizer)
-        d_hidden = torch.empty_like(hidden)
-        d_weight: torch.Tensor | None = None
-        has_master = hasattr(weight, MASTER)
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
-            known = (normalizer[rows], entropy[rows], d_picked[rows].contiguous())
-            more = None if d_entropy is None else d_entropy[rows].contiguous()
-            d_logits = steps.pick_backward(hidden[rows] @ weight.t(), targets[rows], temperature, *known, more)
-            torch.mm(d_logits, weight, out=d_hidden[rows])
-            if not ctx.needs_input_grad[1]:
-                continue
-            if has_master:
-                weight_gradients([weight], d_logits, hidden[rows])
-            else:
-                d_weight = add_product(d_weight, d_logits.t(), hidden[rows])
-        return d_hidden, d_weight, None, None, None, None
+        back: HeadGradient | None = ctx.back
+        if back is None:
+            hidden, targets, normalizer, entropy = ctx.saved_tensors
+            weight, (temperature, steps, size) = ctx.weight, ctx.options
+            if d_picked is None:
+                d_picked = torch.zeros_like(normalizer)
+            back = HeadGradient(hidden, weight, ctx.needs_input_grad[1])
+            for start in range(0, len(hidden), size):
+                rows = slice(start, start + size)
+                known = (normalizer[rows], entropy[rows], d_picked[rows].contiguous())
+                more = None if d_entropy is None else d_entropy[rows].contiguous()
+                logits = hidden[rows] @ weight.t()
+                back.add(rows, steps.pick_backward(logits, targets[rows], temperature, *known, more))
+        elif d_picked is not None:
+            ctx.slopes.compare(d_picked)
+        return back.d_hidden, back.d_weight, None, None, None, None, None
+
+
+class HeadGradient:
+    """Gradients of hidden states and of the head's weight, from those of a chunk of logits at a time."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, trains_weight: bool) -> None:
+        self.hidden, self.weight, self.trains_weight = hidden, weight, trains_weight
+        self.d_hidden = torch.empty_like(hidden)
+        self.d_weight: torch.Tensor | None = None  # none where the weight's master has taken it
+
+    def add(self, rows: slice, d_logits: torch.Tensor) -> None:
+        torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
+        if not self.trains_weight:
+            return
+        if hasattr(self.weight, MASTER):
+            weight_gradients([self.weight], d_logits, self.hidden[rows])
+        else:
+            self.d_weight = add_product(self.d_weight, d_logits.t(), self.hidden[rows])
 
 
 # Gradients of weights
@@ -425,6 +469,8 @@ def weight_gradients(
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a @ b in place, added up in float32: rounded to half precision a hundred times it would lose much."""
+    if a.is_meta:  # which knows no product of two types
+        return a.new_empty(len(a), b.shape[1], dtype=torch.float32) if total is None else total
     if a.device.type == "cpu":
         return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
     if total is None:
@@ -432,4 +478,4 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-__all__ = ["MASTER", "PlainHead", "knows", "lay_together", "speed_up"]
+__all__ = ["MASTER", "PlainHead", "Slopes", "knows", "lay_together", "speed_up"]

@@ -19,23 +19,23 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import AttentionInterface
 
 from posttrain.config import ModelConfig
 from posttrain.data.pack import collate
-from posttrain.models import attention, load, lora
+from posttrain.models import attention, load, lora, shapes
 from posttrain.models.forward import Trunk, forward
+from posttrain.models.layers import MASTER, PlainHead, speed_up
 from posttrain.models.optimizer import accumulate_into
 from posttrain.types import Batch, Head, Request, Sample
-
-COUNTED = "posttrain_counted"  # the attention that stands in for the kernels
 
 # A number, its share of the scale of its block of 64, and of the scale of 256 such scales.
 BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
@@ -75,12 +75,13 @@ class Needs:
     critic: int = 0  # with all that its own training holds
     gathered: int = 0  # where the model is divided: other devices' parts, while a pass uses them
     sampler: int = 0  # a copy to generate with
+    cache: int = 0  # keys and values of answers under way
 
     @property
     def phases(self) -> dict[str, int]:
         """Bytes at the worst moment of each phase."""
         own, step = self.standing, self.passing
-        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler
+        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler + self.cache
         always = loaded + own.optimizer + self.reference * self.reference_stays
         phases = {
             "reference beforehand": loaded + self.reference + self.gathered + step.forward_only,
@@ -113,7 +114,7 @@ def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainabl
             parameter.data = parameter.data.to(dtype)  # as peft does on a real device
     else:
         model.requires_grad_(trainable)
-    model.set_attn_implementation(COUNTED)
+    model.set_attn_implementation(attention.NAME)
     if trainable and config.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(trainable)
@@ -209,15 +210,26 @@ def linear_layers(model: Any) -> list[torch.nn.Linear]:
     return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
 
 
-def passing(model: Any, samples: Sequence[Sample], request: Request, teacher: Any = None) -> Passing:
-    """What one pass over a pack of these samples allocates. The model (and the teacher) are on the meta device."""
+def passing(
+    model: Any,
+    samples: Sequence[Sample],
+    request: Request,
+    teacher: Any = None,
+    *,
+    kernels: bool = False,
+    divided: bool = False,
+) -> Passing:
+    """What one pass over a pack of these samples allocates. The model (and the teacher) are on the meta device.
+
+    `kernels`: with those of an accelerator, for the layers that models/layers.py knows; `divided`: among processes.
+    """
     if any(p.ndim == 3 and p.dtype == torch.float32 for p in model.parameters()):
         # Of experts' products in float32 the meta device knows nothing: count in two bytes a number, then double.
-        half = passing(model.to(torch.bfloat16), samples, request, teacher)
+        half = passing(model.to(torch.bfloat16), samples, request, teacher, kernels=kernels, divided=divided)
         model.to(torch.float32)
         return Passing(kept=2 * half.kept, peak=2 * half.peak, forward_only=2 * half.forward_only)
     batch = on_meta(collate(samples))
-    trunk, teacher_trunk = (None if m is None else Trunk(m, ragged_kernel=False) for m in (model, teacher))
+    trunk, teacher_trunk = (None if m is None else trunk_of(m, kernels, divided) for m in (model, teacher))
     assert trunk is not None
     # From the second pack of a step on, gradients are there already and are added to.
     gradients, hooks = [], []
@@ -226,6 +238,7 @@ def passing(model: Any, samples: Sequence[Sample], request: Request, teacher: An
         if parameter.dtype != torch.float32:
             master = torch.empty_like(parameter, dtype=torch.float32)
             hooks.append(parameter.register_post_accumulate_grad_hook(accumulate_into(master)))
+            setattr(parameter, MASTER, master)
         master.grad = torch.empty_like(master)
         gradients.append(master.grad)
     meter = Meter([*model.parameters(), *model.buffers(), *gradients])
@@ -239,8 +252,26 @@ def passing(model: Any, samples: Sequence[Sample], request: Request, teacher: An
         total.backward()
     for hook in hooks:
         hook.remove()
+    for parameter in model.parameters():
+        vars(parameter).pop(MASTER, None)
     model.zero_grad()
     return Passing(kept=kept, peak=meter.peak, forward_only=forward_only)
+
+
+def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
+    """The most that a pass over so many tokens takes on an accelerator; 0: it is not known."""
+    sample = Sample(tokens=np.zeros(tokens, dtype=np.int32), mask=np.arange(tokens) > 0)
+    request = Request(names=frozenset({"logprobs" if head == "token" else "values"}))
+    with suppress(RuntimeError, NotImplementedError):  # of a few architectures, which decide by values of tensors
+        return passing(empty_model(config, head, dtype), [sample], request, kernels=True).peak
+    return 0
+
+
+def trunk_of(model: Any, kernels: bool, divided: bool) -> Trunk:
+    if not kernels:
+        return Trunk(model, ragged_kernel=False)
+    speed_up(model, shapes, together=not divided)
+    return Trunk(model, ragged_kernel=False, plain_head=PlainHead.of(model, shapes))
 
 
 def vars_of(values: Any) -> dict[str, torch.Tensor]:
@@ -279,30 +310,3 @@ class Meter(TorchDispatchMode):
     def remove(self, key: int, size: int) -> None:
         self.seen.discard(key)
         self.now -= size
-
-
-def counted_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """Memory of a fused kernel, which torch does not use on the meta device; the real thing where there is none."""
-    if options.get("softcap") is not None or options.get("s_aux") is not None:
-        return attention.packed_attention(module, query, key, value, mask, **options)
-    return FlashLike.apply(query, key, value), None
-
-
-AttentionInterface.register(COUNTED, counted_attention)
-
-
-class FlashLike(torch.autograd.Function):
-    """Queries, keys, values and the result are kept for the backward pass; scores are not."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])  # [1, T, heads, d_value]
-        ctx.save_for_backward(q, k, v, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        q, k, v, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -53,6 +53,16 @@ class Optimizer:
             fused=True,
         )
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
+        self.steps = 0  # that were applied
+
+    def bytes_to_come(self, device: torch.device) -> int:
+        """Of what a step needs on the device, and is not there now: it does not exist yet, or is in host memory."""
+        wanted = 0
+        for master in self.masters.values():
+            state = self.adam.state.get(master, {})
+            for tensor in (master, master.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+                wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
+        return wanted
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, float]:
@@ -67,6 +77,7 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = learning_rate
             self.adam.step()
+            self.steps += 1
             self.write_weights()
             if self.average:
                 masters = [master.detach() for master in self.masters.values()]
@@ -147,6 +158,7 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """The inverse of `save`, of any number of processes; call it after the weights themselves were loaded."""
         saved = TensorFiles(folder, "optimizer")
+        self.steps = 0
         for name, master in self.masters.items():
             part = part_of(self.parameters[name])
             if self.has_own_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
@@ -158,6 +170,7 @@ class Optimizer:
             }
             self.adam.state.pop(master, None)
             if state:  # absent before the first step
+                self.steps = max(self.steps, int(state["step"]))
                 device = master.device
                 self.adam.state[master] = {key: value.to(device).clone() for key, value in state.items()}
         if self.average:

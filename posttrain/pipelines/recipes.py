@@ -29,7 +29,8 @@ from posttrain.serve.model import fill_condition
 from posttrain.serve.score import Scoring
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
-FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.")
+FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
+"""Stages know themselves what of the last two decides what they make."""
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ def generation(config: PipelineConfig, number: int, model: str, place: Path) -> 
         around=bool(config.prompts),
         condition_template=config.condition_template,
         batch=options.batch,
+        engine=options.engine,
+        cluster=config.cluster,
     )
 
 

@@ -43,7 +43,9 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides its end."""
     batch: int = 512
-    """Answers made and written at a time."""
+    """Answers made and written at a time; each worker (cluster.devices) has a batch of its own."""
+    engine: tuple[str, ...] = ("local",)
+    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from posttrain.serve.generate import Generation, check, generate
 from posttrain.serve.progress import ProgressLine
 from posttrain.serve.score import Scoring, score_file
 from posttrain.serve.select import METHODS, select_file
+from posttrain.serve.workers import deciding
 
 BEST = 0.95  # the part of the answers that are worth less than what a model is asked for next
 
@@ -46,9 +47,9 @@ class Generate(Stage):
 
     def settings(self) -> dict[str, Any]:
         found = asdict(self.config)
-        for name in ("out", "resume"):
+        for name in ("out", "resume", "cluster", "engine"):
             del found[name]
-        return found
+        return found | deciding(self.config.engine)
 
     def run(self, quiet: bool) -> Figures:
         config = replace(self.config, resume=self.out.exists())

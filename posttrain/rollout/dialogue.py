@@ -38,6 +38,7 @@ class Dialogue:
     text: str = ""
     ended: str = ""  # the end-of-turn that the last reply has, as text
     finish: str = ""
+    versions: list[int] = field(default_factory=list)  # of the weights, at both ends of each reply
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Log-probabilities are those of tokens that the model chose."""
@@ -59,6 +60,8 @@ class Dialogue:
             mask=np.array(self.mask, dtype=np.bool_),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             group=self.position,
+            version=self.versions[0] if self.versions else 0,
+            newest=self.versions[-1] if self.versions else 0,
             finish=self.finish,
             origin=self.prompt.origin,
         )
@@ -146,6 +149,7 @@ class Dialogues:
             start = len(dialogue.tokens)
             tokens = sample.tokens[start:].tolist()
             assert sample.logprobs is not None, "a sampler gives log-probabilities"
+            dialogue.versions += [sample.version, sample.newest]
             dialogue.append(tokens[:room], sample.logprobs[start : start + room].tolist())
             dialogue.finish = "length" if len(tokens) > room else sample.finish
             dialogue.text = self.tokenizer.decode(tokens[:room], skip_special_tokens=True)

@@ -49,6 +49,7 @@ def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
         "group": sample.group,
         "origin": sample.origin,
         "version": sample.version,
+        "newest": sample.newest,
         "finish": sample.finish,
         "reward": sample.reward,
         "baseline": sample.baseline,
@@ -92,6 +93,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         baseline=row["baseline"],
         group=row["group"],
         version=row["version"],
+        newest=row.get("newest", row["version"]),  # absent in records of old
         finish=row["finish"],
         origin=row["origin"],
         **streams,

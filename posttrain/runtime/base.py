@@ -44,7 +44,10 @@ class Pool(Protocol):
     size: int
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Workers:
-        """Build an object in each worker. host.Ref(role) in the arguments stands for one that is there already."""
+        """Build an object in each worker. host.Ref(role) in the arguments stands for one that is there already.
+
+        It may return before they are there; then the first call waits for them, and raises what went wrong.
+        """
 
     def close(self) -> None:
         """End the processes."""

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
@@ -40,7 +41,7 @@ class Channel:
     connection: Connection
     log: Path
     process: subprocess.Popen[bytes] | None = None  # where it is a child of ours
-    host: str = "this host"
+    host: str = ""
     gone: str = ""  # why there is nobody at the other end
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -107,6 +108,8 @@ class Crew:
         self.calls: dict[int, Call] = {}
         self.pongs: set[int] = set()
         self.number = 0
+        self.beginner = ThreadPoolExecutor(1, thread_name_prefix="beginnings")
+        self.beginnings: list[Future[None]] = []
         self.broken: PosttrainError | None = None
         self.closed = False
         for channel in self.channels:
@@ -117,8 +120,27 @@ class Crew:
     # Calls
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> CrewWorkers:
-        self.submit("", "start", [(role, factory, args, kwargs)] * self.size, role).result()
+        """Without waiting, so that pools load at the same time; what goes wrong is raised by the next call."""
+        self.begin("start", [(role, factory, args, kwargs)] * self.size, role)
         return CrewWorkers(self, role)
+
+    def begin(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        blamed: str,
+        done: Callable[[list[Any]], None] = lambda answers: None,
+    ) -> None:
+        """Call a method of the workers themselves as soon as what was begun before is there; its answers go to `done`.
+
+        One at a time: two threads of a worker that import the same library, one reading a call, trip over each other.
+        """
+        self.beginnings.append(self.beginner.submit(lambda: done(self.submit("", method, args, blamed).result())))
+
+    def settle(self) -> None:
+        """Wait until all that was begun is there; raises what kept it from being so."""
+        for beginning in self.beginnings:
+            beginning.result()
 
     def submit(self, role: str, method: str, args: Sequence[tuple[Any, ...]], blamed: str = "", **kwargs: Any) -> Call:
         """Send a call: `args` for each rank. `blamed`: the role to name in errors, if not the one that is called."""
@@ -166,12 +188,15 @@ class Crew:
 
     def read(self) -> None:
         """Until all connections are closed."""
+        looked = time.monotonic()
         while open_ones := [channel for channel in self.channels if not channel.gone]:
-            ready = connections.wait([channel.connection for channel in open_ones], LOOK_SECONDS)
+            ready = set(connections.wait([channel.connection for channel in open_ones], LOOK_SECONDS))
+            look = time.monotonic() - looked >= LOOK_SECONDS
+            looked = time.monotonic() if look else looked
             for channel in open_ones:
                 if channel.connection not in ready:
                     # What it started may hold its end of the connection open.
-                    if channel.ended():
+                    if look and channel.ended():
                         self.lose(channel)
                     continue
                 try:
@@ -210,12 +235,12 @@ class Crew:
     def break_down(self, call: Call) -> PosttrainError:
         """End the pool; the error that says who failed first."""
         with self.order:
+            if self.broken is None and self.closed:
+                return WorkerError(f"{call.method} of {call.role} was given up", lost=False)
             if self.broken is None:
                 self.broken = self.blame(call)
                 self.write_stacks()
                 self.end(0.0)
-                with self.news:
-                    self.news.notify_all()
             return self.broken
 
     def blame(self, call: Call) -> PosttrainError:
@@ -250,7 +275,8 @@ class Crew:
 
     def about(self, channel: Channel, call: Call, what: str) -> str:
         step = f", step {self.step()}" if self.step() else ""
-        return f"{call.role} worker, rank {channel.rank} (on {channel.host}{step}) {what}. Its log: {channel.log}"
+        host, role = channel.host or "this host", call.role.partition(".")[0]  # actor.sender is a part of the actor
+        return f"{role} worker, rank {channel.rank} (on {host}{step}) {what}. Its log: {channel.log}"
 
     def write_stacks(self) -> None:
         """Where each worker is, into its log."""
@@ -281,6 +307,9 @@ class Crew:
         for channel in self.channels:
             channel.gone = channel.gone or "closed"
             channel.connection.close()
+        self.beginner.shutdown(wait=False)
+        with self.news:
+            self.news.notify_all()
 
 
 class CrewWorkers:
@@ -293,10 +322,13 @@ class CrewWorkers:
         return self.submit(method, *args, **kwargs).result()
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self.crew.settle()
         return self.crew.submit(self.role, method, [(shard, *args) for shard in shards], **kwargs).result()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Call:
+        self.crew.settle()
         return self.crew.submit(self.role, method, [args] * self.size, **kwargs)
 
     def close(self) -> None:
+        self.crew.settle()
         self.crew.submit("", "forget", [(self.role,)] * self.size, self.role).result()

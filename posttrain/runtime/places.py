@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from posttrain.config import ClusterConfig
+from posttrain.config import ROLES, ClusterConfig
 from posttrain.runtime.base import Pool, Workers
 from posttrain.runtime.launched import Launch
 from posttrain.runtime.local import LocalPool
@@ -39,7 +40,9 @@ class Places:
             return self.pools.setdefault("actor", LocalPool())
         layout = self.cluster.of(role)
         if layout.place not in self.pools:
-            self.pools[layout.place] = self.make(self.first(layout.place), layout.devices)
+            self.pools[layout.place] = self.make(
+                self.first(layout.place), layout.devices, self.largest_tensor_group(layout.place)
+            )
         return self.pools[layout.place]
 
     def first(self, place: str) -> int:
@@ -47,12 +50,17 @@ class Places:
         places = ["actor", *self.cluster.own_devices()]
         return sum(self.cluster.of(before).devices for before in places[: places.index(place)])
 
-    def make(self, first: int, size: int, each: int = 1) -> Pool:
-        """Workers number `first` and on, with `each` devices each."""
+    def largest_tensor_group(self, place: str) -> int:
+        """Of the roles that live there."""
+        layouts = [self.cluster.of(role) for role in (*ROLES, place)]
+        return max(layout.tensor_parallel for layout in layouts if layout.place == place)
+
+    def make(self, first: int, size: int, together: int) -> Pool:
+        """Workers number `first` and on; `together`: so many neighbours belong on one machine."""
         seconds = self.cluster.limits[1]
         if self.cluster.ray:
             pool = self.ray_cluster().pool
-            return pool(size, self.logs, self.meeting_point(), first=first, each=each, step=lambda: self.step)
+            return pool(size, self.logs, self.meeting_point(), first=first, together=together, step=lambda: self.step)
         if self.launch is not None:
             return self.launch.pool(range(first, first + size), self.logs, seconds, lambda: self.step)
         devices = devices_here(self.cluster.devices)
@@ -63,10 +71,8 @@ class Places:
             meeting=self.meeting_point(),
             first=first,
             step=lambda: self.step,
-            devices=[",".join(devices[i : i + each]) for i in range(first, first + size * each, each)]
-            if devices
-            else None,
-            threads=0 if devices else share_of_cores(self.cluster.devices),
+            devices=devices[first : first + size] if devices else None,
+            threads=0 if devices or "OMP_NUM_THREADS" in os.environ else share_of_cores(self.cluster.devices),
         )
 
     # Rollout workers apart from the learners
@@ -80,7 +86,7 @@ class Places:
         layout = self.cluster.of("rollout")
         first, each = self.first("rollout"), layout.tensor_parallel
         numbers = range(first, first + layout.devices, each)
-        self.seats = [Seat(partial(self.make, number, each), start) for number in numbers]
+        self.seats = [Seat(partial(self.make, number, each, each), start) for number in numbers]
         return self.seats
 
     def meet(self, size: int) -> Meeting:

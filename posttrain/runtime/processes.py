@@ -84,18 +84,16 @@ class ProcessPool(Crew):
 
 
 def greet(crew: Crew, groups: Sequence[Group]) -> None:
-    """Tell each worker who it is; wait until all have met."""
+    """Tell each worker who it is and whom to meet."""
     main = spawn.get_preparation_data("worker")
     main.pop("authkey")  # of other connections
-    try:
-        told = [(None if channel.runs_script() else main,) for channel in crew.channels]
-        crew.submit("", "prepare", told, "new").result()
-        hosts = crew.submit("", "join", [(group,) for group in groups], "new").result()
-    except BaseException:
-        crew.close()
-        raise
-    for channel, host in zip(crew.channels, hosts, strict=True):
-        channel.host = host
+
+    def know(hosts: Sequence[str]) -> None:
+        for channel, host in zip(crew.channels, hosts, strict=True):
+            channel.host = channel.host or host
+
+    crew.begin("prepare", [(None if channel.runs_script() else main,) for channel in crew.channels], "new")
+    crew.begin("join", [(group,) for group in groups], "new", know)
 
 
 def launch(

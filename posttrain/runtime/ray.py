@@ -19,10 +19,12 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
+from posttrain import __version__
 from posttrain.config import ClusterConfig
 from posttrain.errors import UsageError, WorkerError
 from posttrain.runtime import wire
@@ -33,6 +35,7 @@ from posttrain.runtime.worker import log_into, serve
 
 NOTICE_SECONDS = 5.0  # after which a wait for devices is spoken of
 OBITUARY_SECONDS = 30.0  # in which Ray notices that a node is gone
+HANDSHAKE_SECONDS = 30.0  # in which whoever connects says who it is
 LOOK_SECONDS = 0.5  # between looks at whether workers that are to connect are still there
 SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 # What the controller's environment tells its workers; the rest of theirs is of the machine they are on.
@@ -68,7 +71,8 @@ class RayCluster:
         self.address = here if several else LOOPBACK  # where workers find the controller
         resources = ray.cluster_resources()
         self.kind = "GPU" if resources.get("GPU") else "CPU"
-        self.threads = max(1, int(resources.get("CPU", 1)) // self.devices) if self.kind == "CPU" else 0
+        share = max(1, int(resources.get("CPU", 1)) // self.devices)
+        self.threads = share if self.kind == "CPU" and "OMP_NUM_THREADS" not in os.environ else 0
         have = int(resources.get(self.kind, 0))
         if have < self.devices and all(node.alive for node in nodes.values()):  # a lost one may come back
             self.close()
@@ -78,38 +82,46 @@ class RayCluster:
             )
 
     def pool(
-        self, size: int, logs: Path, meeting: MeetingPoint, *, first: int, each: int, step: Callable[[], int]
+        self, size: int, logs: Path, meeting: MeetingPoint, *, first: int, together: int, step: Callable[[], int]
     ) -> RayPool:
-        return RayPool(self, size, logs, meeting, first=first, each=each, step=step)
+        return RayPool(self, size, logs, meeting, first=first, together=together, step=step)
 
     @contextlib.contextmanager
-    def reserve(self, size: int, each: int) -> Iterator[tuple[Any, list[tuple[int, Node]]]]:
+    def reserve(self, size: int, together: int) -> Iterator[tuple[Any, list[tuple[int, Node]]]]:
         """Places for `size` workers, as near to each other as they go: (bundle, node) by rank, a node's together.
 
-        They are given back if what happens inside fails.
+        `together`: so many neighbours are on one node. They are given back if what happens inside fails.
         """
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-        bundle = {"CPU": 1.0} if self.kind == "CPU" else {"CPU": 1.0, "GPU": float(each)}
-        group = placement_group([bundle] * size, strategy="PACK")
+        if together > self.largest_node():
+            log.warning("tp=%d: no Ray node has so many %ss, so its workers talk across nodes", together, self.kind)
+            together = 1
+        bundle = {"CPU": float(together)} | ({"GPU": float(together)} if self.kind == "GPU" else {})
+        wanted = f"{size} worker{'s' if size > 1 else ''} with 1 {self.kind} each"
+        wanted += f", {together} on one node" if together > 1 else ""
+        group = placement_group([bundle] * (size // together), strategy="PACK")
         try:
             if not ready(group, min(NOTICE_SECONDS, self.seconds)):
-                log.warning("waiting for Ray to find places for %s. %s", self.wanted(size, each), self.state())
+                log.warning("waiting for Ray to find places for %s. %s", wanted, self.state())
                 if not ready(group, self.seconds - NOTICE_SECONDS):
                     raise WorkerError(
-                        f"Ray found no places for {self.wanted(size, each)} within {self.seconds:g} s "
-                        f"(cluster.limits). {self.state()}",
+                        f"Ray found no places for {wanted} within {self.seconds:g} s (cluster.limits). {self.state()}",
                         lost=True,
                     )
             nodes = all_nodes()
-            places = placement_group_table(group)["bundles_to_node_id"]
-            yield group, sorted(((bundle, nodes[id]) for bundle, id in places.items()), key=lambda one: one[1].id)
+            table = placement_group_table(group)["bundles_to_node_id"]
+            found = sorted(((bundle, nodes[id]) for bundle, id in table.items()), key=lambda one: one[1].id)
+            yield group, [place for place in found for _ in range(together)]
         except BaseException:
             remove_placement_group(group)
             raise
 
-    def wanted(self, size: int, each: int) -> str:
-        return f"{size} worker{'s' if size > 1 else ''} with {each} {self.kind}{'s' if each > 1 else ''} each"
+    def largest_node(self) -> int:
+        """Devices of the node that has most; those that are down may come back, and count."""
+        import ray
+
+        return max(int(found["Resources"].get(self.kind, 0)) for found in ray.nodes())
 
     def state(self) -> str:
         """What there is, and who is missing."""
@@ -136,7 +148,7 @@ def ready(group: Any, seconds: float) -> bool:
 
 
 class RayPool(Crew):
-    """`size` actors, each with devices of its own."""
+    """`size` actors, each with a device of its own."""
 
     def __init__(
         self,
@@ -146,14 +158,14 @@ class RayPool(Crew):
         meeting: MeetingPoint,
         *,
         first: int = 0,
-        each: int = 1,
+        together: int = 1,
         step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`first`: number of the first in the names of logs; `each`: devices that a worker has."""
+        """`first`: number of the first in the names of logs; `together`: so many neighbours are on one node."""
         logs.mkdir(parents=True, exist_ok=True)
         files = [(logs / f"worker-{first + rank}.log").resolve() for rank in range(size)]
-        with cluster.reserve(size, each) as (self.group, places):
-            recruits = hire(self.group, places, files, cluster, each)
+        with cluster.reserve(size, together) as (self.group, places):
+            recruits = hire(self.group, places, files, cluster)
             channels = [
                 RayChannel(first + recruit.rank, recruit.rank, connection, recruit.log, recruit=recruit)
                 for recruit, connection in recruits
@@ -163,8 +175,6 @@ class RayPool(Crew):
             greet(
                 self, [Group(rank, size, meeting.address, name, self.seconds, cluster.threads) for rank in range(size)]
             )
-        for channel in channels:
-            channel.host = str(channel.recruit.node)
 
     def end(self, seconds: float) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -209,6 +219,8 @@ class Recruit:
         except ray.exceptions.RayError as error:
             if not all_nodes()[self.node.id].alive:
                 return f"was lost with its node, {self.node}"
+            if "creation task" in str(error):
+                return f"did not start: {str(error).splitlines()[-1]}. All nodes need the same environment"
             told = str(error).partition("The actor is dead because ")[2] or str(error)
             told = " ".join(told.partition("Some common causes")[0].split())
             return f"was killed, by hand or by the system for want of memory, or crashed. Ray says: {told.rstrip('. ')}"
@@ -245,14 +257,14 @@ class RayChannel(Channel):
 
 
 def hire(
-    group: Any, places: Sequence[tuple[int, Node]], logs: Sequence[Path], cluster: RayCluster, each: int
+    group: Any, places: Sequence[tuple[int, Node]], logs: Sequence[Path], cluster: RayCluster
 ) -> list[tuple[Recruit, Connection]]:
     """Start a worker at each place and let it connect."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     key = secrets.token_bytes(32)
-    resources = {"num_cpus": 1, "num_gpus": each if cluster.kind == "GPU" else 0}
+    resources = {"num_cpus": 1, "num_gpus": 1 if cluster.kind == "GPU" else 0}
     with socket.socket() as listener:
         listener.bind((cluster.address, 0))
         listener.listen(len(places))
@@ -262,7 +274,7 @@ def hire(
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             actor = ray.remote(Employee).options(scheduling_strategy=where, **resources).remote()
             alone = cluster.address == LOOPBACK
-            serving = actor.serve.remote(meet, key, rank, str(file), passed_on(), node, alone)
+            serving = actor.serve.remote(meet, key, rank, str(file), passed_on(), node, alone, __version__)
             recruits.append(Recruit(rank, node, file, actor, serving))
         try:
             return list(zip(recruits, gather(listener, key, recruits, cluster.seconds), strict=True))
@@ -290,10 +302,13 @@ def gather(listener: socket.socket, key: bytes, recruits: Sequence[Recruit], sec
                     raise WorkerError(message, lost=True) from None
             continue
         connection = Connection(connected.detach())
-        wire.bound(connection, max(1.0, until - time.monotonic()))
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-        found[int(connection.recv_bytes())] = connection
+        wire.bound(connection, HANDSHAKE_SECONDS)
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            found[int(connection.recv_bytes())] = connection
+        except (AuthenticationError, EOFError, OSError):  # none of ours
+            connection.close()
     return [found[recruit.rank] for recruit in recruits]
 
 
@@ -312,8 +327,11 @@ class Employee:
         environment: dict[str, str],
         node: Node,
         alone: bool,
+        version: str,
     ) -> None:
         """Work for the controller until it says that it is over. `alone`: all workers are on this machine."""
+        if version != __version__:
+            raise RuntimeError(f"posttrain is {__version__} on {socket.gethostname()}, but {version} at the command")
         if not Path(file).parent.is_dir():
             raise FileNotFoundError(
                 f"there is no folder {Path(file).parent} on {socket.gethostname()}: the run folder (--out) must be on "
@@ -325,7 +343,11 @@ class Employee:
         interface = "lo" if alone else interface_of(node.address)
         os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         os.environ |= environment
-        connection = Connection(socket.create_connection(meet).detach())
+        try:
+            connection = Connection(socket.create_connection(meet).detach())
+        except OSError as error:
+            where = f"{meet[0]}:{meet[1]} cannot be reached from {socket.gethostname()}"
+            raise ConnectionError(f"{where}, where the command waits for its workers: {error}") from None
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         connection.send_bytes(str(rank).encode())
@@ -386,15 +408,25 @@ def connect(address: str) -> bool:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"cluster.ray is {address}, but no Ray cluster answers there ({str(error).splitlines()[0]}). "
-            "Start one: posttrain cluster up, or on each node: ray start"
-        ) from None
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise UsageError(f"cluster.ray is {address}, {refusal(error)}") from None
     finally:
         with contextlib.suppress(ValueError):  # not the main thread: then Ray has set none
             signal.signal(signal.SIGTERM, handler)
     return True
+
+
+def refusal(error: Exception) -> str:
+    """Why Ray did not let us in, and what to do."""
+    told = str(error).strip()
+    if "Version mismatch" in told:
+        told = " ".join(told.partition("Version mismatch: ")[2].split())
+        return f"but versions differ. {told}. Use the same environment on all nodes, and start Ray again from it."
+    reason = told.splitlines()[0].rstrip(".") if told else type(error).__name__
+    return (
+        f"but no Ray cluster answers there ({reason}). Start one: posttrain cluster up, or on each node: ray start. "
+        "One with a token answers only where RAY_AUTH_MODE and RAY_AUTH_TOKEN are as on its nodes."
+    )
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.config import INFLIGHT, ModelConfig, UpdateConfig
+from posttrain.data.templates import apply_template
 from posttrain.engines.base import Request, Sampling
-from posttrain.errors import WorkerError
-from posttrain.learner import Learner
+from posttrain.engines.probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
+from posttrain.errors import PosttrainError, WorkerError
+from posttrain.learner import Learner, default_device
+from posttrain.models.load import compute_dtype, load_tokenizer, read_config, resolve_path
 from posttrain.runtime.base import Pending, Pool, Workers, cut
 from posttrain.runtime.transfer import Meeting, Moved, Transfer
-from posttrain.types import Sample
+from posttrain.types import Floats, Sample
 
 ATTEMPTS = 3  # to bring weights over, each with new workers in place of those that were lost
 
@@ -23,16 +28,28 @@ log = logging.getLogger("posttrain")
 
 
 class Sampler:
-    """In a rollout worker: an engine whose weights come from the learners."""
+    """In a rollout worker: an engine whose weights come from the learners.
+
+    `generate` may run in a thread beside the other methods; the model is used by one of them at a time.
+    """
 
     def __init__(self, model: ModelConfig, engine: Sequence[str], template: str, seed: int) -> None:
+        """`engine`: see rollout.engine. With `inflight` among it new weights do not wait for answers to end."""
         self.transfer: Transfer | None = None
+        self.version = 0  # of the weights
+        self.inflight = INFLIGHT in engine
+        self.turns = Turns()
+        options = [option for option in engine[1:] if option != INFLIGHT]
+        self.dtype = compute_dtype(model, default_device())
+        self.probe = probe(read_config(resolve_path(model.path), "token").get_text_config().vocab_size)
         self.learner: Learner | None = None
         self.engine: Any = None
         if engine[0] == "local":
             self.learner = Learner(model, UpdateConfig(), trainable=False, template=template, seed=seed, layout=None)
         else:
-            self.engine = vllm_engine(model, engine[1:], template)
+            # A step that is begun before the one before is looked at would mix up which weights drew a token.
+            options = ["async_scheduling=false", *options] if self.inflight else options
+            self.engine = vllm_engine(model, options, template)
 
     def connect(self, meeting: Meeting, rank: int) -> str:
         """Meet the sender and the others; why it could not be done, or nothing."""
@@ -45,26 +62,72 @@ class Sampler:
     def receive(self, version: int) -> str:
         """The weights that the learners send now; why not all came, or nothing."""
         assert self.transfer is not None, "connect comes first"
-        try:
-            if self.learner is not None:
-                self.learner.accept(self.transfer.receive())
-            else:
-                self.engine.load(self.transfer.receive(), version)
-        except RuntimeError as error:
-            self.transfer = None  # hangs up, so that the others do not wait
-            return first_line(error)
+        with self.turns.visit():
+            self.turns.closed = True
+            try:
+                if self.learner is not None:
+                    self.learner.accept(self.transfer.receive())
+                else:
+                    self.engine.load(self.transfer.receive(), version)
+            except RuntimeError as error:
+                self.transfer = None  # hangs up, so that the others do not wait
+                return first_line(error)
+            self.version, self.turns.closed = version, False
         return ""
 
+    def check(self, expected: list[Floats]) -> str:
+        """How its log-probabilities of the probe differ from those of the learners, which are given; or nothing."""
+        with self.turns.visit():
+            speaker: Any = self.learner or self.engine
+            found = difference([self.probe], speaker.logprobs([self.probe]), expected)
+        allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
+        return "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        return (self.learner or self.engine).generate(requests, sampling)  # type: ignore[no-any-return]
+        speaker: Any = self.learner or self.engine
+        with self.turns.hold():
+            found: list[Sample] = speaker.generate(requests, sampling, between=self.pause if self.inflight else None)
+            return found
+
+    def pause(self) -> int:
+        """Between two steps; the version of the weights that the next one is made with."""
+        self.turns.pause()
+        return self.version
+
+
+class Turns:
+    """A model that one thread uses at a time. Who generates holds it for long, and lets others in between two steps."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Condition()
+        self.visitors = 0  # that wait, or are at it
+        self.closed = False  # an update ended halfway: nobody may generate before another is complete
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self.turn:
+            self.pause()
+            yield
+
+    def pause(self) -> None:
+        """Visitors come first; at once where there are none."""
+        self.turn.wait_for(lambda: not self.visitors and not self.closed)
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """By one thread, always the same."""
+        self.visitors += 1
+        with self.turn:
+            try:
+                yield
+            finally:
+                self.visitors -= 1
+                self.turn.notify_all()
 
 
 def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> Any:
     """With the learners' type of numbers, so that both compute the same."""
-    from posttrain.data.templates import apply_template
     from posttrain.engines import vllm
-    from posttrain.learner import default_device
-    from posttrain.models.load import compute_dtype, load_tokenizer, read_config, resolve_path
 
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
@@ -101,14 +164,27 @@ class Seat:
 
     def submit(self, method: str, *args: Any) -> Pending:
         assert self.workers is not None, "nobody sits here"
-        return self.workers.submit(method, *args)
+        try:
+            return self.workers.submit(method, *args)
+        except WorkerError as error:  # lost since, as another thread has found out
+            return Refused(error)
+
+
+class Refused:
+    """A call that could not be sent."""
+
+    def __init__(self, error: WorkerError) -> None:
+        self.error = error
+
+    def result(self) -> list[Any]:
+        raise self.error
 
 
 class Samplers:
-    """All rollout workers as one: `generate` with the weights of the last `refresh_sampler`.
+    """All rollout workers as one: `generate` with the weights of the last `update`.
 
     A request decides its answer by its own seed, so one that a lost worker was given is asked again of another, and
-    gives the same answer.
+    gives the same answer. Weights may be brought while another thread waits for answers, if the workers are `inflight`.
     """
 
     def __init__(self, seats: Sequence[Seat], sender: Workers, meet: Callable[[int], Meeting]) -> None:
@@ -116,7 +192,8 @@ class Samplers:
         self.seats, self.sender, self.meet = list(seats), sender, meet
         self.connected = False
         self.version = -1
-        self.moved = Moved(0, 0.0)  # by the last refresh
+        self.moved = Moved(0, 0.0)  # by the last update
+        self.changing = threading.RLock()  # held while weights change, or who sits where
         self.fill()
 
     def fill(self) -> None:
@@ -128,19 +205,25 @@ class Samplers:
     # Weights
 
     def refresh_sampler(self) -> None:
-        """Bring the learners' weights of now to all rollout workers; lost ones are replaced first."""
-        for attempt in range(1, ATTEMPTS + 1):
-            if not all(seat.workers is not None for seat in self.seats):
-                self.connected = False
-                self.fill()
-            trouble = "" if self.connected else self.connect()
-            trouble = trouble or self.send()
-            if not trouble:
-                return
-            if attempt == ATTEMPTS:
-                raise WorkerError(
-                    f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {trouble}", lost=True
-                )
+        """Bring the learners' weights of now to all rollout workers, as the next version."""
+        self.update(self.version + 1)
+
+    def update(self, version: int) -> None:
+        """The same with the version that samples are to bear; workers that were lost are replaced first."""
+        with self.changing:
+            self.version = version
+            for attempt in range(1, ATTEMPTS + 1):
+                if not all(seat.workers is not None for seat in self.seats):
+                    self.connected = False
+                    self.fill()
+                trouble = "" if self.connected else self.connect()
+                trouble = trouble or self.send()
+                if not trouble:
+                    return
+                if attempt == ATTEMPTS:
+                    raise WorkerError(
+                        f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {trouble}", lost=True
+                    )
 
     def connect(self) -> str:
         """Form a new group; what went wrong, or nothing."""
@@ -156,15 +239,35 @@ class Samplers:
         return trouble
 
     def send(self) -> str:
-        self.version += 1
+        """Weights for all, and a look at whether they arrived; what went wrong on the way, or nothing."""
         pending = [(seat, seat.submit("receive", self.version)) for seat in self.seats]
         sending = self.sender.submit("send")
         trouble = self.lost(pending)
         moved: Moved = sending.result()[0]
-        self.connected = self.connected and not trouble and not moved.failure
-        if not trouble and not moved.failure:
+        trouble = trouble or moved.failure or self.check(moved.probe)
+        self.connected = self.connected and not trouble
+        if not trouble:
             self.moved = Moved(moved.bytes * len(self.seats), moved.seconds)
-        return trouble or moved.failure
+        return trouble
+
+    def check(self, probe: list[Floats]) -> str:
+        """See that all have the weights that were sent: an error if not, since answers would not show it."""
+        pending = [(seat, seat.submit("check", probe)) for seat in self.seats]
+        trouble = ""
+        for place, (seat, call) in enumerate(pending):
+            try:
+                found: str = call.result()[0]
+            except WorkerError as error:
+                trouble = trouble or str(error)
+                self.replace(seat, seat.workers, error)
+                continue
+            if found:
+                raise PosttrainError(
+                    f"rollout worker {place} of {len(self.seats)}: after the update to version {self.version} its "
+                    f"log-probabilities differ from the learners' {found}. Either the weights did not arrive as they "
+                    "were sent, or its engine computes this model differently (--rollout.engine local: as the learners)"
+                )
+        return trouble
 
     def lost(self, pending: Sequence[tuple[Seat, Pending]]) -> str:
         """Wait for all; seats whose worker is lost are emptied. What trouble there was, or nothing."""
@@ -175,14 +278,18 @@ class Samplers:
                 first = first or trouble
             except WorkerError as error:
                 first = first or str(error)
-                self.replace(seat, error)
+                self.replace(seat, seat.workers, error)
         return first
 
-    def replace(self, seat: Seat, error: WorkerError) -> None:
-        log.warning("%s", error)
-        log.warning("another rollout worker takes its place; what it was asked is asked again")
-        seat.empty()
-        self.connected = False
+    def replace(self, seat: Seat, who: Workers | None, error: WorkerError) -> None:
+        """Unless another thread has done it already."""
+        with self.changing:
+            if seat.workers is not who:
+                return
+            log.warning("%s", error)
+            log.warning("another rollout worker takes its place; what it was asked is asked again")
+            seat.empty()
+            self.connected = False
 
     # Answers
 
@@ -190,28 +297,37 @@ class Samplers:
         answers: dict[int, Sample] = {}
         open_requests = list(range(len(requests)))
         for _ in range(ATTEMPTS):
-            there = [seat for seat in self.seats if seat.workers is not None]
-            if not there:
-                self.refresh_sampler()
-                there = self.seats
-            shards = cut(open_requests, len(there))
-            calls = [
-                (seat, shard, seat.submit("generate", [requests[i] for i in shard], sampling))
-                for seat, shard in zip(there, shards, strict=True)
-                if shard
-            ]
-            for seat, shard, call in calls:
+            calls = self.ask(requests, open_requests, sampling)
+            for seat, who, shard, call in calls:
                 try:
                     answers |= dict(zip(shard, call.result()[0], strict=True))
                 except WorkerError as error:
                     if not error.lost:
                         raise
-                    self.replace(seat, error)
+                    self.replace(seat, who, error)
             open_requests = [i for i in open_requests if i not in answers]
             if not open_requests:
                 return [answers[i] for i in range(len(requests))]
         raise WorkerError(f"rollout workers were lost {ATTEMPTS} times in a row while they generated", lost=True)
 
+    def ask(self, requests: Sequence[Request], wanted: list[int], sampling: Sampling) -> list[Asked]:
+        """Give those that are wanted to the workers that are there, a part each."""
+        with self.changing:
+            there = [seat for seat in self.seats if seat.workers is not None]
+            if not there:
+                self.update(self.version)
+                there = self.seats
+            shards = cut(wanted, len(there))
+            return [
+                (seat, seat.workers, shard, seat.submit("generate", [requests[i] for i in shard], sampling))
+                for seat, shard in zip(there, shards, strict=True)
+                if shard
+            ]
+
     def close(self) -> None:
         for seat in self.seats:
             seat.empty()
+
+
+Asked = tuple[Seat, Workers | None, list[int], Pending]
+"""Who sits there, the requests it was given, and its call."""

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.learner import Learner, default_device
+from posttrain.types import Floats
 
 BUCKET_BYTES = 256 * 2**20
 MEETING_LIMIT = timedelta(seconds=60)  # all are there and idle; one that is lost is noticed by the controller
@@ -45,6 +46,7 @@ class Moved:
     bytes: int
     seconds: float
     failure: str = ""
+    probe: list[Floats] = field(default_factory=list)  # see learner.Learner.probed
 
 
 class Transfer:
@@ -144,7 +146,10 @@ class Sender:
 
     @torch.no_grad()
     def send(self) -> Moved:
-        """The weights of now. A receiver that is lost does not stop the learners."""
+        """The weights of now, and what the learners make of a few tokens with them.
+
+        A receiver that is lost does not stop the learners.
+        """
         began = time.monotonic()
         weights = iter(self.learner.weights())
         moved, failure = 0, ""
@@ -159,7 +164,7 @@ class Sender:
                 self.transfer = None  # hangs up, so that the other receivers do not wait for the rest
         for _ in weights:  # the others wait for this process's part in each tensor
             pass
-        return Moved(moved, time.monotonic() - began, failure)
+        return Moved(moved, time.monotonic() - began, failure, self.learner.probed())
 
     def abort(self) -> None:
         if self.transfer is not None:

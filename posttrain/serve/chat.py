@@ -16,13 +16,13 @@ from posttrain.serve.model import CONDITION, ServedModel, check_sampling, condit
 from posttrain.serve.stream import TextStream, visible
 
 HELP = """\
-/clear                  forget the conversation (also: clear, new)
-/system TEXT            a system message from now on; without a text none
-/set NAME VALUE         temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, seed, history_turns or
-                        condition (the reward to ask for; none: do not ask)
-/save FILE              append the conversation to a .jsonl file that posttrain sft reads
-/help                   this
-exit                    leave (also: quit, q, or Ctrl-D). Ctrl-C stops an answer"""
+/clear           forget the conversation (also: clear, new)
+/system TEXT     a system message from now on; without a text none
+/set             how it answers: all settings
+/set NAME VALUE  change one of them
+/save FILE       append the conversation to a .jsonl file, for posttrain sft
+/help            this
+exit             leave (also: quit, q, or Ctrl-D). Ctrl-C stops an answer"""
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 NUMBERS |= {"max_tokens": int}
 LEAVE, CLEAR = ("exit", "quit", "q", "/exit", "/quit"), ("clear", "new", "/clear", "/new")
@@ -49,8 +49,9 @@ class Conversation:
         self.model, self.name = model, name
         self.turns: list[tuple[str, str]] = []
 
-    def ask(self, question: str, options: ChatOptions, write: Write) -> None:
-        """Stream an answer. An interrupted one is kept as far as it went; then KeyboardInterrupt goes on."""
+    def ask(self, question: str, options: ChatOptions, write: Write) -> str:
+        """Stream an answer; what there is to say about its end. An interrupted one is kept as far as it went; then
+        KeyboardInterrupt goes on."""
         prompt = self.prompt(question, options)
         stream, said = TextStream(self.model.tokenizer), list[str]()
 
@@ -61,13 +62,16 @@ class Conversation:
         sampling = replace(options.sampling, stop_ids=self.model.stop_ids)
         request = Request(prompt=prompt, seed=seed_of(options.seed, len(self.turns), 0))
         try:
-            self.model.generate([request], sampling, lambda _, token: tell(stream.add(token)))
+            (found,) = self.model.generate([request], sampling, lambda _, token: tell(stream.add(token)))
         finally:
             rest = stream.finish()
             answer = "".join([*said, rest])
             if answer.strip():  # templates have no place for silence, and there is nothing to come back to
                 self.turns.append((question, answer))
             write(visible(rest))
+        if found.finish == "length":
+            return f"[cut off at {sampling.max_tokens} tokens: /set max_tokens]"
+        return "" if answer.strip() else "[it said nothing]"
 
     def prompt(self, question: str, options: ChatOptions) -> Any:
         """Tokens of as much of the conversation as is wanted and fits."""
@@ -103,12 +107,15 @@ class Conversation:
 class Chat:
     """Takes lines, writes answers. `handle` says whether the chat goes on."""
 
-    def __init__(self, models: Sequence[ServedModel], options: ChatOptions, write: Write) -> None:
+    def __init__(
+        self, models: Sequence[ServedModel], options: ChatOptions, write: Write, *, remarks: bool = False
+    ) -> None:
+        """`remarks`: also say what is to be said about an answer."""
         names = [model.name for model in models]
         if len(set(names)) < len(names):  # the same twice: two answers with different settings are not possible here
             raise UsageError(f"{names[0]} is named twice; name two different models")
         self.talks = [Conversation(model, visible(model.name)) for model in models]
-        self.options, self.write = options, write
+        self.options, self.write, self.remarks = options, write, remarks
 
     def handle(self, line: str) -> bool:
         """A command or a question. What goes wrong is said, and the chat goes on."""
@@ -124,7 +131,7 @@ class Chat:
                 self.ask(words)
         except KeyboardInterrupt:
             self.write("\n[stopped]\n")
-        except (PosttrainError, OSError) as error:
+        except PosttrainError as error:
             self.write(f"{visible(str(error))}\n")
         return True
 
@@ -132,8 +139,10 @@ class Chat:
         for talk in self.talks:
             if len(self.talks) > 1:
                 self.write(f"[{talk.name}]\n")
-            talk.ask(question, self.options, self.write)
+            remark = talk.ask(question, self.options, self.write)
             self.write("\n")
+            if self.remarks and remark:
+                self.write(f"{remark}\n")
 
     def clear(self) -> None:
         for talk in self.talks:
@@ -156,6 +165,9 @@ class Chat:
             raise UsageError(f"there is no {name}; /help lists the commands")
 
     def set(self, words: str) -> None:
+        if not words:
+            self.write("".join(f"{name} is {value}\n" for name, value in settings_of(self.options).items()))
+            return
         name, _, value = words.replace("=", " ", 1).partition(" ")
         self.options = changed(self.options, name, value.strip())
         self.write(f"{name} is {value.strip()}\n")
@@ -168,14 +180,24 @@ class Chat:
         if not self.talks[0].turns:
             raise UsageError("nothing was said yet")
         path = Path(name).expanduser()
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        try:
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         self.write(f"saved to {path}\n")
+
+
+def settings_of(options: ChatOptions) -> dict[str, Any]:
+    """What /set can change, as it is now."""
+    found = {name: getattr(options.sampling, name) for name in NUMBERS}
+    found |= {"seed": options.seed, "history_turns": options.history_turns}
+    return found | {"condition": "none" if options.condition is None else options.condition}
 
 
 def changed(options: ChatOptions, name: str, value: str) -> ChatOptions:
     """The options with one of them set; UsageError for what cannot be."""
-    known = [*NUMBERS, "seed", "history_turns", "condition"]
+    known = settings_of(options)
     if name not in known:
         raise UsageError(f"there is no setting {name!r}; there are {', '.join(known)}")
     try:

@@ -8,29 +8,43 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.config import DataConfig, ModelConfig
+from posttrain.config import ClusterConfig, DataConfig, ModelConfig
 from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encode import Encoder
 from posttrain.data.examples import Question
 from posttrain.data.lines import as_lines
+from posttrain.data.templates import apply_template
 from posttrain.engines.base import Request, Sampling
 from posttrain.errors import DataError, UsageError
 from posttrain.loops.folder import atomic_write_text
 from posttrain.loops.run import fingerprint
-from posttrain.models.load import load_tokenizer, resolve_path, vocabulary_size
+from posttrain.models.load import load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.rollout.rollouts import seed_of
 from posttrain.serve.answers import jsonl
-from posttrain.serve.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
+from posttrain.serve.model import (
+    CONDITION,
+    base_of,
+    check_sampling,
+    conditioned,
+    has_position_table,
+    position_limit,
+    stop_ids_of,
+)
 from posttrain.serve.progress import Progress
+from posttrain.serve.workers import check_workers, deciding, speaker, tensor_parallel
 from posttrain.types import Prompt, Sample
+
+WORTH_SHARING = 64  # answers for a device
+log = logging.getLogger("posttrain")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +62,8 @@ class Generation:
     condition: float | None = None  # the reward that answers are asked to have
     condition_template: str = CONDITION
     batch: int = 512  # answers made and written at a time
+    engine: tuple[str, ...] = ("local",)  # see rollout.engine
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # whose devices answer, each with a whole model
     resume: bool = False
 
 
@@ -69,19 +85,36 @@ def generate(config: Generation, report: Callable[[Progress], None] = lambda _: 
         report(progress)
         if done == total:
             return progress
-        model = ServedModel(config.model, config.data)
-        check_room(model, prompts, config)
-        sampling = replace(config.sampling, stop_ids=model.stop_ids)
-        started = time.monotonic()
+        check_room(prompts, config)
+        apply_template(tokenizer, config.data.template)
+        stops = stop_ids_of(config.model, tokenizer, config.data.template)
         size = prompts_at_once(config)
-        for start in range(done // config.n, len(prompts), size):
-            rows = list(answer(model, prompts[start : start + size], config, sampling, plain))
-            append(file, "".join(as_lines(rows)))
-            progress.done += len(rows)
-            progress.tokens += sum(len(row["tokens"]) for row in rows)
-            progress.seconds = time.monotonic() - started
-            report(progress)
+        batches = [prompts[start : start + size] for start in range(done // config.n, len(prompts), size)]
+        logs, devices = out.with_name(f"{out.name}.logs"), devices_for(batches, config)
+        with speaker(config.model, config.data.template, config.engine, devices, logs) as who:
+            started = time.monotonic()
+            asked = (requests_for(batch, config) for batch in batches)
+            answers = who.answers(asked, replace(config.sampling, stop_ids=stops))
+            for batch, samples in zip(batches, answers, strict=True):
+                rows = list(as_rows(tokenizer, batch, samples, config, plain))
+                append(file, "".join(as_lines(rows)))
+                progress.done += len(rows)
+                progress.tokens += sum(len(row["tokens"]) for row in rows)
+                progress.seconds = time.monotonic() - started
+                report(progress)
     return progress
+
+
+def devices_for(batches: Sequence[Sized], config: Generation) -> ClusterConfig:
+    """No more than have a batch to answer; a hint where smaller ones would give all of them work."""
+    cluster, answers = config.cluster, sum(map(len, batches)) * config.n
+    most = len(batches) * tensor_parallel(config.engine)
+    if most < cluster.devices and answers >= WORTH_SHARING * cluster.devices:
+        log.warning(
+            f"{answers:,} answers in batches of {config.batch}: {cluster.devices - most} of {cluster.devices} devices "
+            "have nothing to do. A smaller batch gives all of them work."
+        )
+    return replace(cluster, devices=min(cluster.devices, most))
 
 
 def check(config: Generation) -> None:
@@ -93,6 +126,7 @@ def check(config: Generation) -> None:
         raise UsageError(f"window is {config.window[0]}:{config.window[1]}; both numbers must be at least 1.")
     if config.n > 1 and config.sampling.temperature == 0:
         raise UsageError(f"n is {config.n}, but with temperature 0 all answers to a prompt are the same one.")
+    check_workers(config.model, config.engine, config.cluster, config.sampling)
     jsonl(config.out)
 
 
@@ -146,15 +180,17 @@ def places_of(config: Generation, rows: int) -> Sequence[int]:
     return range(start, min(start + size, rows))
 
 
-def check_room(model: ServedModel, prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
+def check_room(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
     """A model with a table of positions has no place for more."""
-    if not has_position_table(model.learner.model.config):
+    model = read_config(base_of(resolve_path(config.model.path)), "token")
+    limit = position_limit(model)
+    if limit is None or not has_position_table(model):
         return
     longest = max((prompt for _, prompt in prompts), key=lambda prompt: len(prompt.tokens))
-    if len(longest.tokens) + config.sampling.max_tokens > (model.context or 0):
+    if len(longest.tokens) + config.sampling.max_tokens > limit:
         raise DataError(
             f"{longest.origin}: the prompt has {len(longest.tokens)} tokens and max_tokens is "
-            f"{config.sampling.max_tokens}, but the model has places for {model.context}: lower max_tokens"
+            f"{config.sampling.max_tokens}, but the model has places for {limit}: lower max_tokens"
         )
 
 
@@ -165,41 +201,39 @@ def prompts_at_once(config: Generation) -> int:
     return max(1, config.batch // config.n)
 
 
-def answer(
-    model: ServedModel, prompts: Sequence[tuple[int, Prompt]], config: Generation, sampling: Sampling, plain: bool
-) -> Iterator[dict[str, Any]]:
-    """The rows of one batch."""
-    wanted = [(place, prompt, k) for place, prompt in prompts for k in range(config.n)]
-    requests = [
-        Request(prompt=prompt.tokens, group=place, seed=seed_of(config.seed, place, k)) for place, prompt, k in wanted
+def requests_for(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> list[Request]:
+    """The answers that are wanted to a batch of prompts."""
+    return [
+        Request(prompt=prompt.tokens, group=place, seed=seed_of(config.seed, place, k))
+        for place, prompt in prompts
+        for k in range(config.n)
     ]
-    samples = model.generate(requests, sampling)
-    for (place, prompt, k), request, sample in zip(wanted, requests, samples, strict=True):
-        row = as_row(model, place, prompt, k, request.seed, sample, plain)
+
+
+def as_rows(
+    tokenizer: Any, prompts: Sequence[tuple[int, Prompt]], samples: Sequence[Sample], config: Generation, plain: bool
+) -> Iterator[dict[str, Any]]:
+    """The answers to a batch as `posttrain score`, `posttrain select` and `posttrain sft` read them."""
+    wanted = [(place, prompt, k) for place, prompt in prompts for k in range(config.n)]
+    for (place, prompt, k), sample in zip(wanted, samples, strict=True):
+        assert sample.logprobs is not None
+        tokens = sample.tokens[sample.mask]
+        row = {
+            "index": place,
+            "sample": k,
+            "origin": prompt.origin,
+            "prompt": prompt.messages[0]["content"] if plain else prompt.messages,
+            "completion": tokenizer.decode(tokens, skip_special_tokens=True),
+            "finish": sample.finish,
+            "tokens": tokens.tolist(),
+            "logprob": float(sample.logprobs[sample.mask].astype("float64").sum()),
+            "seed": seed_of(config.seed, place, k),
+            "columns": prompt.columns,
+        }
         if config.condition is not None:
             asked = conditioned(prompt.messages, config.condition, config.condition_template)
             row["asked"] = asked[0]["content"] if plain else asked
         yield row
-
-
-def as_row(
-    model: ServedModel, place: int, prompt: Prompt, k: int, seed: int, sample: Sample, plain: bool
-) -> dict[str, Any]:
-    """An answer as `posttrain score`, `posttrain select` and `posttrain sft` read it."""
-    assert sample.logprobs is not None
-    tokens = sample.tokens[sample.mask]
-    return {
-        "index": place,
-        "sample": k,
-        "origin": prompt.origin,
-        "prompt": prompt.messages[0]["content"] if plain else prompt.messages,
-        "completion": model.tokenizer.decode(tokens, skip_special_tokens=True),
-        "finish": sample.finish,
-        "tokens": tokens.tolist(),
-        "logprob": float(sample.logprobs[sample.mask].astype("float64").sum()),
-        "seed": seed,
-        "columns": prompt.columns,
-    }
 
 
 # The file
@@ -225,6 +259,7 @@ def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
         "condition": config.condition,
         "batch": config.batch,
         **({"around": True} if config.around else {}),
+        **deciding(config.engine),
     }
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found
@@ -284,9 +319,9 @@ def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generatio
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed, in words."""
-    names = [name for name in now if before.get(name) != now[name]]
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     return [
-        f"another {name}" if name in ("model", "data") else f"{name} was {before.get(name)!r}, is {now[name]!r}"
+        f"another {name}" if name in ("model", "data") else f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
         for name in names
     ]
 

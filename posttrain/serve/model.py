@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import GenerationConfig
 
 from posttrain.config import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.encode import Encoder
 from posttrain.data.examples import Message, Question
+from posttrain.data.templates import stop_ids
 from posttrain.engines.base import OnToken, Request, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
+from posttrain.models import lora
+from posttrain.models.load import hub_options, is_adapter, read_config, resolve_path
 from posttrain.types import Prompt, Sample
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
@@ -51,6 +57,28 @@ class ServedModel:
     ) -> list[Sample]:
         """One answer a request."""
         return self.engine.generate(requests, sampling, on_token)
+
+
+# What is known of a model without its weights
+
+
+def base_of(source: str) -> str:
+    """The model itself, or the one that adapters were made for."""
+    while is_adapter(source):
+        source = resolve_path(lora.base_of(Path(source)))
+    return source
+
+
+def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:
+    """Tokens that end an answer, as Learner.stop_ids: the tokenizer's, and those the model's files name."""
+    named: Any = None
+    if not template:
+        source = base_of(resolve_path(model.path))
+        try:
+            named = GenerationConfig.from_pretrained(source, **hub_options(source)).eos_token_id
+        except OSError:  # there is no generation_config.json
+            named = GenerationConfig.from_model_config(read_config(source, "token")).eos_token_id
+    return tuple(sorted({*stop_ids(tokenizer), *(named if isinstance(named, list) else [named])} - {None}))
 
 
 def position_limit(config: Any) -> int | None:

@@ -45,7 +45,8 @@ class ProgressLine:
         if not over and not self.terminal and not progress.seconds:
             return
         if self.terminal:
-            print(f"\r\x1b[K{progress}", end="\n" if over else "", file=sys.stderr, flush=True)
+            # The cursor goes back, so that a warning does not begin behind it.
+            print(f"\r\x1b[K{progress}", end="\n" if over else "\r", file=sys.stderr, flush=True)
         elif over or progress.seconds - self.last >= self.every:
             self.last = progress.seconds
             print(progress, file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.local import Answer, Likeliest, LocalEngine, Session
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.session import Answer, Likeliest, Session
 from posttrain.types import Sample
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from rich.cells import cell_len
 
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 LONGEST_CHARACTER = 4  # bytes, and so tokens
 MOST_HELD = 16  # tokens that are held back; more than any character has, so these are none
+NARROWEST, TAB = 20, 8  # columns
 HARMLESS = "\n\t\u200d"  # not printable, but wanted: the last one joins emoji
 
 
@@ -56,3 +60,40 @@ class TextStream:
 def visible(text: str) -> str:
     """The text with every character written out that a terminal could obey; lines stay lines."""
     return "".join(letter if letter.isprintable() or letter in HARMLESS else repr(letter)[1:-1] for letter in text)
+
+
+class WordWrap:
+    """Writes to a terminal as text comes; a word that reaches the edge moves to the next line as a whole."""
+
+    def __init__(self, write: Callable[[str], None], width: Callable[[], int]) -> None:
+        self.write, self.width = write, width
+        self.column = 0
+        self.word = ""  # what of it is on this line
+
+    def __call__(self, text: str) -> None:
+        width = max(self.width(), NARROWEST)
+        self.write("".join(self.placed(letter, width) for letter in text))
+
+    def placed(self, letter: str, width: int) -> str:
+        """A letter with what has to be written before it; a space at the edge is the end of the line."""
+        if letter == "\n":
+            self.column, self.word = 0, ""
+            return letter
+        cells = TAB - self.column % TAB if letter == "\t" else cell_len(letter)
+        if ends_word := letter in " \t" or cells > 1:  # wide letters are words of their own
+            self.word = ""
+        before = ""
+        if self.column + cells >= width:  # of the last column terminals have different ideas
+            before = self.turn()
+            if letter in " \t":
+                return before
+        self.column += cells
+        self.word += "" if ends_word else letter
+        return before + letter
+
+    def turn(self) -> str:
+        """A new line, the begun word taken along; one that is as long as the line stays."""
+        cells = cell_len(self.word)
+        moves = 0 < cells < self.column
+        self.column, self.word = (cells, self.word) if moves else (0, "")
+        return f"\x1b[{cells}D\x1b[K\n{self.word}" if moves else "\n"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.engines.local import Likeliest
+from posttrain.engines.session import Likeliest
 from posttrain.serve.protocol import Entry, Spelled
 from posttrain.serve.stream import TextStream
 

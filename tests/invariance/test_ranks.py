@@ -22,6 +22,7 @@ from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
 LAYOUTS = {"fsdp2": (2, 1), "tp2": (2, 2), "fsdp4": (4, 1), "fsdp2 x tp2": (4, 2)}  # processes, tensor ranks
+LAYOUTS["ray"] = (2, 1)  # tests/ray runs the same test on it
 
 
 @dataclass
@@ -39,31 +40,31 @@ class Case:
     splits: bool = True  # whether tensor parallelism is tried
     steps: int = 2
     tokens: int = 1000  # in a pack
-    everywhere: bool = True  # or by two processes only, which saves time
+    everywhere: bool = False  # or by two processes only, which saves time
     fat: bool = False  # with the layers that a GPU runs
 
 
 CASES = {
-    "sft": Case("sft", steps=5, tokens=50),
-    "dpo": Case("dpo", steps=5),
-    "kto": Case("kto", steps=5),
-    "reward": Case("reward", steps=5),
-    "ppo": Case("ppo", steps=5),
-    "ppo critic": Case("ppo", critic=True, steps=5),
-    "grpo": Case("grpo", steps=5, tokens=100),
-    "ppo with a shared trunk": Case("ppo", "llama", {"shared_trunk": 0.5}, splits=False, tokens=30),
+    "sft": Case("sft", steps=5, tokens=50, everywhere=True),
+    "dpo": Case("dpo", steps=5, everywhere=True),
+    "kto": Case("kto", steps=5, everywhere=True),
+    "reward": Case("reward", steps=5, everywhere=True),
+    "ppo": Case("ppo", steps=5, everywhere=True),
+    "ppo critic": Case("ppo", critic=True, steps=5, everywhere=True),
+    "grpo": Case("grpo", steps=5, tokens=100, everywhere=True),
+    "ppo with a shared trunk": Case("ppo", "llama", {"shared_trunk": 0.5}, splits=False, tokens=60),
     "distill": Case("distill", "qwen2_untied", splits=False, tokens=30),
-    "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60),
-    "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}, everywhere=False),
+    "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60, everywhere=True),
+    "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}),
     "zero 2, activations checkpointed": Case("sft", "qwen3", model={"checkpoint_activations": True}, zero=2),
-    "activations checkpointed": Case("sft", "gemma2", model={"checkpoint_activations": True}, everywhere=False),
-    "parameters in host memory": Case("sft", "llama", offload=True, splits=False, everywhere=False),
-    "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}, everywhere=False),
+    "activations checkpointed": Case("sft", "gemma2", model={"checkpoint_activations": True}),
+    "parameters in host memory": Case("sft", "llama", offload=True, splits=False),
+    "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}),
     "experts": Case("sft", "mixtral", model={"router_loss": 0.1}, splits=False, tokens=30),
-    "latent attention": Case("sft", "deepseek_v3", splits=False, everywhere=False),
+    "latent attention": Case("sft", "deepseek_v3", splits=False),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
-    "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True, everywhere=False),
-    "positions learnt": Case("sft", "gpt2", splits=False, everywhere=False),
+    "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True),
+    "positions learnt": Case("sft", "gpt2", splits=False),
 }
 
 
@@ -88,7 +89,7 @@ def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1
     policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)
-    objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+    objective = algo.objective(request)
     if case.critic:
         objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
     mine = cut(samples, ranks, objective.group_size)[rank]
@@ -114,17 +115,21 @@ def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str,
     return found
 
 
+def folders_for_all(place: Path) -> dict[str, str]:
+    return {family: str(tiny_folder(family, place)) for family in {case.family for case in CASES.values()}}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Tiny models, and the answers of all ranks of both worlds, each started once."""
+    """Tiny models, and by layout the answers of its ranks; each world is started once."""
 
     def make(place: Path) -> dict[str, Any]:
-        folders = {family: str(tiny_folder(family, place)) for family in {case.family for case in CASES.values()}}
-        found: dict[str, Any] = {"folders": folders}
+        folders, answers = folders_for_all(place), {}
         for size in (2, 4):
-            layouts = [name for name, (processes, _) in LAYOUTS.items() if processes == size]
-            found[str(size)] = run_world(size, place / f"world-{size}", as_rank, folders, layouts)
-        return found
+            layouts = [name for name, (processes, _) in LAYOUTS.items() if processes == size and name != "ray"]
+            found = run_world(size, place / f"world-{size}", as_rank, folders, layouts)
+            answers |= dict.fromkeys(layouts, found)
+        return {"folders": folders, "answers": answers}
 
     return once(tmp_path_factory, "ranks", make)
 
@@ -134,10 +139,11 @@ def test_ranks_do_not_matter(made, name):
     case = CASES[name]
     alone = train(case, made["folders"][case.family], Layout())
     assert len({round(norm, 9) for _, norm in alone}) == case.steps + 1  # it learns
-    for layout, (size, tensor) in LAYOUTS.items():
+    for layout, ranks in made["answers"].items():
         if not tried(case, layout):
             continue
-        answers = [answer[f"{layout}: {name}"] for answer in made[str(size)]]
+        answers = [answer[f"{layout}: {name}"] for answer in ranks]
+        size, tensor = LAYOUTS[layout]
         for step, (loss, norm) in enumerate(alone):
             together = sum(answer[step][0] for answer in answers[::tensor])
             assert together == pytest.approx(loss, rel=1e-5, abs=1e-5), (layout, step)

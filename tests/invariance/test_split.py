@@ -8,7 +8,9 @@ import torch
 
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.errors import PosttrainError
 from posttrain.learner import Learner
+from posttrain.models import layers
 from posttrain.runtime.base import add_up, averages
 from posttrain.types import Drawing, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
@@ -92,9 +94,13 @@ def gradients(learner, objective, parts, samples):
     return averages(add_up(sums), denominator), grads
 
 
-EVERY_ALGORITHM = pytest.mark.parametrize(
-    ("verb", "options"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v))
-)
+def every(variants):
+    return pytest.mark.parametrize(
+        ("verb", "options"), list(variants), ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v))
+    )
+
+
+EVERY_ALGORITHM = every(VARIANTS)
 
 
 def made(folder, verb, options, model):
@@ -113,7 +119,7 @@ def made(folder, verb, options, model):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
                 parameter.add_(0.1 * noise.to(parameter.device))
     request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
-    objective = Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+    objective = algo.objective(request)
     return algo, objective, learner
 
 
@@ -137,6 +143,30 @@ def test_neither_does_sharing(folder, verb, options, model):
         batches = learner.batches(samples, objective.group_size)
         assert any(batch.sharing is not None for batch in batches), budget
         assert_same(gradients(learner, objective, [samples], samples), (whole, expected))
+
+
+def in_small_chunks(algo, objective, learner, monkeypatch):
+    """Gradients of the same loss with logits computed once, and twice; many chunks, some packs with padding."""
+    if algo.online:
+        objective = replace(objective, request=replace(objective.request, drawing=Drawing(temperature=0.7)))
+    samples = prepared(algo, learner)
+    learner.update = UpdateConfig(tokens_per_device=60)
+    learner.trunk.plain_head = replace(learner.trunk.plain_head, multiple=8)
+    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 7 * learner.trunk.vocabulary)
+    return [gradients(learner, replace(objective, separable=once), [samples], samples) for once in (True, False)]
+
+
+@every(variant for variant in VARIANTS if ALGORITHMS[variant[0]].separable)
+def test_neither_does_it_that_logits_are_computed_once(folder, verb, options, monkeypatch):
+    algo, objective, learner = made(folder, verb, options, "llama")
+    assert_same(*in_small_chunks(algo, objective, learner, monkeypatch))
+
+
+@pytest.mark.parametrize("verb", ["gspo", "dpo", "simpo", "kto"])
+def test_a_loss_that_is_falsely_called_separable_stops_the_run(folder, verb, monkeypatch):
+    algo, objective, learner = made(folder, verb, {}, "llama")
+    with pytest.raises(PosttrainError, match="reads the log-probabilities of other tokens"):
+        in_small_chunks(algo, objective, learner, monkeypatch)
 
 
 def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):

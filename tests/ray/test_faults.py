@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import re
 import signal
 
 import pytest
 
+from posttrain.runtime.places import Places
 from tests.ray.nodes import SECONDS, Run, agree, gone
 from tests.ray.test_runs import APART, COMMON, VERBS, models, on_ray, posttrain, ppo
 
@@ -30,7 +32,7 @@ def test_a_lost_node_is_named(both, models, tmp_path):
 
 
 def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_path):
-    options = ppo(models, steps=4)
+    options = ppo(models)
     assert posttrain(*options, "--out", tmp_path / "one") == 0
     run = Run(tmp_path / "run", *options, *on_ray(both, 5, *APART), "--save.every", 1, "--cluster.limits", 1, SECONDS)
     run.until_step(1)
@@ -42,24 +44,68 @@ def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_
     agree(tmp_path / "run", tmp_path / "one", ("loss", "grad_norm", "reward", "critic/loss"))
 
 
-ROLES = ["actor", "critic", "reference", "reward", "rollout"]  # by number of their worker
+# Each role, on a worker of its own: the number of its log.
+ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward-0": 3, "reward-1": 4, "rollout": 5}
 
 
-def test_a_killed_actor_of_each_role(both, models, tmp_path):
-    """One after the other in one run, which goes on each time."""
-    options = ppo(models, steps=2 * len(ROLES))
-    assert posttrain(*options, "--out", tmp_path / "one") == 0
-    layout = [f"{role}.devices=1" for role in ROLES[1:]]
-    limits = ["--save.every", 1, "--cluster.limits", len(ROLES) - 1, SECONDS]
-    run = Run(tmp_path / "run", *options, *on_ray(both, len(ROLES), *layout), *limits)
-    for number, role in enumerate(ROLES):
-        run.until_step(2 * number + 1)
-        process = run.worker(number)[0]
-        os.kill(int(process), signal.SIGKILL)
-        named = f"{role}-0" if role == "reward" else role
-        run.until(lambda: run.said().count(f"{named} worker, rank 0 (on "), f"{role} is named")  # noqa: B023
-        run.until(lambda: run.worker(number)[0] != process, f"another {role}")  # noqa: B023
-    assert run.wait() == 0, run.said()
-    assert run.said().count("starting again from the last checkpoint") == len(ROLES) - 1
-    assert run.said().count("another rollout worker takes its place") == 1
+class Disturbed(Places):
+    """Loses workers: `plan` says at which step, of which role and by which signal."""
+
+    plan: dict[int, tuple[str, signal.Signals]]
+
+    @property
+    def step(self):
+        return self.now
+
+    @step.setter
+    def step(self, value):
+        self.now = value
+        if value in self.plan:
+            self.lose(*self.plan.pop(value))
+
+    def lose(self, role, how):
+        """When it is next asked for something. Where weights are on their way the others' patience is tried too."""
+        pool = self.seats[0].pool if role == "rollout" else self.pools[role]
+        submit = pool.submit
+
+        def disturbed(asked, method, *args, **kwargs):
+            if asked == role and (role != "rollout" or method == "generate"):
+                pool.submit = submit
+                os.kill(processes_in(self.logs / f"worker-{ROLES[role]}.log")[-1], how)
+                pool.seconds = 2.0 if how == signal.SIGSTOP else pool.seconds  # the others' deadlines stay generous
+            return submit(asked, method, *args, **kwargs)
+
+        pool.submit = disturbed
+
+
+def processes_in(log):
+    return [int(process) for process in re.findall(r"--- worker process (\d+)", log.read_text())]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("transport", ["processes", "ray"])
+def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp_path, monkeypatch, caplog, capsys):
+    """The run goes on after each, and ends when it may not go on any more."""
+    steps = len(ROLES) + 2
+    options = [*ppo(models, steps), "--save.every", 1]
+    assert posttrain(*options, "--steps", steps - 1, "--out", tmp_path / "one") == 0
+    plan = {2 + number: (role, how) for role, number in ROLES.items()} | {steps: ("actor", how)}
+    monkeypatch.setattr(Disturbed, "plan", plan, raising=False)
+    monkeypatch.setattr("posttrain.loops.run.Places", Disturbed)
+    layout = [f"{role}.devices=1" for role in ROLES if role != "actor"]
+    cluster = on_ray(both, len(ROLES), *layout)
+    cluster = cluster if transport == "ray" else cluster[2:]
+    again = len(ROLES) - 1
+    assert posttrain(*options, *cluster, "--cluster.limits", again, SECONDS, "--out", tmp_path / "run") == 1
+    said = " ".join(caplog.text.split())
+    for role, number in ROLES.items():
+        assert said.count(f"{role} worker, rank 0 (on ") == 1 and f", step {2 + number}) " in said, said
+    assert said.count("starting again from the last checkpoint") == again
+    assert said.count("another rollout worker takes its place") == 1
+    assert said.count("nor to a ping: it is stopped or stuck") == (len(ROLES) if how == signal.SIGSTOP else 0)
+    last = " ".join(capsys.readouterr().err.split())
+    assert "posttrain: actor worker, rank 0 (on " in last and f", step {steps}) " in last, last
     agree(tmp_path / "run", tmp_path / "one", ("loss", "grad_norm", "reward", "critic/loss"), 1e-4)
+    logs = sorted((tmp_path / "run/logs").glob("worker-*.log"))
+    assert len(logs) == len(ROLES)
+    assert all(gone(process) for log in logs for process in processes_in(log))

@@ -1,7 +1,9 @@
 """A pool of Ray actors behaves like a pool of processes."""
 
+import importlib
 import importlib.util
 import os
+import re
 import signal
 import time
 
@@ -100,6 +102,53 @@ def test_places_that_others_have(places):
         WorkerError, match=r"no places for 6 workers with 1 CPU each within 2 s.* Free are \d of 6 CPUs"
     ):
         other.pool("actor")
+
+
+def test_tensor_ranks_share_a_node(both, tmp_path):
+    """Four fit as three and one; pairs that talk all the time are not torn apart."""
+    from posttrain.runtime.places import Places
+
+    found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=2",), limits=(0, float(SECONDS))), tmp_path)
+    try:
+        found.pool("actor").start("actor", Thing, "a").call("who")
+        logs = [(tmp_path / f"worker-{number}.log").read_text() for number in range(4)]
+    finally:
+        found.close()
+    nodes = [re.search(r"Ray node (\w+) at", log)[1] for log in logs]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+
+
+def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
+    from posttrain.runtime.places import Places
+
+    found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=4",), limits=(0, float(SECONDS))), tmp_path)
+    try:
+        assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
+    finally:
+        found.close()
+    assert "tp=4: no Ray node has so many CPUs, so its workers talk across nodes" in caplog.text
+
+
+def test_another_version(both, tmp_path, monkeypatch):
+    import ray
+
+    from posttrain.runtime.places import Places
+
+    monkeypatch.setattr(ray, "__version__", "2.1.0")
+    places = Places(ClusterConfig(devices=2, ray=both.address), tmp_path)
+    with pytest.raises(UsageError, match=r"versions differ. The cluster was started with: Ray: .* Ray: 2\.1\.0 Python"):
+        places.pool("actor")
+    assert not ray.is_initialized()
+
+
+def test_a_node_where_the_package_is_missing(places, tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Employee:\n    def serve(self, *args):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("posttrain.runtime.ray.Employee", importlib.import_module("only_here").Employee)
+    (tmp_path / "only_here.py").unlink()
+    said = r"new worker, rank [01] .* did not start: ModuleNotFoundError: No module named 'only_here'. All nodes need"
+    with pytest.raises(WorkerError, match=said):
+        places().pool("actor")
 
 
 def test_two_ways_to_start_workers(monkeypatch):

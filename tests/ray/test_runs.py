@@ -57,7 +57,7 @@ def test_two_actors_compute_what_one_process_does(verb, both, models, tmp_path):
 APART = ["critic.devices=1", "reference.devices=1", "reward-0.devices=1", "reward-1.devices=1"]
 
 
-def ppo(models, steps=3):
+def ppo(models, steps=STEPS):
     policy, rewards = models
     options = ["ppo", "--model.path", policy, "--data.train", EXAMPLES / "questions.jsonl", "--algo.kl", 0.05]
     return [*options, "--reward", *(f"model:{reward}" for reward in rewards), *SHORT, *COMMON, "--steps", steps]
@@ -71,5 +71,7 @@ def test_roles_of_ppo_on_actors_of_their_own_and_together(both, models, tmp_path
     assert len({process for process, _ in places}) == 5 and len({node for _, node in places}) == 2
     names = ("loss", "grad_norm", "reward", "kl", "critic/loss", "critic/grad_norm")
     agree(tmp_path / "apart", tmp_path / "one", names)
-    assert posttrain(*ppo(models), "--out", tmp_path / "together", *on_ray(both, 2)) == 0
+    together = Run(tmp_path / "together", *ppo(models), *on_ray(both, 4))  # which do not fit on one node
+    assert together.wait() == 0, together.said()
+    assert len({together.worker(number)[1] for number in range(4)}) == 2
     agree(tmp_path / "together", tmp_path / "one", names)

@@ -309,3 +309,19 @@ def test_layouts_that_cannot_be(layout, words):
 def test_engines_that_there_are_not(engine):
     with pytest.raises(UsageError, match=r"^rollout.engine "):
         made("ppo", ONLINE | {"rollout": {"engine": engine}})
+
+
+def test_weights_in_the_middle_of_answers_need_workers_that_make_them_ahead():
+    apart = {"devices": 4, "layout": ["rollout.devices=2"]}
+    for engine in (["local", "inflight"], ["vllm", "inflight", "max_num_seqs=3"]):
+        found = made("ppo", ONLINE | {"rollout": {"engine": engine, "ahead": 1}, "cluster": apart})
+        assert found.rollout.inflight
+        for rollout, cluster in (({"ahead": 1}, {"devices": 4}), ({}, apart), ({}, {})):
+            with pytest.raises(
+                UsageError, match=r"inflight, but answers are not made while the model learns: .*ahead 1"
+            ):
+                made("ppo", ONLINE | {"rollout": {"engine": engine, **rollout}, "cluster": cluster})
+    divided = apart | {"layout": ["rollout.devices=2", "rollout.tp=2"]}
+    with pytest.raises(UsageError, match="an engine that several processes hold together"):
+        made("ppo", ONLINE | {"rollout": {"engine": ["vllm", "inflight"], "ahead": 1}, "cluster": divided})
+    assert not made("ppo", ONLINE).rollout.inflight

@@ -47,7 +47,7 @@ def samples(seed=0, lengths=LENGTHS):
 def objective(verb="sft", router_loss=0.0):
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config())
     request = Request(names=frozenset(algo.outputs()), router_loss=router_loss)
-    return Objective(request=request, loss=algo.loss, unit=algo.unit, group_size=algo.group_size)
+    return algo.objective(request)
 
 
 def learn(learner, seed, chosen=None, rate=1e-2):

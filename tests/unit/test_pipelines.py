@@ -254,6 +254,19 @@ def test_every_iteration_begins_with_the_model_before(verb, configured):
     assert len({stage.config.seed for stage in stages if stage.out.name == "held-out.jsonl"}) == 1
 
 
+def test_devices_and_engine_are_those_of_the_pipeline(configured, monkeypatch):
+    """Only what decides the answers is sealed: a pipeline may go on with other devices."""
+    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)  # as if it were installed
+    changes = {"generate.engine": ("vllm", "max_num_seqs=4"), "cluster.devices": 3}
+    plain, other = (
+        [stage for stage in stages_of(verb, configured(verb, **given), Path("run")) if isinstance(stage, Generate)]
+        for verb, given in (("rejection-sampling", {}), ("rejection-sampling", changes))
+    )
+    assert {(stage.config.engine, stage.config.cluster.devices) for stage in other} == {(("vllm", "max_num_seqs=4"), 3)}
+    for before, now in zip(plain, other, strict=True):
+        assert now.settings() == before.settings() | {"engine": "vllm"}
+
+
 def test_the_reference_stays_the_initial_policy(configured):
     def references(changes):
         stages = stages_of("iterative-dpo", configured("iterative-dpo", **changes), Path("run"))
@@ -302,6 +315,7 @@ def test_defaults_are_those_of_the_recipes():
         ("rejection-sampling", {"iterations": 0}, "iterations is 0"),
         ("rejection-sampling", {"update.rows_per_step": 0}, "update.rows_per_step is 0"),
         ("iterative-dpo", {"algo.beta": -1.0}, "algo.beta"),
+        ("iterative-dpo", {"generate.engine": ("vlm",)}, "local, or vllm"),
         ("conditional-sft", {"generate.n": 0}, "iterations must be 1"),
         ("conditional-sft", {"generate.n": 0, "iterations": 1, "prompts": 4}, "leave prompts out"),
         ("conditional-sft", {"condition_template": "no place"}, "needs {prompt}"),

@@ -17,6 +17,6 @@ def test_everything_shown_runs(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     shown = [shlex.split(body.replace("\\\n", " ")) for _, body in blocks("docs/vllm.md", "sh")]
-    assert len(shown) == 2
+    assert len(shown) == 3
     for program, *arguments in shown:
         assert program == "posttrain" and command(*arguments, "--quiet") == 0, shlex.join(arguments)

@@ -48,6 +48,15 @@ def test_layouts_change_nothing(tmp_path):
         assert found[name] == pytest.approx(found["one process"], abs=0.01), name
 
 
+def test_weights_in_the_middle_of_answers(tmp_path):
+    """An engine apart is checked after each update, whether answers are under way or not."""
+    cluster = {"devices": 2, "layout": ["rollout.devices=1"]}
+    metrics = run(tmp_path, steps=12, cluster=cluster, engine=["vllm", "inflight", "max_num_seqs=32"], ahead=1)
+    rewards = [row["reward"] for row in metrics]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
+    assert all(row["staleness"] <= 1 and 0 <= row["mixed_versions"] <= 1 for row in metrics)
+
+
 def run(folder, *, lora_rank=0, steps=20, cluster=None, engine=("vllm", "max_num_seqs=64"), **rollout):
     (folder / "printable.py").write_text(PRINTABLE)
     train(

@@ -12,9 +12,10 @@ import torch
 
 from posttrain import config as configs
 from posttrain.algos import ALGORITHMS
-from posttrain.cli import plan
+from posttrain.cli import plan, plan_pipeline, tools
 from posttrain.config import Config
 from posttrain.errors import UsageError
+from posttrain.pipelines.settings import PipelineConfig, start_of
 from tests.tiny import tiny_folder
 
 
@@ -36,7 +37,8 @@ def lines_of(out: str) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cpu"))
+    for module in (plan, plan_pipeline):
+        monkeypatch.setattr(module, "default_device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture
@@ -231,3 +233,51 @@ def test_roles_on_devices_of_their_own_are_told_apart(capsys):
     ours, others = out.split("on devices of their own, each:")
     assert not {"critic", "reference", "to generate with"} & set(lines_of(ours))
     assert "4 engines" in lines_of(others)["rollout"][1] and "2 devices" in lines_of(others)["critic"][1]
+
+
+# Pipelines
+
+
+def pipeline(verb: str, file: str, **options) -> PipelineConfig:
+    config = start_of(verb)
+    given = {"model.path": "pico", "data.train": (file,), "data.eval": (file,), "reward": ("gsm8k",), "prompts": 4}
+    for key, value in (given | {"update.rows_per_step": 3} | options).items():
+        section, _, option = key.rpartition(".")
+        setattr(getattr(config, section) if section else config, option, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("verb", "selected"), [("rejection-sampling", 4), ("iterative-dpo", 4), ("conditional-sft", 12)]
+)
+def test_the_stages_of_a_pipeline_add_up(verb, selected, tmp_path, capsys):
+    rows = str(tmp_path / "prompts.jsonl")
+    Path(rows).write_text(10 * '{"prompt": "1+1?"}\n')
+    options = {"generate.n": 3, "generate.max_tokens": 7, "generate.batch": 6, "epochs": 2.0, "iterations": 2}
+    assert plan_pipeline.plan(verb, pipeline(verb, rows, **options)) == 0
+    out = capsys.readouterr().out
+    ledger = lines_of(out)
+    assert ledger["generate"][0] == ledger["score"][0] == "12" and "4 prompts x 3; at most 84 tokens" in out
+    assert ledger["batches"][0] == "2" and ledger["select"][0] == str(selected)
+    assert ledger["train"] == (str(-(-2 * selected // 3)), "steps at most of 3 rows")
+    assert ledger["held-out"][0] == "10"
+    assert ("reference" in ledger) == (verb == "iterative-dpo")
+    assert "keys and values" in ledger and re.search("^It fits: ", out, re.MULTILINE)
+
+
+def test_a_pipeline_of_the_datas_own_answers(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(5 * '{"prompt": "a", "completion": "b"}\n')
+    changes = {"generate.n": 0, "iterations": 1, "prompts": 0, "data.eval": ()}
+    assert (
+        plan_pipeline.plan("conditional-sft", pipeline("conditional-sft", str(tmp_path / "rows.jsonl"), **changes)) == 0
+    )
+    ledger = lines_of(capsys.readouterr().out)
+    assert "generate" not in ledger and ledger["score"][0] == ledger["select"][0] == "5"
+
+
+def test_the_command_plans_pipelines(capsys):
+    config = Path(__file__).parents[3] / "configs/rejection-sampling.yaml"
+    options = ["--data.train", f"{config.parents[1]}/examples/data/questions.jsonl", "--data.eval", "--reward", "gsm8k"]
+    assert tools.plan([str(config), *options, "--device_gib", "80"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rejection-sampling of pico") and "with 80.0 GiB" in out

@@ -8,7 +8,7 @@ import torch
 
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate
-from posttrain.models import memory
+from posttrain.models import layers, memory, steps
 from posttrain.models.forward import Trunk, forward
 from posttrain.models.load import load_model, trainable_parameters
 from posttrain.models.memory import Needs, Passing, Standing
@@ -96,9 +96,11 @@ def test_four_bits(dtype, tmp_path):
     assert counted.masters == 4 * sum(p.numel() for p in trained if p.dtype != torch.float32)
 
 
-def really_kept(config: ModelConfig, samples: list[Sample]) -> int:
-    """Bytes that autograd saves in a real forward pass, parameters aside."""
+def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = False) -> int:
+    """Bytes that autograd saves in a real forward pass, parameters aside; with an accelerator's layers, or without."""
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
+    trunk = Trunk.of(model)
+    assert not fused or layers.speed_up(model, steps)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -109,7 +111,7 @@ def really_kept(config: ModelConfig, samples: list[Sample]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = forward(Trunk.of(model), collate(samples), Request())
+        out = forward(trunk, collate(samples), Request())
     assert out.logprobs is not None
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -198,3 +200,30 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
         learner.step(1e-3)
     print({"counted": needs.phases, "real": real, "reserved": reserved, "pass": needs.passing})
     assert needs.phases["forward and backward"] == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing, tmp_path):
+    folder = tiny_folder(name, tmp_path, num_hidden_layers=4)
+    config = ModelConfig(path=str(folder), dtype="bfloat16", checkpoint_activations=checkpointing)
+    samples = [sample(64), sample(64)]
+    empty = memory.empty_model(config, "token", torch.bfloat16)
+    plain, fused = (memory.passing(empty, samples, Request(), kernels=kernels) for kernels in (False, True))
+    assert fused.kept == pytest.approx(really_kept(config, samples, fused=True), rel=0.3 if checkpointing else 0.15)
+    assert checkpointing or fused.kept < 0.7 * plain.kept
+    assert plain.peak > fused.peak > fused.kept > 0
+    assert memory.full_pack(config, "token", torch.bfloat16, 128) == pytest.approx(fused.peak, rel=0.1)
+
+
+def test_what_an_optimizer_will_still_take(tmp_path):
+    config = ModelConfig(path=str(tiny_folder("llama", tmp_path)), dtype="bfloat16")
+    model = load_model(config, "token", device=CPU, trainable=True, seed=0)
+    optimizer = Optimizer(trainable_parameters(model), UpdateConfig())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert optimizer.bytes_to_come(CPU) == 12 * count, "gradients and two averages"
+    assert optimizer.bytes_to_come(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
+    forward(Trunk.of(model), collate([sample(8)]), Request()).logprobs.sum().backward()
+    assert optimizer.bytes_to_come(CPU) == 8 * count
+    optimizer.step(1e-3)
+    assert optimizer.bytes_to_come(CPU) == 4 * count

@@ -11,7 +11,7 @@ from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
 from posttrain.models.shard import Layout, chunk, part_of, touch
-from posttrain.types import Objective, Outputs, Sample, count
+from posttrain.types import Outputs, Sample, count
 from tests.tiny import tiny_folder
 
 
@@ -59,7 +59,7 @@ def samples():
 
 def learn(learner, steps=3):
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
-    objective = Objective(request=algo.request(int), loss=algo.loss, unit=algo.unit)
+    objective = algo.objective(algo.request(int))
     made, found = samples(), []
     for _ in range(steps):
         sums = learner.forward_backward(made, objective, count(made, "token"), 1)

@@ -40,12 +40,12 @@ def digit(request):
     return f"{request.seed % 4}<|end|>"
 
 
-def rollouts(rewards, speaker=None, rows=10, reward="number", **options):
+def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **options):
     given = {"update__rows_per_step": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
     config = online(**given | options)
     stream = RowStream(PromptRows([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     judge = Judge(rewards[reward], {}, config, TOKENIZER)
-    return Rollouts(speaker or Speaker(digit), judge, stream, config, SAMPLING, TOKENIZER)
+    return Rollouts(speaker or Speaker(digit), judge, stream, config, SAMPLING, TOKENIZER, update=update)
 
 
 def groups(batch):
@@ -173,6 +173,34 @@ def test_one_batch_is_made_at_a_time(rewards):
     speaker.generate, speaker.refresh_sampler = alone, refresh
     batches = trained(rollouts(rewards, speaker, rollout__ahead=2), 4)
     assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6]
+
+
+def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
+    """Batch n is complete only after weights of version n came, which are brought before it is waited for."""
+    speaker, news, brought, made_so_far = Speaker(digit), threading.Condition(), [], iter(range(9))
+    generate = speaker.generate
+
+    def slow(requests, sampling):
+        with news:
+            first = brought[-1]
+            assert news.wait_for(lambda n=next(made_so_far): brought[-1] >= n, 60)
+            samples = generate(requests, sampling)
+            for sample in samples:
+                sample.version, sample.newest = first, brought[-1]
+            return samples
+
+    def update(version):
+        with news:
+            brought.append(version)
+            news.notify_all()
+
+    speaker.generate = slow
+    made = rollouts(rewards, speaker, update=update, rollout__ahead=1, rollout__engine=("local", "inflight"))
+    batches = trained(made, 4)
+    update(4)
+    made.settle()  # the one that nobody takes
+    found = [(batch[0].sample.version, batch[0].sample.newest) for batch in batches]
+    assert found == [(0, 0), (0, 1), (1, 2), (2, 3)]
 
 
 def test_two_runs_ahead_are_equal(rewards):

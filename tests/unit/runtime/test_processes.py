@@ -14,7 +14,7 @@ import pytest
 from posttrain.errors import UsageError, WorkerError
 from posttrain.runtime.host import Ref
 from posttrain.runtime.processes import MeetingPoint, ProcessPool, share_of_cores
-from tests.unit.runtime.things import Thing, Together
+from tests.unit.runtime.things import Late, Thing, Together
 
 GENEROUS = 120.0
 
@@ -107,6 +107,33 @@ def test_closed_workers_are_forgotten(tmp_path):
     workers.close()
     with pytest.raises(WorkerError, match="KeyError: 'short'"):
         workers.call("who")
+
+
+def test_pools_are_filled_at_the_same_time(tmp_path):
+    (first, second) = crews = [light(tmp_path, 1) for _ in range(2)]
+    workers = [first.start("a", Late, tmp_path, "one", "two"), second.start("b", Late, tmp_path, "two", "one")]
+    assert [one.call("here") for one in workers] == [[True], [True]]
+    for crew in crews:
+        crew.close()
+
+
+def test_what_cannot_be_made_is_said_by_the_first_call(tmp_path):
+    crew = light(tmp_path, 2)
+    first, second = crew.start("critic", Thing), crew.start("beside", Thing, "b")
+    for workers in (second, first):  # the first to fail is named, whoever is asked
+        with pytest.raises(WorkerError, match=r"critic worker, rank 0 .* failed: TypeError: .*missing 1 required"):
+            workers.call("who")
+
+
+def test_a_pool_can_be_closed_while_it_is_filled(tmp_path):
+    crew = light(tmp_path, 1)
+    crew.start("a", Late, tmp_path, "one", "never")
+    while not (tmp_path / "one").exists():
+        time.sleep(0.01)
+    crew.close()
+    assert gone(crew.channels[0].process.pid)
+    with pytest.raises(WorkerError, match="start of a was given up"):
+        crew.settle()
 
 
 def test_a_group_and_its_logs(tmp_path):

@@ -2,14 +2,18 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 
 import pytest
 
 from posttrain.cli.cluster import run as cluster
 from posttrain.errors import UsageError
-from posttrain.runtime.ray import LocalCluster, connect, interface_of, passed_on, state_file
+from posttrain.runtime.ray import LocalCluster, Node, Recruit, connect, gather, interface_of, passed_on, state_file
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +65,30 @@ def test_what_workers_are_told(monkeypatch):
 def test_interfaces():
     assert interface_of("127.0.0.3") == "lo"
     assert interface_of("192.0.2.77") == ""
+
+
+def test_strangers_at_the_door_are_sent_away():
+    """Whoever looks at open ports must not end a run that is starting."""
+    recruits = [Recruit(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
+    with socket.socket() as listener, ThreadPoolExecutor(4) as at_once:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(4)
+        doors = [Connection(socket.create_connection(listener.getsockname()).detach()) for _ in range(4)]
+        doors[0].close()
+        at_once.submit(introduce, doors[1], b"guessed", 0)
+        workers = [at_once.submit(introduce, doors[2 + i], b"secret", 1 - i) for i in range(2)]
+        found = gather(listener, b"secret", recruits, 60.0)
+        for worker in workers:
+            worker.result()
+        for rank, connection in enumerate(found):
+            connection.send_bytes(b"you are")
+            assert doors[3 - rank].recv_bytes() == b"you are", "by rank, not as they came"
+            connection.close()
+    for door in doors:
+        door.close()
+
+
+def introduce(connection, key, rank):
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send_bytes(str(rank).encode())

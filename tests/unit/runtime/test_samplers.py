@@ -1,11 +1,14 @@
 """Rollout workers: nothing asked of one that is lost is lost or answered twice."""
 
+import threading
+import time
+
 import pytest
 
-from posttrain.errors import WorkerError
+from posttrain.errors import PosttrainError, WorkerError
 from posttrain.runtime.local import LocalPool
 from posttrain.runtime.processes import MeetingPoint, ProcessPool
-from posttrain.runtime.samplers import Samplers, Seat
+from posttrain.runtime.samplers import Samplers, Seat, Turns
 from tests.unit.runtime.things import Speaker, Telling
 
 SECONDS = 60.0
@@ -72,11 +75,11 @@ def test_the_only_one_is_replaced_at_once(samplers, tmp_path):
     group = samplers(1)
     group.refresh_sampler()
     (tmp_path / "generate-kill").touch()
-    assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
+    assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "the same weights again"
     assert asked(tmp_path) == REQUESTS and group.made == [0, 0]
 
 
-@pytest.mark.parametrize("moment", ["connect", "receive"])
+@pytest.mark.parametrize("moment", ["connect", "receive", "check"])
 def test_one_that_is_lost_while_weights_come(samplers, tmp_path, moment):
     group = samplers(2)
     (tmp_path / f"{moment}-kill").touch()
@@ -94,8 +97,61 @@ def test_it_gives_up_when_they_are_lost_again_and_again(samplers, tmp_path):
         group.refresh_sampler()
 
 
+def test_one_that_is_lost_while_answers_are_under_way_and_weights_come(samplers, tmp_path):
+    """Two threads find out at once; its place is taken once, and what it was asked is asked again."""
+    group = samplers(2)
+    group.update(0)
+    (tmp_path / "slow").touch()
+    found = []
+    work = threading.Thread(target=lambda: found.extend(group.generate(REQUESTS, None)))
+    work.start()
+    until = time.monotonic() + SECONDS
+    while len(list(tmp_path.glob("under-way-*"))) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    (tmp_path / "receive-kill").touch()
+    group.update(1)
+    (tmp_path / "slow").unlink()
+    work.join(SECONDS)
+    assert found == [(request, 1) for request in REQUESTS]
+    assert asked(tmp_path) == REQUESTS and len(group.made) == 3
+
+
 def test_the_group_is_formed_once(samplers, tmp_path):
     group = samplers(2)
     for _ in range(3):
         group.refresh_sampler()
     assert sorted((tmp_path / "met").read_text().split()) == ["1", "2"]
+
+
+def test_weights_that_did_not_arrive_end_the_run(samplers, tmp_path):
+    group = samplers(2)
+    group.update(6)
+    (tmp_path / "differs-7").touch()
+    with pytest.raises(
+        PosttrainError, match=r"rollout worker 0 of 2: after the update to version 7 .* by 0\.5 on average"
+    ):
+        group.update(7)
+
+
+def test_who_generates_lets_visitors_in_between_two_steps():
+    turns, story = Turns(), []
+
+    def visitor(number, half):
+        with turns.visit():
+            turns.closed = half
+            story.append(f"visit {number}")
+
+    with turns.hold():
+        story.append("step 1")
+        first = threading.Thread(target=visitor, args=(1, True))
+        first.start()
+        while not turns.visitors:
+            time.sleep(0.01)
+        assert story == ["step 1"], "it waits until the step is over"
+        second = threading.Thread(target=lambda: (first.join(), visitor(2, False)))
+        second.start()
+        turns.pause()  # the first leaves half an update behind, so the next step waits for the second
+        story.append("step 2")
+    second.join()
+    assert story == ["step 1", "visit 1", "visit 2", "step 2"]

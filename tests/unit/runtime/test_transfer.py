@@ -93,6 +93,9 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(meeting):
                 self.taken += 1
                 yield name, tensor
 
+        def probed(self):
+            return []
+
     holder = Holder()
     sender = Sender(holder)
     hasty = Meeting(3, meeting.store, "another", 0.5)

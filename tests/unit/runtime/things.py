@@ -71,6 +71,18 @@ class Thing:
         return os.environ.get(name)
 
 
+class Late:
+    """Is there when another is: made one after the other they would wait for ever."""
+
+    def __init__(self, folder, mine, other):
+        (folder / mine).touch()
+        while not (folder / other).exists():
+            time.sleep(0.01)
+
+    def here(self):
+        return True
+
+
 class Together:
     """Uses the group."""
 
@@ -116,8 +128,16 @@ class Speaker:
         self.version = version
         return ""
 
+    def check(self, expected):
+        self.misbehave("check")
+        return "by 0.5 on average" if (self.folder / f"differs-{self.version}").exists() else ""
+
     def generate(self, requests, sampling):
         self.misbehave("generate")
+        if (self.folder / "slow").exists():
+            (self.folder / f"under-way-{os.getpid()}").touch()
+            while (self.folder / "slow").exists():
+                time.sleep(0.01)
         with (self.folder / "asked").open("a") as asked:
             asked.write("".join(f"{request}\n" for request in requests))
         return [(request, self.version) for request in requests]

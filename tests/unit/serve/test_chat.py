@@ -12,6 +12,7 @@ from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.serve.chat import Chat, ChatOptions, changed
 from posttrain.serve.model import ServedModel
+from posttrain.types import Sample
 
 DATA = DataConfig(max_tokens=2**20)
 
@@ -88,7 +89,7 @@ def test_save(chat, tmp_path):
     told = [("system", "s"), ("user", "q1"), ("assistant", "a1")]
     assert rows == [{"model": "pico", "messages": [{"role": r, "content": c} for r, c in told]}] * 2
     chat.handle(f"/save {tmp_path}/no/such/folder.jsonl")
-    assert "No such file" in chat.written[-1]
+    assert f"{tmp_path}/no/such/folder.jsonl cannot be written: No such file" in chat.written[-1]
 
 
 def test_set():
@@ -108,6 +109,31 @@ def test_a_condition_is_asked_for(chat):
     chat.handle("why")
     assert chat.prompts[-1] == "<s><|user|>why <rm_score>: 5.00 <|end|><|assistant|>"
     assert chat.talks[0].turns[0][0] == "why"  # the conversation is what people said
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "remark"), [("ab", "length", "cut off at 8 tokens"), ("", "stop", "said nothing")]
+)
+def test_what_there_is_to_say_about_an_answer(text, finish, remark, chat, model, monkeypatch):
+    def said(requests, sampling, on_token):
+        tokens = np.array([*model.tokenizer.encode(text, add_special_tokens=False), model.stop_ids[0]], dtype=np.int32)
+        for token in tokens.tolist():
+            on_token(0, token)
+        asked = np.concatenate([requests[0].prompt, tokens])
+        return [Sample(tokens=asked, mask=np.arange(len(asked)) >= len(requests[0].prompt), finish=finish)]
+
+    monkeypatch.setattr(model, "generate", said)
+    chat.handle("7+8=")
+    assert "".join(chat.written) == f"{text}\n", "nothing, where only answers are wanted"
+    chat.remarks = True
+    chat.handle("7+8=")
+    assert remark in chat.written[-1]
+
+
+def test_all_settings_are_shown(chat):
+    chat.handle("/set condition 2")
+    chat.handle("/set")
+    assert "max_tokens is 8\n" in chat.written[-1] and "condition is 2.0\n" in chat.written[-1]
 
 
 @pytest.mark.parametrize("line", ["/dance", "/set", "/set temperature", "/save", "/set top_p 2"])

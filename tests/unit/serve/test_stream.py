@@ -1,11 +1,14 @@
 """Text as it grows: whole characters, and nothing that a terminal would obey."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from posttrain.models.pico import build_tokenizer
-from posttrain.serve.stream import TextStream, visible
+from posttrain.serve.stream import TextStream, WordWrap, visible
 
 TOKENIZER = build_tokenizer()
 
@@ -56,3 +59,50 @@ def test_half_a_character_is_held_back():
 )
 def test_what_a_terminal_would_obey_is_written_out(text, shown):
     assert visible(text) == shown
+
+
+def screen(text, width=24, pieces=3):
+    """What a terminal shows of a text that comes in pieces; it never writes into the last column."""
+    lines, at = [[]], 0
+
+    def write(shown):
+        nonlocal at
+        for left, letter in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", shown, re.DOTALL):
+            if left:
+                at -= int(left)
+                del lines[-1][at:]
+            elif letter == "\n":
+                lines.append([])
+                at = 0
+            else:
+                cells = 8 - at % 8 if letter == "\t" else cell_len(letter)
+                lines[-1] += [letter, *[""] * (cells - 1)]
+                at += cells
+                assert len(lines[-1]) == at < width
+
+    wrap = WordWrap(write, lambda: width)
+    for start in range(0, len(text), pieces):
+        wrap(text[start : start + pieces])
+    return ["".join(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("one two three four five six seven", ["one two three four five", "six seven"]),
+        ("one two three four  fives six", ["one two three four  ", "fives six"]),
+        ("one\n  two\n\nthree", ["one", "  two", "", "three"]),
+        ("a " + "b" * 50, ["a ", "b" * 23, "b" * 23, "b" * 4]),
+        ("\u4f60\u597d" * 8 + " and", ["\u4f60\u597d" * 5 + "\u4f60", "\u597d" + "\u4f60\u597d" * 2 + " and"]),
+        ("1234567890 234567890 23 5 x", ["1234567890 234567890 23", "5 x"]),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+def test_lines_break_between_words(text, lines, pieces):
+    assert screen(text, pieces=pieces) == lines
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(" \n\tabcdefgh\u4f60\U0001f642"), st.integers(1, 50))
+def test_nothing_but_spaces_at_the_edge_is_lost(text, pieces):
+    assert "".join("".join(screen(text, pieces=pieces)).split()) == "".join(text.split())

@@ -1,0 +1,348 @@
+"""Requests under way in the local engine: who has a slot, what is drawn next, who has ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from posttrain import ops
+from posttrain.data.pack import collate
+from posttrain.engines.base import Request, Sampling
+from posttrain.engines.cache import steps_for
+from posttrain.models import attention
+from posttrain.types import Floats, Ints, Sample
+
+if TYPE_CHECKING:
+    from posttrain.engines.local import LocalEngine
+
+LOOK_EVERY = 8  # steps of a graph between two looks of the host
+MOST_KINDS = 256  # ways to draw that are remembered
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request under way."""
+
+    index: int  # among the requests
+    request: Request
+    sampling: Sampling
+    kind: Kind
+    place: int = 0  # tokens so far, as of the last look
+    version: int = 0  # of the weights that drew its first token
+    tokens: list[int] = field(default_factory=list)  # only where somebody reads along
+    logprobs: list[float] = field(default_factory=list)  # likewise
+    likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Answers of one kind draw their tokens in the same way, so that one draw serves them all."""
+
+    drawing: Sampling
+    likeliest: int
+
+    @property
+    def is_special(self) -> bool:
+        """Whether there is more to do than to divide by the temperature and draw."""
+        how = self.drawing
+        truncates = how.top_k or how.top_p < 1.0 or how.min_p
+        return bool(truncates or self.likeliest or how.temperature == 0.0 or how.repetition_penalty != 1.0)
+
+
+Likeliest = list[tuple[int, float]]
+"""The likeliest tokens at a place with their log-probabilities, from the likeliest down."""
+
+Hear = Callable[[Answer], None]
+"""Called as soon as an answer has a new token."""
+
+
+class Session:
+    """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one."""
+
+    def __init__(self, engine: LocalEngine, hear: Hear | None, *, mixed: bool = False) -> None:
+        """`mixed`: answers of all kinds side by side; those that are heard have log-probabilities."""
+        assert engine.cache is not None and engine.slots is not None
+        self.engine, self.hear, self.mixed = engine, hear, mixed
+        self.trunk, self.cache, self.slots, self.device = engine.trunk, engine.cache, engine.slots, engine.device
+        self.draw = steps_for(self.device).draw
+        self.version = 0  # of the weights
+        self.submitted = 0
+        self.waiting: deque[Answer] = deque()
+        self.live: dict[int, Answer] = {}  # by slot
+        self.kinds: dict[tuple[Sampling, int], Kind] = {}
+        self.watched = hear is not None
+        on_gpu = engine.graphs is not None
+        self.patience = LOOK_EVERY if on_gpu else 1
+        self.worth_a_prefill = max(1, self.cache.slots // 4) if on_gpu else 1  # launching one costs several steps
+        self.prefill_tokens = 32768 if self.device.type == "cuda" else 8192
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.live)
+
+    def submit(self, request: Request, sampling: Sampling) -> int:
+        """Its number: from 0, in the order of submission."""
+        if sampling.repetition_penalty != 1.0:
+            self.slots.note(self.trunk.vocabulary)
+        self.watched = self.watched or bool(sampling.stop_texts)
+        index = self.submitted
+        self.submitted += 1
+        self.waiting.append(Answer(index, request, sampling, self.kind_of(sampling, request.likeliest)))
+        return index
+
+    def kind_of(self, sampling: Sampling, likeliest: int) -> Kind:
+        if self.waiting and self.waiting[-1].sampling is sampling and self.waiting[-1].kind.likeliest == likeliest:
+            return self.waiting[-1].kind
+        what = (replace(sampling, max_tokens=0, stop_texts=()), likeliest)  # what a captured step depends on
+        if what not in self.kinds:
+            assert self.mixed or not self.kinds, "a captured step draws in one way"
+            if len(self.kinds) >= MOST_KINDS:  # most are of users who are long gone
+                self.kinds.clear()
+            self.kinds[what] = Kind(*what)
+        return self.kinds[what]
+
+    def cancel(self, index: int) -> None:
+        """Its slot is free for others. One that has ended, or was never there, is nothing to cancel."""
+        self.waiting = deque(answer for answer in self.waiting if answer.index != index)
+        for slot in [slot for slot, answer in self.live.items() if answer.index == index]:
+            self.slots.done[slot] = True
+            del self.live[slot]
+            self.close_gaps()
+
+    def step(self) -> dict[int, Sample]:
+        """Let requests in, or a few tokens for those under way; the answers that are complete, by number."""
+        free = self.cache.slots - len(self.live)
+        if self.waiting and free >= min(self.worth_a_prefill, len(self.waiting)):
+            self.admit()
+        else:
+            self.advance()
+        ended = self.look()
+        self.close_gaps()
+        return ended
+
+    def admit(self) -> None:
+        """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
+        free = deque(slot for slot in range(self.cache.slots) if slot not in self.live)
+        prompts: list[Sample] = []
+        sharing: list[list[int]] = []  # slots of each prompt
+        newcomers: dict[int, Answer] = {}
+        room = self.prefill_tokens
+        longest = 0
+        while self.waiting and free:
+            prompt = self.waiting[0].request.prompt
+            if not prompts or not np.array_equal(prompts[-1].tokens, prompt):
+                if prompts and len(prompt) > room:
+                    break
+                room -= len(prompt)
+                prompts.append(Sample(tokens=prompt, mask=np.zeros(len(prompt), dtype=np.bool_)))
+                sharing.append([])
+            sharing[-1].append(free[0])
+            longest = max(longest, len(prompt) + self.waiting[0].sampling.max_tokens)
+            newcomers[free.popleft()] = self.waiting.popleft()
+        for answer in newcomers.values():
+            answer.version = self.version
+        if longest > self.cache.capacity:
+            self.cache.widen(max(self.engine.rounded(longest), 2 * self.cache.capacity))
+        batch = collate(prompts, self.device)
+        self.cache.begin_prefill(batch.lengths, sharing)
+        if self.engine.decoder is not None:
+            packing = attention.layout(batch, ragged_kernel=self.trunk.ragged_kernel)
+            hidden = self.engine.decoder.prefill(batch, packing, self.cache)
+        else:
+            hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0]
+        hidden = hidden[batch.starts[1:].long() - 1]
+        asked = [answer.request for answer in newcomers.values()]
+        rows = self.slots.admit(list(newcomers), [r.prompt.tolist() for r in asked], [r.seed for r in asked])
+        repeats = torch.tensor([len(slots) for slots in sharing], device=self.device)
+        hidden = hidden.repeat_interleave(repeats, 0, output_size=len(rows))
+        self.choose(rows, self.logits_of(hidden), list(newcomers.values()))
+        self.live |= newcomers
+
+    def advance(self) -> None:
+        """A few steps: as many as nobody can end before, and no more than the host likes to wait."""
+        count = self.engine.bucket(max(self.live) + 1)
+        left = min(answer.sampling.max_tokens - answer.place for answer in self.live.values())
+        longest = max(len(answer.request.prompt) + answer.place for answer in self.live.values())
+        rows, graphs, capacity = self.slots.index[:count], self.engine.graphs, self.cache.capacity
+        if self.mixed:  # drawing is not captured: it may be different for each row, and at each step
+            if graphs is None:
+                logits = self.forward(count, longest)
+            else:
+                graphs.run((count, None), lambda: self.keep(self.forward(count, capacity)))
+                logits = self.kept(count)
+            self.choose(rows, logits, [self.live.get(slot) for slot in range(count)])
+            return
+        (kind,) = self.kinds.values()
+        for ahead in range(1 if self.watched else min(self.patience, left)):
+            if graphs is None:
+                self.draw_for(rows, self.forward(count, longest + ahead), kind.drawing)
+            else:  # all on the device, so that it can be captured
+                graphs.run(
+                    (count, kind.drawing), lambda: self.draw_for(rows, self.forward(count, capacity), kind.drawing)
+                )
+
+    def forward(self, count: int, longest: int) -> torch.Tensor:
+        """Run the newest token of the first slots: logits of the next, [count, V]."""
+        positions = self.slots.positions(count)
+        self.cache.begin_step(positions, longest)
+        tokens = self.slots.token[:count]
+        if self.engine.decoder is not None:
+            return self.logits_of(self.engine.decoder.decode(tokens, positions, self.cache))
+        layers = getattr(self.trunk.model, self.trunk.model.base_model_prefix)
+        out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
+        return self.logits_of(out.last_hidden_state[0])
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.trunk.logits(hidden) if self.engine.decoder is None else self.engine.decoder.logits(hidden)
+
+    def keep(self, logits: torch.Tensor) -> None:
+        """Where they are found again after a captured step."""
+        if self.engine.logits is None:
+            self.engine.logits = logits.new_zeros(self.cache.slots, logits.shape[1])
+        self.engine.logits[: len(logits)] = logits
+
+    def kept(self, count: int) -> torch.Tensor:
+        assert self.engine.logits is not None
+        return self.engine.logits[:count]
+
+    def choose(self, rows: torch.Tensor, logits: torch.Tensor, answers: Sequence[Answer | None]) -> None:
+        """Draw the next token of each row that has an answer: all in one draw, however they are to be drawn."""
+        kinds: dict[Kind, list[int]] = {}
+        for place, answer in enumerate(answers):
+            if answer is not None:
+                kinds.setdefault(answer.kind, []).append(place)
+        if len(kinds) == 1 and not any(kind.likeliest for kind in kinds):
+            (kind,) = kinds
+            self.draw_for(rows, logits, kind.drawing)
+            return
+        temperature = [1.0] * len(answers)
+        for kind, places in kinds.items():
+            for place in places:
+                temperature[place] = kind.drawing.temperature or 1.0
+        spots = {kind: torch.tensor(places, device=self.device) for kind, places in kinds.items() if kind.is_special}
+        logits = logits.float()
+        for kind, at in spots.items():
+            if kind.drawing.repetition_penalty != 1.0:
+                logits[at] = self.penalized(rows[at], logits[at], kind.drawing)
+        logits = logits / torch.tensor(temperature, device=self.device)[:, None]
+        least = logits.new_full((len(logits), 1), -torch.inf)
+        for kind, at in spots.items():
+            floor = ops.least_kept(logits[at], kind.drawing.top_k, kind.drawing.top_p, kind.drawing.min_p)
+            if floor is not None:
+                least[at] = floor
+        tokens, logprobs = self.draw(logits, 1.0, least, self.slots.seed[rows], self.slots.place[rows])
+        for kind, at in spots.items():
+            chances = logits[at].masked_fill(logits[at] < least[at], -torch.inf).log_softmax(-1)
+            if kind.drawing.temperature == 0.0:
+                logprobs[at], tokens[at] = chances.max(-1)
+            if kind.likeliest:
+                best = chances.topk(min(kind.likeliest, chances.shape[1]))
+                pairs = torch.stack([best.indices.double(), best.values.double()], -1).tolist()
+                for place, of_answer in zip(kinds[kind], pairs, strict=True):
+                    answer = answers[place]
+                    assert answer is not None
+                    answer.likeliest.append(
+                        [(int(token), chance) for token, chance in of_answer if chance > -torch.inf]
+                    )
+        by_stops: dict[tuple[int, ...], list[int]] = {}
+        for kind, places in kinds.items():
+            by_stops.setdefault(kind.drawing.stop_ids, []).extend(places)
+        for stop_ids, places in by_stops.items():
+            at = torch.tensor(places, device=self.device)
+            self.slots.record(rows[at], tokens[at], logprobs[at], self.slots.stops_of(stop_ids))
+
+    def draw_for(self, rows: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> None:
+        """Draw the next token of each row and note it with its log-probability."""
+        slots = self.slots
+        logits = self.penalized(rows, logits, sampling)
+        if sampling.temperature == 0.0:
+            logits = ops.tempered(logits.float(), 1.0, sampling.top_k, sampling.top_p, sampling.min_p)
+            tokens = logits.argmax(-1)
+            logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        else:
+            least, temperature = None, sampling.temperature
+            if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p:
+                logits, temperature = logits.float() / temperature, 1.0
+                least = ops.least_kept(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+            tokens, logprobs = self.draw(logits, temperature, least, slots.seed[rows], slots.place[rows])
+        slots.record(rows, tokens, logprobs, slots.stops_of(sampling.stop_ids))
+
+    def penalized(self, rows: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        if sampling.repetition_penalty == 1.0:
+            return logits
+        assert self.slots.seen is not None
+        penalty = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        return torch.where(self.slots.seen[rows], logits * penalty, logits)
+
+    def look(self) -> dict[int, Sample]:
+        """See who has ended."""
+        looked = self.slots.look(max(self.live) + 1)
+        newest = self.slots.newest_logprobs(max(self.live) + 1) if self.mixed else []
+        over: dict[int, bool] = {}  # slot: whether a stop text ended it
+        for slot, answer in self.live.items():
+            done, place, token = looked[slot]
+            if place == answer.place:  # others were let in, this one did not move
+                continue
+            answer.place = place
+            if self.watched:
+                answer.tokens.append(token)
+            if self.mixed:
+                answer.logprobs.append(newest[slot])
+            said = self.says_stop(answer)
+            if done or said or place >= answer.sampling.max_tokens:
+                over[slot] = said
+            if self.hear is not None:
+                self.hear(answer)
+        ended: dict[int, Sample] = {}
+        if not over:
+            return ended
+        rows = torch.tensor(list(over), device=self.device)
+        self.slots.done[rows] = True
+        width = max(self.live[slot].place for slot in over)
+        tokens = self.slots.answers[rows, :width].cpu().numpy().astype(np.int32)
+        logprobs = self.slots.logprobs[rows, :width].cpu().numpy()
+        for row, (slot, said) in enumerate(over.items()):
+            answer = self.live.pop(slot)
+            chosen, chances = tokens[row, : answer.place], logprobs[row, : answer.place]
+            finish = "stop" if said or int(chosen[-1]) in answer.sampling.stop_ids else "length"
+            ended[answer.index] = finished(answer, chosen, chances, finish, self.version)
+        return ended
+
+    def says_stop(self, answer: Answer) -> bool:
+        """Whether a stop text is complete with the newest token."""
+        if not answer.sampling.stop_texts:
+            return False
+        longest = max(len(text) for text in answer.sampling.stop_texts)
+        tail = self.engine.tokenizer.decode(answer.tokens[-(longest + 8) :])  # most tokens are longer than a character
+        return any(text in tail for text in answer.sampling.stop_texts)
+
+    def close_gaps(self) -> None:
+        """When fewer slots would do, the sequences in the last ones move to the front."""
+        size = self.engine.bucket(len(self.live)) if self.live else 0
+        late = sorted(slot for slot in self.live if slot >= size)
+        if not late or self.engine.bucket(late[-1] + 1) == size:
+            return
+        gaps = [slot for slot in range(size) if slot not in self.live][: len(late)]
+        sources, targets = (torch.tensor(slots, device=self.device) for slots in (late, gaps))
+        self.cache.move(sources, targets)
+        self.slots.move(sources, targets)
+        for source, target in zip(late, gaps, strict=True):
+            self.live[target] = self.live.pop(source)
+
+
+def finished(answer: Answer, tokens: Ints, logprobs: Floats, finish: str, newest: int) -> Sample:
+    prompt = answer.request.prompt
+    return Sample(
+        tokens=np.concatenate([prompt, tokens]),
+        mask=np.arange(len(prompt) + len(tokens)) >= len(prompt),
+        logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), logprobs]),
+        group=answer.request.group,
+        version=answer.version,
+        newest=newest,
+        finish=finish,
+    )

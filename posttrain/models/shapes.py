@@ -1,0 +1,64 @@
+"""The small steps of a decoder layer for tensors without storage: they return what the kernels would allocate.
+
+The same names as in steps.py and kernels.py; memory.py counts with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x if residual is None else torch.empty_like(x)
+
+
+def norm_backward(
+    gradient: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, carried: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(total), torch.empty_like(weight)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    kv_heads, width = keys.shape[2:]
+    return qkv.new_empty(len(qkv), qkv.shape[1] // width - 2 * kv_heads, width)
+
+
+def rotate_backward(
+    d_query: torch.Tensor,
+    d_key: torch.Tensor,
+    d_value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    qkv: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    width = d_query[0].numel() + d_key[0].numel() + d_value[0].numel()
+    norms = (None if norm is None else torch.empty_like(norm) for norm in (q_norm, k_norm))
+    return d_query.new_empty(len(d_query), width), *norms  # type: ignore[return-value]
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+def gated_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(gate_up)
+
+
+def pick(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = len(logits)
+    return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+
+
+def pick_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
+    return logits

@@ -1,0 +1,215 @@
+"""Who answers a file of prompts: this process, or workers with a whole model each, on the local engine or on vLLM."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from posttrain.config import ClusterConfig, DataConfig, ModelConfig, launched_size
+from posttrain.data.templates import apply_template
+from posttrain.engines import vllm
+from posttrain.engines.base import Engine, Request, Sampling
+from posttrain.errors import UsageError, WorkerError
+from posttrain.learner import default_device
+from posttrain.models.load import (
+    compute_dtype,
+    is_adapter,
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_path,
+)
+from posttrain.models.tensors import plain_tensors
+from posttrain.runtime.base import Pending
+from posttrain.runtime.places import Places
+from posttrain.runtime.samplers import ATTEMPTS, Seat
+from posttrain.serve.model import ServedModel, base_of
+from posttrain.types import Sample
+
+DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
+SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once
+TENSOR_PARALLEL = "tensor_parallel_size"
+RESOURCES = {"gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"}
+RESOURCES |= {TENSOR_PARALLEL, "enforce_eager", "block_size"}
+"""vLLM's options that answers do not depend on."""
+
+log = logging.getLogger("posttrain")
+
+
+class Speaker(Protocol):
+    """Answers batches of requests."""
+
+    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+        """Of each batch, in order."""
+
+
+@contextmanager
+def speaker(
+    model: ModelConfig, template: str, engine: Sequence[str], cluster: ClusterConfig, logs: Path
+) -> Iterator[Speaker]:
+    """Whoever answers, as long as it is needed. `logs`: of workers; they stay if one of them was lost."""
+    if cluster.devices == 1 and not cluster.ray and engine[0] == "local":
+        yield Here(model, template)
+        return
+    divided = tensor_parallel(engine)
+    layout = (f"rollout.devices={cluster.devices}", f"rollout.tp={divided}")
+    limits = (0, max(SECONDS, cluster.limits[1]))
+    places = Places(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
+    try:
+        seats = places.seats_for_rollouts(lambda pool: pool.start("generate", Answerer, model, template, tuple(engine)))
+        crew = Answerers(seats)
+        yield crew
+        if not crew.lost:
+            shutil.rmtree(logs, ignore_errors=True)
+    finally:
+        places.close()
+
+
+def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterConfig, sampling: Sampling) -> None:
+    """UsageError for what cannot be, before anything is loaded."""
+    if engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in engine[1:]):
+        raise UsageError(f"engine is {' '.join(engine)!r}; it must be local, or vllm and its options as name=value.")
+    if engine[0] == "local" and len(engine) > 1:
+        raise UsageError(f"engine local has no options of its own, but got {' '.join(engine[1:])}.")
+    if cluster.devices < 1:
+        raise UsageError(f"devices is {cluster.devices}; it must be at least 1.")
+    if cluster.devices > 1 and launched_size() > 1:
+        raise UsageError(
+            f"torchrun or srun started {launched_size()} processes, but this command starts those of --devices itself: "
+            "call it once, or give each process a --window and --devices 1."
+        )
+    if engine[0] == "vllm":
+        vllm.prepare_environment()
+        if model.load_in_4bit:
+            raise UsageError("load_in_4bit: engine vllm would not see the same weights; use the local engine")
+        if sampling.temperature and sampling.min_p > 0.0 and sampling.top_p < 1.0:
+            raise UsageError(
+                f"top_p is {sampling.top_p:g} and min_p {sampling.min_p:g}; vLLM combines them in another order: set "
+                "one of them, or use engine local"
+            )
+        if cluster.devices % tensor_parallel(engine):
+            raise UsageError(
+                f"engine vllm: {TENSOR_PARALLEL} is {tensor_parallel(engine)}, which does not divide the "
+                f"{cluster.devices} devices"
+            )
+
+
+def tensor_parallel(engine: Sequence[str]) -> int:
+    """Devices that hold one model together."""
+    options = dict(entry.partition("=")[::2] for entry in engine[1:])
+    value = options.get(TENSOR_PARALLEL, "1")
+    if not value.isdigit() or not int(value):
+        raise UsageError(f"engine vllm: {TENSOR_PARALLEL} is {value}; it must be a whole number of at least 1")
+    return int(value)
+
+
+def deciding(engine: Sequence[str]) -> dict[str, str]:
+    """The engine as far as answers depend on it; nothing for the local one."""
+    if engine[0] == "local":
+        return {}
+    words = [entry for entry in engine[1:] if entry.partition("=")[0].replace("-", "_") not in RESOURCES]
+    return {"engine": " ".join([engine[0], *sorted(words)])}
+
+
+class Here:
+    """This process answers."""
+
+    def __init__(self, model: ModelConfig, template: str) -> None:
+        self.model = ServedModel(model, DataConfig(template=template))
+
+    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+        for requests in batches:
+            yield self.model.generate(requests, sampling)
+
+
+class Answerer:
+    """In a worker process: the whole model on an engine."""
+
+    def __init__(self, model: ModelConfig, template: str, engine: Sequence[str]) -> None:
+        if engine[0] == "local":
+            self.engine: Engine = ServedModel(model, DataConfig(template=template)).engine
+        else:
+            self.engine = engine_of_folder(model, template, engine[1:])
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        return self.engine.generate(requests, sampling)
+
+
+def engine_of_folder(model: ModelConfig, template: str, options: Sequence[str]) -> Engine:
+    """vLLM with a model's own weights: it reads them itself, but for adapters, which are merged first."""
+    tokenizer, source = load_tokenizer(model), resolve_path(model.path)
+    apply_template(tokenizer, template)
+    config, dtype = read_config(base_of(source), "token"), compute_dtype(model, default_device())
+    if not is_adapter(source):
+        return vllm.VllmEngine(config, tokenizer, options, dtype=dtype, base=source)
+    found = vllm.VllmEngine(config, tokenizer, options, dtype=dtype)
+    merged = load_model(model, "token", device=torch.device("cpu"), trainable=False, seed=0)
+    found.load(plain_tensors(merged, dtype), 0)
+    return found
+
+
+class Answerers:
+    """Workers, each asked whole batches in turn: so answers do not depend on how many workers there are.
+
+    One that is lost is replaced, and what it was asked is asked again: seeds decide answers, so they are the same.
+    """
+
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        self.seats, self.lost = list(seats), 0
+        with ThreadPoolExecutor(len(self.seats), thread_name_prefix="seats") as starting:
+            for done in [starting.submit(seat.fill) for seat in self.seats]:
+                done.result()
+
+    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+        asked: deque[Asked] = deque()
+        for seat, requests in zip(cycle(self.seats), batches):  # seats have no end
+            asked.append(Asked(seat, requests, sampling))
+            if len(asked) == DEPTH * len(self.seats):
+                yield self.first_of(asked)
+        while asked:
+            yield self.first_of(asked)
+
+    def first_of(self, asked: deque[Asked]) -> list[Sample]:
+        """The answers to the first batch, which is taken out."""
+        first = asked[0]
+        for _ in range(ATTEMPTS):
+            try:
+                found = first.call.result()[0]
+            except WorkerError as error:
+                if not error.lost:
+                    raise
+                self.replace(first.seat, error)
+                for other in asked:
+                    if other.seat is first.seat:
+                        other.ask()
+            else:
+                asked.popleft()
+                return found  # type: ignore[no-any-return]
+        raise WorkerError(f"workers were lost {ATTEMPTS} times in a row while they answered one batch", lost=True)
+
+    def replace(self, seat: Seat, error: WorkerError) -> None:
+        log.warning("%s", error)
+        log.warning("another worker takes its place; what it was asked is asked again")
+        self.lost += 1
+        seat.empty()
+        seat.fill()
+
+
+class Asked:
+    """A batch that a worker has."""
+
+    def __init__(self, seat: Seat, requests: list[Request], sampling: Sampling) -> None:
+        self.seat, self.requests, self.sampling = seat, requests, sampling
+        self.ask()
+
+    def ask(self) -> None:
+        self.call: Pending = self.seat.submit("generate", self.requests, self.sampling)

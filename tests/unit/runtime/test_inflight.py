@@ -1,0 +1,97 @@
+"""Real rollout workers: weights that come in the middle of answers, and weights that do not arrive as sent."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Request, Sampling
+from posttrain.errors import PosttrainError
+from posttrain.learner import Learner
+from posttrain.runtime.host import Ref
+from posttrain.runtime.local import LocalPool
+from posttrain.runtime.processes import MeetingPoint, ProcessPool
+from posttrain.runtime.samplers import Samplers, Seat
+from posttrain.runtime.transfer import Meeting, Sender
+from tests.unit.runtime.pausing import Pausing
+
+SECONDS = 120.0
+STEPS = 15  # before the weights change
+PICO = ModelConfig(path="pico")
+SAMPLING = Sampling(max_tokens=40)
+REQUESTS = [Request(prompt=np.arange(5, 5 + length, dtype=np.int32), seed=length) for length in (4, 7, 9)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A learner in this process, and a rollout worker in another."""
+    folder = tmp_path_factory.mktemp("inflight")
+    here = LocalPool()
+    here.start("actor", Learner, PICO, UpdateConfig(), seed=1)
+    sender = here.start("sender", Sender, Ref("actor"))
+    point = MeetingPoint(SECONDS)
+
+    def make():
+        return ProcessPool(1, folder / "logs", seconds=SECONDS, meeting=point)
+
+    def start(pool):
+        return pool.start("rollout", Pausing, STEPS, folder, PICO, ("local", "inflight"), "", 1)
+
+    samplers = Samplers([Seat(make, start)], sender, lambda size: Meeting(size, point.address, point.name(), SECONDS))
+    yield folder, here.host.objects["actor"], samplers
+    samplers.close()
+
+
+def change(learner):
+    """Behind the last attention: keys and values, which stay, are then the same by both weights."""
+    layer = learner.model.model.layers[-1]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (layer.mlp.down_proj.weight, learner.model.lm_head.weight):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_answers_under_way_go_on_with_new_weights(place):
+    folder, learner, samplers = place
+    samplers.update(3)
+    found = []
+    work = threading.Thread(target=lambda: found.extend(samplers.generate(REQUESTS, SAMPLING)))
+    work.start()
+    until = time.monotonic() + SECONDS
+    while not (folder / "under way").exists():
+        assert work.is_alive() and time.monotonic() < until
+        time.sleep(0.01)
+    old = Learner(PICO, UpdateConfig(), trainable=False, seed=1)
+    old.accept(learner.weights())
+    change(learner)
+    samplers.update(4)
+    work.join(SECONDS)
+    assert [(sample.version, sample.newest) for sample in found] == [(3, 4)] * len(REQUESTS)
+    by_old, by_new = old.logprobs(found), learner.logprobs(found)
+    for sample, was, now in zip(found, by_old, by_new, strict=True):
+        first, rest = np.split(np.flatnonzero(sample.mask), [STEPS])
+        assert len(first) == STEPS and len(rest) > STEPS
+        np.testing.assert_allclose(sample.logprobs[first], was[first], atol=1e-5)
+        np.testing.assert_allclose(sample.logprobs[rest], now[rest], atol=1e-5)
+        assert np.abs(was - now)[sample.mask].mean() > 0.1
+
+
+def test_a_tensor_that_breaks_on_the_way_ends_the_run(place, monkeypatch):
+    _, learner, samplers = place
+    samplers.update(8)
+    whole = learner.weights
+
+    def broken():
+        for name, tensor in whole():
+            yield name, tensor * 0.5 if name == "model.layers.2.mlp.down_proj.weight" else tensor
+
+    monkeypatch.setattr(learner, "weights", broken)
+    with pytest.raises(
+        PosttrainError, match=r"rollout worker 0 of 1: after the update to version 9 .* differ .* by 0\.\d"
+    ):
+        samplers.update(9)
+    monkeypatch.undo()
+    samplers.update(10)

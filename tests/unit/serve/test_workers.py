@@ -1,0 +1,191 @@
+"""Who answers: the same file from one process and from several, one of which is killed; and what is refused."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import ClusterConfig, DataConfig, ModelConfig
+from posttrain.data.templates import apply_template
+from posttrain.engines.base import Sampling
+from posttrain.errors import UsageError, WorkerError
+from posttrain.models.load import load_tokenizer
+from posttrain.serve.generate import Generation, devices_for, generate, manifest_of
+from posttrain.serve.model import ServedModel, stop_ids_of
+from posttrain.serve.workers import DEPTH, Answerers, check_workers, deciding
+from tests.tiny import tiny_folder
+
+
+@pytest.fixture
+def config(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(7)))
+    return Generation(
+        model=ModelConfig(path="pico"),
+        data=DataConfig(train=(str(prompts),)),
+        out=str(tmp_path / "answers.jsonl"),
+        sampling=Sampling(max_tokens=6),
+        n=2,
+        batch=4,
+    )
+
+
+def test_two_workers_one_killed_write_the_same_file(config, tmp_path, caplog):
+    """7 batches for two workers: the first is killed once its first batch is written, and has others to answer."""
+    config = replace(config, batch=2)
+    generate(config)
+    shared = replace(config, out=str(tmp_path / "shared.jsonl"), cluster=ClusterConfig(devices=2))
+    log = Path(f"{shared.out}.logs/worker-0.log")
+
+    def kill_one(progress):
+        if progress.done == 2:
+            os.kill(int(re.search(r"worker process (\d+)", log.read_text())[1]), signal.SIGKILL)
+
+    generate(shared, kill_one)
+    assert Path(shared.out).read_bytes() == Path(config.out).read_bytes()
+    settings = [manifest_of(Path(found.out)).read_bytes() for found in (shared, config)]
+    assert settings[0] == settings[1]
+    assert "SIGKILL" in caplog.text and "takes its place" in caplog.text
+    assert log.read_text().count("--- worker process") == 2
+    assert generate(replace(shared, cluster=ClusterConfig(), resume=True)).resumed == 14
+
+
+# Without processes
+
+
+class Chair:
+    """A seat that answers what it was asked when the result is wanted, and is lost as often as it is told."""
+
+    def __init__(self, losses=0):
+        self.losses, self.asked, self.fills = losses, [], 0
+
+    def fill(self):
+        self.fills += 1
+
+    def empty(self):
+        self.asked.append("empty")
+
+    def submit(self, method, requests, sampling):
+        assert method == "generate" and sampling == "how"
+        self.asked.append(requests)
+        return Later(self, requests)
+
+
+class Later:
+    def __init__(self, chair, requests):
+        self.chair, self.requests = chair, requests
+
+    def result(self):
+        if self.chair.losses:
+            self.chair.losses -= 1
+            raise WorkerError("it is gone", lost=True)
+        return [[f"answer to {request}" for request in self.requests]]
+
+
+BATCHES = [[n, -n] for n in range(7)]
+ANSWERS = [[f"answer to {n}", f"answer to {-n}"] for n in range(7)]
+
+
+def test_answers_come_in_order_and_nobody_has_more_than_two_batches():
+    chairs = [Chair(), Chair()]
+    given = 0
+
+    def batches():
+        nonlocal given
+        for batch in BATCHES:
+            given += 1
+            yield batch
+
+    found = []
+    for answers in Answerers(chairs).answers(batches(), "how"):
+        found.append(answers)
+        assert given - len(found) < 2 * DEPTH
+    assert found == ANSWERS
+    assert [chair.asked for chair in chairs] == [BATCHES[::2], BATCHES[1::2]]
+
+
+def test_what_a_lost_one_had_is_asked_again():
+    chairs = [Chair(), Chair(losses=2)]
+    who = Answerers(chairs)
+    assert list(who.answers(BATCHES, "how")) == ANSWERS and who.lost == 2
+    assert chairs[1].asked == [[1, -1], [3, -3]] + 2 * ["empty", [1, -1], [3, -3]] + [[5, -5]]
+    assert chairs[1].fills == 3
+
+
+def test_it_gives_up_when_they_are_lost_again_and_again():
+    with pytest.raises(WorkerError, match="lost 3 times in a row"):
+        list(Answerers([Chair(losses=9)]).answers(BATCHES, "how"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "devices", "words"),
+    [
+        (("vlm",), 1, "must be local, or vllm"),
+        (("vllm", "eager"), 1, "name=value"),
+        (("local", "a=1"), 1, "no options of its own"),
+        (("local",), 0, "devices is 0"),
+    ],
+)
+def test_what_cannot_be(engine, devices, words):
+    with pytest.raises(UsageError, match=words):
+        check_workers(ModelConfig(path="pico"), engine, ClusterConfig(devices=devices), Sampling())
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "sampling", "devices", "words"),
+    [
+        (("vllm",), {"load_in_4bit": True}, {}, 1, "use the local engine"),
+        (("vllm",), {}, {"top_p": 0.9, "min_p": 0.1}, 1, "in another order"),
+        (("vllm", "tensor_parallel_size=2"), {}, {}, 3, "does not divide the 3 devices"),
+        (("vllm", "tensor_parallel_size=two"), {}, {}, 3, "must be a whole number"),
+    ],
+)
+def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
+    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)  # as if it were installed
+    with pytest.raises(UsageError, match=words):
+        check_workers(ModelConfig(**model), engine, ClusterConfig(devices=devices), Sampling(**sampling))
+
+
+def test_vllm_is_missing(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs vLLM, see docs/vllm.md"):
+        generate(replace(config, engine=("vllm",)))
+    assert not Path(config.out).exists()
+
+
+def test_processes_of_a_launcher_are_not_doubled(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="started 2 processes"):
+        generate(replace(config, cluster=ClusterConfig(devices=2)))
+
+
+def test_the_engine_counts_where_it_decides_the_answers(config, monkeypatch):
+    assert deciding(("local",)) == {}
+    assert deciding(("vllm", "max_num_seqs=4", "dtype=half")) == {"engine": "vllm dtype=half"}
+    generate(config)
+    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)
+    with pytest.raises(UsageError, match="engine was None, is 'vllm'"):
+        generate(replace(config, engine=("vllm", "max_num_seqs=4"), resume=True))
+
+
+def test_devices_without_a_batch_are_not_started_but_mentioned(config, caplog):
+    config = replace(config, cluster=ClusterConfig(devices=8, ray="auto"), batch=512)
+    assert devices_for([range(100)], config) == ClusterConfig(devices=1, ray="auto") and not caplog.text
+    assert devices_for([range(256), range(100)], config).devices == 2
+    assert "712 answers in batches of 512: 6 of 8 devices have nothing to do" in caplog.text
+    divided = replace(config, engine=("vllm", "tensor_parallel_size=4"))
+    assert [devices_for([[1]] * batches, divided).devices for batches in (1, 2, 3)] == [4, 8, 8]
+
+
+@pytest.mark.parametrize("template", ["", "chatml"])
+@pytest.mark.parametrize("name", ["pico", "llama", "gpt2"])
+def test_stops_are_known_without_the_weights(name, template, tmp_path):
+    model = ModelConfig(path=name if name == "pico" else str(tiny_folder(name, tmp_path)))
+    tokenizer = load_tokenizer(model)
+    apply_template(tokenizer, template)
+    found = stop_ids_of(model, tokenizer, template)
+    assert found and found == ServedModel(model, DataConfig(template=template)).stop_ids
