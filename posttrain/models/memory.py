@@ -259,10 +259,10 @@ def passing(
 
 
 def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
-    """The most that a pass over so many tokens takes on an accelerator; 0: it is not known."""
+    """The most that a pass over so many tokens takes on an accelerator; 0: not known, as the model asks for values."""
     sample = Sample(tokens=np.zeros(tokens, dtype=np.int32), mask=np.arange(tokens) > 0)
     request = Request(names=frozenset({"logprobs" if head == "token" else "values"}))
-    with suppress(RuntimeError, NotImplementedError):  # of a few architectures, which decide by values of tensors
+    with suppress(RuntimeError, NotImplementedError), torch.inference_mode(False), torch.enable_grad():
         return passing(empty_model(config, head, dtype), [sample], request, kernels=True).peak
     return 0
 

@@ -1,16 +1,21 @@
 """The learner: what it computes is what the stock model computes, and what it saves is all it needs to go on."""
 
 from dataclasses import replace
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from posttrain import learner as learners
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.engines.base import Request as Wanted
+from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
+from posttrain.models import memory
 from posttrain.models.checkpoint import load_tensors
 from posttrain.types import Loss, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
@@ -350,3 +355,23 @@ def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
     frozen.onload("model")
     for one, other in zip(frozen.logprobs(made), expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, monkeypatch):
+    monkeypatch.setattr(learners, "LEARNERS", WeakSet())
+    model, update = ModelConfig(path=folder("llama")), UpdateConfig(tokens_per_device=256)
+    policy = Learner(model, update)
+    pack = memory.full_pack(model, "token", torch.float32, 256)
+    count_of = [sum(p.numel() for p in learner.model.parameters()) for learner in (policy,)]
+    assert pack > 0 and learners.memory_to_come() == 12 * count_of[0] + pack
+    critic = Learner(model, update, head="score")
+    Learner(model, update, trainable=False)
+    count_of.append(sum(p.numel() for p in critic.model.parameters()))
+    most = max(pack, memory.full_pack(model, "score", torch.float32, 256))
+    assert learners.memory_to_come() == 12 * sum(count_of) + most
+    learn(policy, 0)
+    assert learners.memory_to_come() == 4 * count_of[0] + 12 * count_of[1] + most
+    generate = policy.generate([Wanted(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
+    assert len(generate) == 1
+    (engine,) = policy.engines.values()
+    assert engine.leave() == learners.memory_to_come()

@@ -213,7 +213,9 @@ def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing,
     assert fused.kept == pytest.approx(really_kept(config, samples, fused=True), rel=0.3 if checkpointing else 0.15)
     assert checkpointing or fused.kept < 0.7 * plain.kept
     assert plain.peak > fused.peak > fused.kept > 0
-    assert memory.full_pack(config, "token", torch.bfloat16, 128) == pytest.approx(fused.peak, rel=0.1)
+    with torch.inference_mode():  # as in generation, which must leave room for it
+        whole = memory.full_pack(config, "token", torch.bfloat16, 128)
+    assert whole == pytest.approx(fused.peak, rel=0.1)
 
 
 def test_what_an_optimizer_will_still_take(tmp_path):
