@@ -28,6 +28,9 @@ Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 LAYOUT_KEYS = ("devices", "tp", "zero")
 INFLIGHT = "inflight"  # among rollout.engine
+ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
+DEFAULTS = "defaults"  # the entry of a file that names files to read before it
+SPELLINGS = {"shuffle_minibatch": "shuffle_mini_batch"}  # options of other libraries that differ in a letter
 
 
 @dataclass(kw_only=True, slots=True)
@@ -316,16 +319,25 @@ def parse(verb: str, algorithm: Any, args: Sequence[str], *, data: bool = True) 
     file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
     start = with_algorithm(algorithm)
     filed = entries_of_file(Path(file), start, verb) if file else []
-    return read_options(verb, start, filed, list(typed), data=data)
+    return read_options(
+        verb, start, filed, [respelled(word) if word[:2] == "--" else word for word in typed], data=data
+    )
 
 
 def from_mapping(verb: str, algorithm: Any, mapping: dict[str, Any]) -> Config:
     """The same from Python: {"model": {"path": "pico"}, "steps": 5}."""
     start = with_algorithm(algorithm)
-    entries = [Entry("", key, value) for key, value in flatten(mapping).items()]
+    entries = [Entry("", respelled(key), value) for key, value in flatten(mapping).items()]
     for entry in entries:
         check_key(entry.key, start, "")
     return read_options(verb, start, entries, [])
+
+
+def respelled(key: str) -> str:
+    """An option under the name it has here; `--section.no_option` too."""
+    section, dot, name = key.rpartition(".")
+    no = "no_" * name.startswith("no_")
+    return f"{section}{dot}{no}{SPELLINGS.get(name.removeprefix(no), name.removeprefix(no))}"
 
 
 def with_algorithm(algorithm: Any) -> Config:
@@ -454,6 +466,12 @@ def check(config: Config, *, data: bool = True) -> Config:
     ):
         refuse(*outside(config, key, low, high))
     check_cluster(config, refuse)
+    idle = [] if isinstance(config, OnlineConfig) else [o for o in config.cluster.offload if o in ONLINE_PARTS]
+    refuse(
+        bool(idle),
+        f"cluster.offload is {' '.join(config.cluster.offload)}, but training on rows has no phase without "
+        f"{' and '.join(idle)}. cluster.offload parameters keeps weights, gradients and optimizer in host memory.",
+    )
     if isinstance(config, OnlineConfig):
         check_online(config, refuse)
     refuse(
@@ -557,11 +575,6 @@ def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> N
         "--cluster.layout rollout.devices=N.",
     )
     refuse(
-        rollout.inflight and config.cluster.of("rollout").tensor_parallel > 1,
-        "rollout.engine has inflight, and cluster.layout rollout.tp: an engine that several processes hold together "
-        "cannot change its weights in the middle of answers. Leave one of them out.",
-    )
-    refuse(
         rollout.engine[0] == "local" and config.cluster.of("rollout").tensor_parallel > 1,
         "cluster.layout has rollout.tp, but the local engine keeps a whole model on each device. Leave it out, or take "
         "--rollout.engine vllm.",
@@ -658,8 +671,11 @@ def verb_of_file(file: Path) -> str:
     return next((str(value.value) for key, value in root.value if key.value == "verb"), "") if root else ""
 
 
-def entries_of_file(file: Path, start: Config, verb: str) -> list[Entry]:
-    """Entries of a YAML file with their places in it; an unknown key is reported with its line."""
+def entries_of_file(file: Path, start: Config, verb: str, inside: tuple[Path, ...] = ()) -> list[Entry]:
+    """Entries of a YAML file with their places in it, after those of the files that it names under `defaults`.
+
+    An unknown key is reported with its line. `inside`: the files that led to this one.
+    """
     root = read_yaml(file)
     entries: list[Entry] = []
     constructor = yaml.SafeLoader("")
@@ -668,17 +684,40 @@ def entries_of_file(file: Path, start: Config, verb: str) -> list[Entry]:
             if value_node.value != verb:
                 raise UsageError(f"{file}: is for `posttrain {value_node.value}`, not for `posttrain {verb}`")
             continue
+        if key_node.value == DEFAULTS:
+            inside = (*inside, file.resolve())
+            entries = [
+                entry
+                for other in files_before(file, value_node)
+                for entry in entries_before(other, start, verb, inside)
+            ] + entries
+            continue
         pairs = [(str(key_node.value), key_node, value_node)]
         if isinstance(value_node, yaml.MappingNode) and key_node.value not in option_keys(start):  # a section
             pairs = [(f"{key_node.value}.{k.value}", k, v) for k, v in value_node.value]
         for key, node, value in pairs:
             where = f"{file}:{node.start_mark.line + 1}: "
+            key = respelled(key)
             check_key(key, start, where)
             try:
                 entries.append(Entry(where, key, constructor.construct_object(value, deep=True)))
             except (yaml.YAMLError, ValueError) as error:
                 raise UsageError(f"{where}{key}: cannot be read: {str(error).splitlines()[0]}") from None
     return entries
+
+
+def files_before(file: Path, node: yaml.Node) -> list[Path]:
+    """What a file names under `defaults`: one file or several, from where it lies."""
+    names = [entry.value for entry in node.value] if isinstance(node, yaml.SequenceNode) else [node.value]
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{file}:{node.start_mark.line + 1}: defaults must be files, as [base.yaml, model.yaml]")
+    return [file.parent / name for name in names]
+
+
+def entries_before(file: Path, start: Config, verb: str, inside: tuple[Path, ...]) -> list[Entry]:
+    if file.resolve() in inside:
+        raise UsageError(f"{inside[-1]}: defaults: {file} is the file itself, or one that names it")
+    return entries_of_file(file, start, verb, inside)
 
 
 def option_keys(config: Any, prefix: str = "") -> list[str]:

@@ -57,6 +57,10 @@ class Algorithm:
         """Path of the reference model that fills ref_logprobs; empty: the policy as it was at the start."""
         return ""
 
+    def renewal(self) -> int:
+        """The reference becomes the policy of then after every so many steps; 0: it stays what it is."""
+        return 0
+
     def precomputes(self) -> bool:
         """Whether ref_logprobs of all rows are filled before training, so that the reference can be freed."""
         return False

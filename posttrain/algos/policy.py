@@ -22,6 +22,8 @@ from posttrain.errors import UsageError
 from posttrain.ops import Doubles, bounded_exp, kl_estimate
 from posttrain.types import Batch, Drawing, Floats, Loss, Outputs, Request, Sample, Unit
 
+RENEWED = "every"  # algo.reference every:N
+
 
 class PolicyGradient(Algorithm):
     """A subclass says what an answer's tokens are credited with (`credit`) and may bend ratio and surrogate."""
@@ -41,7 +43,7 @@ class PolicyGradient(Algorithm):
         kl_target: tuple[float, int] = (0.0, 10_000)
         """Adapt the weight to this KL of an answer, by a fifth over so many answers; 0 and any: a fixed weight."""
         reference: str = ""
-        """Path of the reference model; empty: the policy as it was at the start."""
+        """Path of the reference model; empty: the policy at the start; every:50: the policy after each 50th step."""
         entropy: float = 0.0
         """Weight of an entropy bonus."""
         average: Literal["token", "sample", "length"] = "token"
@@ -80,6 +82,11 @@ class PolicyGradient(Algorithm):
         for name, value in {"reference": config.reference, "kl_target": config.kl_target[0]}.items():
             if value and not config.kl:
                 raise UsageError(f"algo.{name} is {value} but algo.kl is 0: give the KL a weight, or leave it out")
+        if config.reference.startswith(f"{RENEWED}:") and not self.renewal():
+            raise UsageError(
+                f"algo.reference is {config.reference}: after {RENEWED}: comes a number of steps, at least 1, as "
+                f"{RENEWED}:50"
+            )
         if config.kl and config.kl_in == "loss" and config.kl_estimator == "k1":
             raise UsageError(
                 "algo.kl_estimator k1 has no gradient on average when it is in the loss: choose k2 or k3, or set "
@@ -99,7 +106,11 @@ class PolicyGradient(Algorithm):
         return wanted | ({"old_logprobs"} if self.several_updates() else set())
 
     def reference(self) -> str:
-        return self.config.reference
+        return "" if self.renewal() else self.config.reference
+
+    def renewal(self) -> int:
+        word, colon, steps = self.config.reference.partition(":")
+        return int(steps) if (word, colon) == (RENEWED, ":") and steps.isdigit() else 0
 
     def outputs(self) -> set[str]:
         return {"logprobs", "entropy"}

@@ -105,8 +105,11 @@ def load_dataset(
 
 def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
     """Rows that `posttrain data preprocess` has tokenised."""
-    from posttrain.data.tokenized import load_indexed
+    from posttrain.data.tokenized import load_indexed, load_indexed_prompts
 
+    if encoder.kind == "prompt":
+        prompts, counts, verdict = load_indexed_prompts(name, encoder, max_rows)
+        return _dataset(prompts, [verdict], {**counts, "quarantined": 0}, None)
     config = encoder.config
     limits: dict[str, Any] = {"max_tokens": config.max_tokens, "on_long": config.on_long, "max_rows": max_rows}
     rows = load_indexed(name, encoder.kind, encoder.vocab_size, bos_id=encoder.bos_id, **limits)

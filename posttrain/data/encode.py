@@ -84,10 +84,13 @@ class Encoder:
         """What the model is asked, for rows of kind prompt; None for one that is dropped for its length."""
         segments = [self.chat.prompt(q.prompt, q.plain, q.origin, q.tools) for q in questions]
         encoded = self.tokens.encode(segments)
-        return [self._prompt(question, ids) for question, ids in zip(questions, encoded, strict=True)]
+        return [
+            self.prompt(question, np.array([token for of_segment in ids for token in of_segment], dtype=np.int64))
+            for question, ids in zip(questions, encoded, strict=True)
+        ]
 
-    def _prompt(self, question: Question, ids: list[list[int]]) -> Prompt | None:
-        tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int64)
+    def prompt(self, question: Question, tokens: npt.NDArray[np.int64]) -> Prompt | None:
+        """A question whose tokens are known, checked."""
         origin, limit = question.origin, self.config.max_tokens
         if not len(tokens):
             raise DataError(f"{origin}: the tokenizer has no tokens for the prompt")

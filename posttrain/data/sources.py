@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -199,6 +199,22 @@ def _modelscope(text: str) -> Part:
     except Exception as error:  # as above
         raise UsageError(f"{text}: from ModelScope: {_reason(error)}") from error
     return Part(text, partial(_scan_table, text, table))
+
+
+@cache
+def modelscope_model(text: str) -> str:
+    """The folder with a model of ModelScope (`modelscope://owner/name`), downloaded if it is not here yet."""
+    name = text.removeprefix(MODELSCOPE)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
+        raise UsageError(f"model.path: {text}: expected {MODELSCOPE}owner/name")
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        raise UsageError(f"model.path: {text}: needs the package modelscope: pip install modelscope") from error
+    try:
+        return str(snapshot_download(name))
+    except Exception as error:  # as above
+        raise UsageError(f"model.path: {text}: from ModelScope: {_reason(error)}") from error
 
 
 def _one_split(text: str, loaded: Any, split: str | None) -> Any:

@@ -21,9 +21,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from posttrain.data.encode import Encoder
+from posttrain.data.examples import Question
 from posttrain.data.formats import VERBS
 from posttrain.data.handlers import IGNORED
 from posttrain.data.indexed import IndexedReader, Numbers, bin_path, idx_path
+from posttrain.data.prompts import PromptRows
 from posttrain.data.store import RowStore
 from posttrain.errors import DataError, UsageError
 from posttrain.types import RowKind, Sample
@@ -73,6 +76,33 @@ def load_indexed(
     return IndexedRows(files, kind, streams, table, counts, fingerprint(files, settings), bos_id)
 
 
+def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> tuple[PromptRows, dict[str, int], str]:
+    """Prompts as they were tokenised, what became of them, and what they are; all other keys become text columns."""
+    files = open_files(name)
+    if files.kind != "prompt":
+        takers = ", ".join(VERBS[files.kind])
+        raise UsageError(f"{name}: indexed rows of kind {files.kind}: for {takers}, not for reinforcement learning")
+    ids, tokenizer = files.readers["input_ids"], encoder.tokenizer
+    others = {key: reader for key, reader in files.readers.items() if key not in ("input_ids", "attention_mask")}
+    for reader in others.values():
+        if len(reader) != len(ids):
+            raise DataError(f"{reader.prefix}: has {len(reader)} rows, but {ids.prefix} has {len(ids)}")
+    rows = range(min(len(ids), NO_LIMIT if max_rows is None else max_rows))
+    prompts = []
+    for row in rows:
+        tokens = ids[row].astype(np.int64)
+        columns = {key: tokenizer.decode(reader[row], skip_special_tokens=True) for key, reader in others.items()}
+        said = [{"role": "user", "content": tokenizer.decode(tokens, skip_special_tokens=True)}]
+        prompts.append(encoder.prompt(Question(origin=f"{name}:{row}", prompt=said, columns=columns), tokens))
+    kept = [prompt for prompt in prompts if prompt is not None]
+    if not kept:
+        raise DataError(
+            f"{name}: no rows are left: {len(rows)} read, all longer than {encoder.config.max_tokens} tokens"
+        )
+    counts = {"read": len(rows), "truncated": 0, "dropped": len(rows) - len(kept), "quoted": 0}
+    return PromptRows(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
+
+
 # Files
 
 
@@ -109,13 +139,22 @@ def open_files(name: str) -> Files:
     if found.keys() >= set(PAIR):
         kind = "pair"
     elif found.keys() >= {"input_ids", "labels"}:
-        kind = manifest.get("kind", "chat" if "attention_mask" in found else "prompt")
-        keys = tuple(key for key in SINGLE if key in found)
+        kind = manifest.get("kind") or kind_of(found)
+        keys = tuple(found) if kind == "prompt" else tuple(key for key in SINGLE if key in found)
     else:
         hint = "was writing them interrupted?" if marked else f"name one of them, as {next(iter(found.values()))}"
         raise UsageError(f"{name}: {', '.join(found.values())} are there: {hint}")
     readers = {key: IndexedReader(found[key]) for key in keys}
     return Files(name, readers, kind, tuple(manifest.get("reward_ids", ())))
+
+
+def kind_of(found: dict[str, str]) -> str:
+    """Of files that say it nowhere: the labels of a prompt are its answer, of which every token is one."""
+    if "attention_mask" not in found:
+        return "prompt"
+    ids, labels = IndexedReader(found["input_ids"]), IndexedReader(found["labels"])
+    answers = len(labels) and (labels[0] != IGNORED).all() and not np.array_equal(labels[0], ids[0])
+    return "prompt" if answers else "chat"
 
 
 def read_manifest(file: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.algos.base import Algorithm
-from posttrain.errors import UsageError
+from posttrain.errors import CheckpointError, UsageError
 from posttrain.learner import PLAIN
 from posttrain.loops.run import Run
+from posttrain.models import checkpoint
 from posttrain.models.load import load_tokenizer, read_config, resolve_path
 from posttrain.rollout.record import Rollout
 from posttrain.runtime.base import LearnerGroup
@@ -28,6 +31,7 @@ class Helpers:
         self.reference: LearnerGroup | None = None
         # New adapters start as the identity, so the policy without them is the reference, at no cost.
         self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
+        self.reference_step = 0  # of the policy that the reference is, where it is renewed
         self.precomputed = algo.precomputes()
         self.offloaded = run.config.cluster.offload
         if "ref_logprobs" in self.needs and not self.adapters_off:
@@ -67,6 +71,40 @@ class Helpers:
         for sample, stream in zip(samples, streams, strict=True):
             sample.ref_logprobs = stream
 
+    def renew_reference(self, run: Run, step: int) -> None:
+        """With algo.reference every:N the reference is the policy as it was after the last multiple of N steps.
+
+        It is a folder of the run, made of that step's checkpoint, so that a resumed run has the same one.
+        """
+        every = self.algo.renewal()
+        wanted = step // every * every if every else 0
+        if wanted == self.reference_step:
+            return
+        kept = run.folder.path / "reference"
+        for other in checkpoint.list_checkpoints(kept):
+            if checkpoint.step_of(other) > step:  # of a run that got further, and was then resumed from earlier
+                shutil.rmtree(other)
+        folder = kept / f"step-{wanted:08d}"
+        if not checkpoint.is_valid(folder):
+            if wanted == step and run.saved_step != step:
+                run.save(step, self.policy)
+            source = run.folder.checkpoints / folder.name / "model"
+            if not source.is_dir():
+                raise CheckpointError(f"{folder}: the reference of step {wanted} is gone, so the run cannot go on")
+            checkpoint.write_checkpoint(
+                kept, wanted, lambda place: shutil.copytree(source, place / "model", copy_function=link_or_copy)
+            )
+        assert self.reference is not None
+        self.reference.workers.close()
+        self.reference = run.frozen(str(folder / "model"))
+        self.away("reference", self.reference)
+        self.reference_step = wanted
+        oldest = min(map(checkpoint.step_of, checkpoint.list_checkpoints(run.folder.checkpoints)), default=step)
+        for other in checkpoint.list_checkpoints(kept):
+            if checkpoint.step_of(other) < oldest // every * every:  # no checkpoint needs it any more
+                shutil.rmtree(other)
+        run.log.message(f"the reference is now the policy of step {wanted}")
+
     # Host memory between the phases
 
     def away(self, role: str, model: LearnerGroup) -> None:
@@ -84,6 +122,14 @@ class Helpers:
             self.away(role, model)
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """A second name for a file that nobody changes; a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 class Critic:
     """The value model of PPO: a score head on a trunk of its own, or on the policy's."""
 
@@ -91,15 +137,21 @@ class Critic:
         algo: Any = run.algo
         self.helpers, self.rate = helpers, algo.config.critic_learning_rate
         path = algo.critic_path() or first_reward_model or run.model.path
-        self.model = run.start(
-            replace(run.model, path=path, router_loss=0.0), role="critic", head="score", trainable=True
-        )
+        balance = run.model.router_loss if run.model.router_loss and has_router(path) else 0.0
+        model = replace(run.model, path=path, router_loss=balance)
+        self.model = run.start(model, role="critic", head="score", trainable=True)
         helpers.away("critic", self.model)
-        self.objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
+        request = Request(names=frozenset({"values"}), router_loss=model.router_loss)
+        self.objective = Objective(request=request, loss=algo.critic_loss, unit="token")
 
     def fill(self, samples: list[Sample]) -> None:
         with self.helpers.here("critic", self.model):
             fill_values(self.model, samples)
+
+
+def has_router(path: str) -> bool:
+    """Whether a model's experts are balanced by a loss; a critic need not be of the policy's kind."""
+    return hasattr(read_config(resolve_path(path), "score").get_text_config(), "router_aux_loss_coef")
 
 
 def fill_values(model: LearnerGroup, samples: list[Sample]) -> None:

@@ -53,6 +53,11 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
             f"rollout.samples_per_prompt is {drawn.samples_per_prompt}, but {verb} compares the answers to a prompt: "
             f"give it at least {algo.fewest_samples()}"
         )
+    if algo.renewal() and config.model.lora_rank:
+        raise UsageError(
+            f"algo.reference is {config.algo.reference}, but with model.lora_rank the reference is the policy without "
+            "its adapters, which does not change: leave one of them out"
+        )
     with ExitStack() as stack:
         rewards = stack.enter_context(reward_functions(config))
         rewards.check()  # before anything else is read or loaded
@@ -157,6 +162,7 @@ class Trainer:
     def make_experience(self) -> list[Rollout]:
         """A batch of judged answers, filled with what the algorithm needs and scored."""
         self.run.places.step = self.step + 1
+        self.helpers.renew_reference(self.run, self.step)
         rollouts = self.rollouts.take()
         samples = usable(rollouts, self.step + 1)
         with self.run.log.phase("logprobs"):

@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from posttrain.config import ModelConfig
+from posttrain.data.sources import MODELSCOPE, modelscope_model
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models import attention, lora
 from posttrain.models.checkpoint import TensorFiles, resolve_model_folder, save_in_parts
@@ -59,6 +60,8 @@ def resolve_path(path: str) -> str:
         raise UsageError("no model: give --model.path a folder, a hub name, a run folder, or pico")
     if path == "pico":
         return str(pico_folder())
+    if path.startswith(MODELSCOPE):
+        return modelscope_model(path)
     folder = Path(path).expanduser()
     if not folder.exists():
         if HUB_NAME.fullmatch(path):

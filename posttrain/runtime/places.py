@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -109,12 +110,13 @@ class Places:
         return self.ray
 
     def close(self) -> None:
-        for seat in self.seats:
-            seat.empty()
-        for pool in self.pools.values():
-            pool.close()
+        """All of them, also if one cannot be ended in peace."""
+        with ExitStack() as last_first:
+            for connection in (self.ray, self.launch):
+                if connection is not None:
+                    last_first.callback(connection.close)
+            for pool in self.pools.values():
+                last_first.callback(pool.close)
+            for seat in self.seats:
+                last_first.callback(seat.empty)
         self.pools.clear()
-        if self.launch is not None:
-            self.launch.close()
-        if self.ray is not None:
-            self.ray.close()

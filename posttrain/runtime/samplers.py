@@ -38,7 +38,6 @@ class Sampler:
         self.transfer: Transfer | None = None
         self.version = 0  # of the weights
         self.inflight = INFLIGHT in engine
-        self.turns = Turns()
         options = [option for option in engine[1:] if option != INFLIGHT]
         self.dtype = compute_dtype(model, default_device())
         self.probe = probe(read_config(resolve_path(model.path), "token").get_text_config().vocab_size)
@@ -50,6 +49,7 @@ class Sampler:
             # A step that is begun before the one before is looked at would mix up which weights drew a token.
             options = ["async_scheduling=false", *options] if self.inflight else options
             self.engine = vllm_engine(model, options, template)
+        self.turns = Turns(agreement()) if torch.distributed.is_initialized() else Turns()
 
     def connect(self, meeting: Meeting, rank: int) -> str:
         """Meet the sender and the others; why it could not be done, or nothing."""
@@ -63,7 +63,6 @@ class Sampler:
         """The weights that the learners send now; why not all came, or nothing."""
         assert self.transfer is not None, "connect comes first"
         with self.turns.visit():
-            self.turns.closed = True
             try:
                 if self.learner is not None:
                     self.learner.accept(self.transfer.receive())
@@ -71,6 +70,7 @@ class Sampler:
                     self.engine.load(self.transfer.receive(), version)
             except RuntimeError as error:
                 self.transfer = None  # hangs up, so that the others do not wait
+                self.turns.closed = True
                 return first_line(error)
             self.version, self.turns.closed = version, False
         return ""
@@ -96,33 +96,69 @@ class Sampler:
 
 
 class Turns:
-    """A model that one thread uses at a time. Who generates holds it for long, and lets others in between two steps."""
+    """A model that one thread uses at a time. Who generates has it for long, and lets visitors in between two steps.
 
-    def __init__(self) -> None:
-        self.turn = threading.Condition()
-        self.visitors = 0  # that wait, or are at it
-        self.closed = False  # an update ended halfway: nobody may generate before another is complete
+    Visits are counted, and made by one thread. Processes that hold a model together must stop at the same step: they
+    agree on how many visits there are to be before the next one.
+    """
+
+    def __init__(self, agree: Callable[[int], int] = lambda number: number) -> None:
+        """`agree`: the largest of the numbers that these processes give, each in its turn."""
+        self.agree = agree
+        self.change = threading.Condition()
+        self.generating = False
+        self.begun = self.ended = self.agreed = 0  # visits; those up to `agreed` may come while somebody generates
+        self.closed = False  # an update ended halfway: the next visit must come before the next step
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        with self.turn:
+        with self.change:
+            self.generating = True  # who comes from now on waits to be let in
+        try:
             self.pause()
             yield
+        finally:
+            with self.change:
+                self.generating = False
+                self.change.notify_all()
 
     def pause(self) -> None:
         """Visitors come first; at once where there are none."""
-        self.turn.wait_for(lambda: not self.visitors and not self.closed)
+        while True:
+            with self.change:
+                missing = self.closed and self.begun == self.ended
+                wanted = self.begun + missing
+            number = self.agree(wanted)
+            if number == self.agreed:
+                return
+            with self.change:
+                self.agreed = number
+                self.change.notify_all()
+                self.change.wait_for(lambda: self.ended >= self.agreed)
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """By one thread, always the same."""
-        self.visitors += 1
-        with self.turn:
-            try:
-                yield
-            finally:
-                self.visitors -= 1
-                self.turn.notify_all()
+        with self.change:
+            self.begun += 1
+            self.change.wait_for(lambda: not self.generating or self.begun <= self.agreed)
+        try:
+            yield
+        finally:
+            with self.change:
+                self.ended += 1
+                self.change.notify_all()
+
+
+def agreement() -> Callable[[int], int]:
+    """The largest of the numbers that all processes of the default group give."""
+    group = torch.distributed.new_group(backend="gloo")  # of its own: others are at work in the default one
+
+    def agree(number: int) -> int:
+        largest = torch.tensor(number)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+        return int(largest)
+
+    return agree
 
 
 def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> Any:

@@ -2,7 +2,7 @@
 
 Calls run one after the other, in the order they were sent, which is the same for all workers of a pool: so those that
 wait for each other cannot do so crosswise. Only `generate`, called from the thread that makes batches ahead, runs
-beside them: it needs nobody else.
+beside them: it needs nobody else. Where both use one model they take turns: see samplers.Turns.
 """
 
 from __future__ import annotations

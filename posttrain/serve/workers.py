@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections import deque
@@ -29,6 +30,7 @@ from posttrain.models.load import (
     resolve_path,
 )
 from posttrain.models.tensors import plain_tensors
+from posttrain.runtime import worker
 from posttrain.runtime.base import Pending
 from posttrain.runtime.places import Places
 from posttrain.runtime.samplers import ATTEMPTS, Seat
@@ -58,14 +60,21 @@ def speaker(
 ) -> Iterator[Speaker]:
     """Whoever answers, as long as it is needed. `logs`: of workers; they stay if one of them was lost."""
     if cluster.devices == 1 and not cluster.ray and engine[0] == "local":
-        yield Here(model, template)
+        here = Here(model, template)
+        try:
+            yield here
+        finally:
+            here.close()
         return
+    release()
     divided = tensor_parallel(engine)
     layout = (f"rollout.devices={cluster.devices}", f"rollout.tp={divided}")
     limits = (0, max(SECONDS, cluster.limits[1]))
     places = Places(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
+    places.launch = None  # each process that a launcher started may have workers of its own
     try:
         seats = places.seats_for_rollouts(lambda pool: pool.start("generate", Answerer, model, template, tuple(engine)))
+        places.meeting_point()  # made once, before threads ask for it
         crew = Answerers(seats)
         yield crew
         if not crew.lost:
@@ -76,6 +85,11 @@ def speaker(
 
 def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterConfig, sampling: Sampling) -> None:
     """UsageError for what cannot be, before anything is loaded."""
+    if worker.is_worker:
+        raise UsageError(
+            "a worker process read the script that it was started from, and that generates at once. Put the call of "
+            'posttrain under `if __name__ == "__main__":`'
+        )
     if engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in engine[1:]):
         raise UsageError(f"engine is {' '.join(engine)!r}; it must be local, or vllm and its options as name=value.")
     if engine[0] == "local" and len(engine) > 1:
@@ -129,6 +143,17 @@ class Here:
     def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
         for requests in batches:
             yield self.model.generate(requests, sampling)
+
+    def close(self) -> None:
+        del self.model
+        release()
+
+
+def release() -> None:
+    """Give back what this process no longer needs of a device: others are going to use it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class Answerer:

@@ -156,7 +156,7 @@ def terminal(request):
 
 
 def test_in_a_terminal(terminal):
-    """Ctrl-C stops the answer, not the chat."""
+    """Ctrl-C stops the answer, not the chat; what cut an answer off is said."""
     chat = terminal("pico", "--greedy", "--max_tokens", 100_000)  # untrained it never comes to an end
     chat.wait_for("exit leaves.*You >> ")
     chat.type("talk\r")
@@ -166,6 +166,6 @@ def test_in_a_terminal(terminal):
     chat.type("/set max_tokens 3\r")
     chat.wait_for("max_tokens is 3.*You >> ")
     chat.type("more\r")
-    chat.wait_for("more\r\n.*You >> ")
+    chat.wait_for(r"more\r\n.*\[cut off at 3 tokens.*You >> ")
     chat.type("exit\r")
     assert chat.close() == 0

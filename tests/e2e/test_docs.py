@@ -270,6 +270,31 @@ def test_options_named_in_the_documentation_exist():
     assert found > 100  # the pattern still finds them
 
 
+OTHERWISE = {"defaults: [model.yaml]", "GRPOTrainer", "PPOTrainer"}  # of coming-from.md: not options
+
+
+def ours(document):
+    """(line, text) of what stands in backticks in the second column of a document's tables."""
+    rows = [line for line in text_of(document).splitlines() if line.startswith("| ") and "---" not in line]
+    return [(row, text) for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ", 1)[1])]
+
+
+def test_what_others_options_are_called_here_exists():
+    keys = {verb: set(option_keys(with_algorithm(ALGORITHMS[verb]))) for verb in TRAINERS}
+    known = {"algo.shuffle_minibatch"}.union(*keys.values())  # a spelling that is accepted
+    found = 0
+    for row, text in ours("docs/coming-from.md"):
+        words = text.split()
+        if words[0] == "posttrain":
+            assert words[1] in {*TRAINERS, *PIPELINES, *TOOLS}, row
+            options = {word[2:].replace(".no_", ".") for word in words if word.startswith("--")}
+            assert options <= keys.get(words[1], set()), row
+        elif text not in OTHERWISE:
+            assert words[0].replace(".no_", ".") in known, f"{text} in {row}"
+        found += 1
+    assert found > 200
+
+
 def test_the_architecture_page_names_every_file():
     text = text_of("docs/architecture.md")
     files = [file.name for file in (ROOT / "posttrain").rglob("*.py") if file.name != "__init__.py"]

@@ -9,6 +9,7 @@ from posttrain import GRPOTrainer
 from posttrain.errors import DivergedError, RewardError, UsageError
 from posttrain.loops import train
 from tests.e2e.rows import ROWS, write_judge, write_rows
+from tests.tiny import tiny_folder
 
 SAMPLINGS = [
     {},
@@ -218,3 +219,42 @@ def test_a_batch_without_any_signal_changes_no_weight(tmp_path):
     weights = "model/model.safetensors"
     assert (one / weights).read_bytes() == (two / weights).read_bytes()
     assert [row["no_signal"] for row in metrics_of(tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize("critic", ["mixtral", "llama"])
+def test_the_router_loss_is_the_policys_and_that_of_a_critic_with_experts(critic, tmp_path):
+    models = {"path": str(tiny_folder("mixtral", tmp_path)), "router_loss": 0.01}
+    algo = {"critic": str(tiny_folder(critic, tmp_path, seed=1)), "kl": 0.0}
+    train("ppo", **options(tmp_path, model=models, algo=algo, rollout={"samples_per_prompt": 1}, steps=1))
+    (row,) = metrics_of(tmp_path)
+    assert row["router_balance"] > 0 and ("critic/router_balance" in row) == (critic == "mixtral")
+
+
+def test_a_reference_that_is_renewed(tmp_path):
+    """Right after every second step it is the policy: the KL is 0. A run that was stopped has the same one."""
+    renewed = {"algo": {"kl": 0.1, "reference": "every:2"}, "save": {"every": 1, "keep": 2}}
+    train("grpo", **options(tmp_path, steps=7, **renewed))
+    kls = [row["kl"] for row in metrics_of(tmp_path)]
+    assert [kl < 1e-9 for kl in kls] == [True, False, True, False, True, False, True]
+    kept = sorted(folder.name for folder in (tmp_path / "run/reference").iterdir())
+    assert kept == ["step-00000004", "step-00000006"]  # checkpoint 5 needs the first, 6 and 7 the second
+    whole, stopped = tmp_path / "run", str(tmp_path / "stopped")
+    for steps in (3, 7):  # from a step at which the reference is not the policy
+        train("grpo", **options(tmp_path, out=stopped, **renewed, steps=steps, resume=steps > 3))
+    again = [json.loads(line) for line in (tmp_path / "stopped/metrics.jsonl").read_text().splitlines()]
+    assert [(row["kl"], row["loss"]) for row in again] == [(row["kl"], row["loss"]) for row in metrics_of(tmp_path)]
+    weights = "step-00000006/model/model.safetensors"
+    assert (whole / "reference" / weights).read_bytes() == (whole / "checkpoints" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algo": {"kl": 0.1, "reference": "every:0"}}, "algo.reference is every:0: after every: comes a number"),
+        ({"algo": {"reference": "every:2"}}, "algo.reference is every:2 but algo.kl is 0"),
+        ({"algo": {"kl": 0.1, "reference": "every:2"}, "model": {"lora_rank": 4}}, "leave one of them out"),
+    ],
+)
+def test_references_that_cannot_be_renewed(changes, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        train("grpo", **options(tmp_path, **changes))

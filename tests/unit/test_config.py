@@ -32,7 +32,7 @@ SPECIAL = {
     "rollout.engine": ["vllm", "max_num_seqs=3"],
     "cluster.devices": 8,
     "cluster.layout": ["tp=2", "zero=2", "reference.tp=1"],
-    "cluster.offload": ["parameters", "optimizer"],
+    "cluster.offload": ["parameters", "reference"],
     "cluster.limits": [2, 60.5],
     "rewards.weights": [0.5, 2.0],
     "rewards.overlong": [4, 0.5],
@@ -129,6 +129,49 @@ def test_what_is_typed_wins_over_the_file(tmp_path):
     assert config.model.lora_rank == 4
 
 
+def test_a_file_begins_with_those_it_names(tmp_path):
+    """What is written nearer to the user wins, wherever in the file `defaults` stands."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("model: {path: small, lora_rank: 4}\nsteps: 1\n")
+    (tmp_path / "base.yaml").write_text("defaults: model/small.yaml\nsteps: 2\nseed: 7\ndata: {train: [x]}\n")
+    (tmp_path / "c.yaml").write_text("verb: sft\nsteps: 3\ndefaults: [base.yaml]\nmodel: {lora_rank: 8}\n")
+    config = typed("sft", tmp_path / "c.yaml", "--seed", 9)
+    assert (config.steps, config.seed, config.model.path, config.model.lora_rank) == (3, 9, "small", 8)
+    (tmp_path / "d.yaml").write_text("defaults: [base.yaml, model/small.yaml]\n")
+    assert typed("sft", tmp_path / "d.yaml").steps == 1  # of several the last
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: [c.yaml]\n", r"c\.yaml: defaults: .*c\.yaml is the file itself"),
+        ("defaults: [other.yaml]\n", r"other\.yaml: defaults: .*c\.yaml is the file itself, or one that names it"),
+        ("steps: 1\ndefaults: [{model: a}]\n", r"c\.yaml:2: defaults must be files"),
+        ("defaults: nowhere.yaml\n", r"nowhere\.yaml: no such configuration file"),
+        ("defaults: wrong.yaml\n", r"wrong\.yaml:2: stepps: no such option. Did you mean steps"),
+        ("defaults: dpo.yaml\n", r"dpo\.yaml: is for `posttrain dpo`, not for `posttrain sft`"),
+    ],
+)
+def test_files_that_cannot_be_begun_with(text, words, tmp_path):
+    (tmp_path / "other.yaml").write_text("defaults: c.yaml\n")
+    (tmp_path / "wrong.yaml").write_text("seed: 1\nstepps: 1\n")
+    (tmp_path / "dpo.yaml").write_text("verb: dpo\n")
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        typed("sft", tmp_path / "c.yaml", "--model.path", "a", "--data.train", "b")
+
+
+def test_spellings_of_other_libraries(tmp_path):
+    least = LEAST | {"reward": ["gsm8k"]}
+    (tmp_path / "c.yaml").write_text("algo: {shuffle_minibatch: false}\n")
+    options = ["--model.path", "a", "--data.train", "b", "--reward", "gsm8k"]
+    assert typed("grpo", *options).algo.shuffle_mini_batch
+    assert not typed("grpo", *options, "--algo.no_shuffle_minibatch").algo.shuffle_mini_batch
+    assert not typed("grpo", tmp_path / "c.yaml", *options).algo.shuffle_mini_batch
+    assert typed("grpo", tmp_path / "c.yaml", *options, "--algo.shuffle_minibatch").algo.shuffle_mini_batch
+    assert not made("grpo", least | {"algo": {"shuffle_minibatch": False}}).algo.shuffle_mini_batch
+
+
 def test_an_empty_file_is_no_option(tmp_path):
     (tmp_path / "c.yaml").write_text("# nothing\n")
     assert typed("sft", tmp_path / "c.yaml", "--model.path", "a", "--data.train", "b").model.path == "a"
@@ -191,6 +234,7 @@ CONFLICTS = [
     ({"data": {"train": []}}, "data.train is not set"),
     ({"model": {"path": "pico", "load_in_4bit": True}}, "model.load_in_4bit .* --model.lora_rank"),
     ({"eval": {"every": 2}}, "eval.every is 2 .* data.eval files, or a part"),
+    ({"cluster": {"offload": ["optimizer", "critic"]}}, "no phase without optimizer and critic. cluster.offload param"),
 ]
 
 
@@ -321,7 +365,4 @@ def test_weights_in_the_middle_of_answers_need_workers_that_make_them_ahead():
                 UsageError, match=r"inflight, but answers are not made while the model learns: .*ahead 1"
             ):
                 made("ppo", ONLINE | {"rollout": {"engine": engine, **rollout}, "cluster": cluster})
-    divided = apart | {"layout": ["rollout.devices=2", "rollout.tp=2"]}
-    with pytest.raises(UsageError, match="an engine that several processes hold together"):
-        made("ppo", ONLINE | {"rollout": {"engine": ["vllm", "inflight"], "ahead": 1}, "cluster": divided})
     assert not made("ppo", ONLINE).rollout.inflight

@@ -233,9 +233,9 @@ def test_answers_of_a_group_share_their_prompt():
     engine.load(learner.weights(), 0)
     prompt = (np.arange(100) % 90 + 8).tolist()
     params = [engine.params(Sampling(max_tokens=3), seed, streaming=False) for seed in range(4)]
-    assert [output.num_cached_tokens for output in engine.run([prompt] * 4, params)] == [0, 96, 96, 96]
+    assert [answered.output.num_cached_tokens for answered in engine.run([prompt] * 4, params)] == [0, 96, 96, 96]
     engine.load(learner.weights(), 1)
-    assert engine.run([prompt], params[:1])[0].num_cached_tokens == 0, "computed with the weights before"
+    assert engine.run([prompt], params[:1])[0].output.num_cached_tokens == 0, "computed with the weights before"
     engine.close()
 
 

@@ -48,10 +48,14 @@ def test_layouts_change_nothing(tmp_path):
         assert found[name] == pytest.approx(found["one process"], abs=0.01), name
 
 
-def test_weights_in_the_middle_of_answers(tmp_path):
-    """An engine apart is checked after each update, whether answers are under way or not."""
-    cluster = {"devices": 2, "layout": ["rollout.devices=1"]}
-    metrics = run(tmp_path, steps=12, cluster=cluster, engine=["vllm", "inflight", "max_num_seqs=32"], ahead=1)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_in_the_middle_of_answers(processes, tmp_path):
+    """An engine apart is checked after each update, whether answers are under way or not, and however it is held."""
+    layout = [f"rollout.devices={processes}", f"rollout.tp={processes}"]
+    engine = ["vllm", "inflight", "max_num_seqs=32"]
+    metrics = run(
+        tmp_path, steps=12, cluster={"devices": 1 + processes, "layout": layout}, engine=engine, ahead=1, max_tokens=16
+    )
     rewards = [row["reward"] for row in metrics]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(row["staleness"] <= 1 and 0 <= row["mixed_versions"] <= 1 for row in metrics)

@@ -123,6 +123,19 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(("qwen2",), LLAMA, DENSE, lambda config: "q k v"),
     "qwen3": Family(("qwen3",), LLAMA | QK_NORMS, DENSE, on("attention_bias", "q k v o")),
     "qwen3_moe": Family(("qwen3_moe",), LLAMA | QK_NORMS, DENSE, on("attention_bias", "q k v o"), MLP_EXPERTS),
+    "qwen2_moe": Family(
+        ("qwen2_moe",),
+        LLAMA,
+        DENSE,
+        on("qkv_bias", "q k v", default=True),
+        MLP_EXPERTS
+        | {
+            "mlp.shared_expert_gate": "shared_gate",
+            "mlp.shared_expert.gate_proj": "shared.gate",
+            "mlp.shared_expert.up_proj": "shared.up",
+            "mlp.shared_expert.down_proj": "shared.down",
+        },
+    ),
     "mistral": Family(("mistral",), LLAMA, DENSE),
     "mixtral": Family(
         ("mixtral",),
@@ -138,6 +151,14 @@ FAMILIES: dict[str, Family] = {
     "deepseek": Family(
         ("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED, predictor=PREDICTOR
     ),
+    "minicpm3": Family(("minicpm3",), DEEPSEEK, DENSE, on("attention_bias", "q_down kv_down o")),
+    "hunyuan": Family(
+        ("hunyuan_v1_dense",),
+        LLAMA | {"self_attn.query_layernorm": "q_norm", "self_attn.key_layernorm": "k_norm"},
+        DENSE,
+        on("attention_bias", "q k v o"),
+    ),
+    "gemma": Family(("gemma",), LLAMA, DENSE, on("attention_bias", "q k v o")),
     "gemma2": Family(
         ("gemma2",),
         ATTENTION
@@ -251,7 +272,7 @@ def shape_of(config: Config, predictors: int = 0) -> Shape:
         positions=first("n_positions", "max_position_embeddings") if family.positions else 0,
         experts=experts,
         expert_ffn=expert_ffn,
-        shared_ffn=(config.get("n_shared_experts") or 0) * expert_ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert_ffn,
         dense_layers=dense,
         router_bias=config["model_type"] == "deepseek_v3",
         mla=mla,
@@ -273,7 +294,7 @@ def dense_layers(config: Config, layers: int) -> frozenset[int]:
 
 def tied(config: Config) -> bool:
     """Families differ in what they mean when they do not say."""
-    return bool(config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "gemma2")))
+    return bool(config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "gemma", "gemma2")))
 
 
 def labels_of(config: Config) -> int:
@@ -340,6 +361,7 @@ def layer_parts(shape: Shape, layer: int) -> Iterator[tuple[str, Part]]:
     for expert in range(shape.experts):
         yield from mlp_parts(f"expert.{expert}.", hidden, shape.expert_ffn)
     if shape.shared_ffn:
+        yield "shared_gate", Part(1, hidden)
         yield from mlp_parts("shared.", hidden, shape.shared_ffn)
 
 

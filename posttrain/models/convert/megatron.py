@@ -31,6 +31,7 @@ CORE = {  # module: parts, how tensor ranks share it
     "mlp.router.expert_bias": ("router_bias", "copy"),
     "mlp.experts.local_experts.{e}.linear_fc1": ("expert.{e}.gate expert.{e}.up", "rows"),
     "mlp.experts.local_experts.{e}.linear_fc2": ("expert.{e}.down", "columns"),
+    "mlp.shared_experts.gate_weight": ("shared_gate", "copy"),
     "mlp.shared_experts.linear_fc1": ("shared.gate shared.up", "rows"),
     "mlp.shared_experts.linear_fc2": ("shared.down", "columns"),
     "post_mlp_layernorm": ("mlp_out_norm", "copy"),
@@ -246,7 +247,7 @@ class Shards:
                 continue
             if module.endswith("linear_q_proj") and full[0].replace(".q.", ".k.") in self.parts:
                 continue
-            name = module if names[0].endswith("router_bias") else f"{module}.{kind}"
+            name = module if names[0].endswith(("router_bias", "shared_gate")) else f"{module}.{kind}"
             yield stacked(file, name, self.blocks(full, split, tp), self.parts[full[0]].vector)
 
     def blocks(self, names: list[str], split: str, tp: int) -> Iterator[tuple[str, Span, Span]]:

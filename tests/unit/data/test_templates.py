@@ -35,9 +35,9 @@ CHATML = ("", "<|im_end|>", "<|im_end|>")
 EOS = ("", "</s>", "</s>")
 AFTER_SPACE = (" ", "</s>", "</s>")
 TURNS = {
-    **dict.fromkeys(("chatml", "qwen", "qwen_r1", "qwen_math_r1", "intern2", "minicpm3"), CHATML),
-    **dict.fromkeys(("default", "empty", "trl", "alpaca", "zephyr", "deepseek3", "deepseek3_r1"), EOS),
-    **dict.fromkeys(("mistral", "mixtral", "deepseek2"), AFTER_SPACE),
+    **dict.fromkeys(("chatml", "chatml_de", "qwen", "qwen_r1", "qwen_math_r1", "intern2", "minicpm3"), CHATML),
+    **dict.fromkeys(("default", "empty", "trl", "alpaca", "cpm", "zephyr", "deepseek3", "deepseek3_r1"), EOS),
+    **dict.fromkeys(("mistral", "mixtral", "deepseek2", "deepseek2-lite"), AFTER_SPACE),
     "llama2": (" ", " </s>", " </s>"),
     "llama3": ("", "<|eot_id|>", "<|eot_id|>"),
     "gemma": ("", "<end_of_turn>", "<end_of_turn>"),
@@ -49,7 +49,7 @@ TURNS = {
 STRIPS = ("llama2", "llama3", "gemma")
 ONE_QUESTION = ("empty", "trl")  # between two answers they write nothing that could end the first
 WRITES_BOS = ("trl", "intern2", "minicpm3", "llama2", "llama3", "mistral", "mixtral", "gemma", "deepseek2",
-              "deepseek3", "deepseek3_r1")  # fmt: skip
+              "deepseek2-lite", "cpm", "deepseek3", "deepseek3_r1")  # fmt: skip
 
 
 @cache
@@ -187,7 +187,11 @@ WORDING = {
     "mixtral": "<s> [INST] Why? [/INST] So.</s>",
     "zephyr": "<|user|>\nWhy?</s>\n<|assistant|>\nSo.</s>\n",
     "gemma": "<s><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\nSo.<end_of_turn>\n",
+    "cpm": "<s><用户>Why?<AI>So.</s>",
+    "chatml_de": "<|im_start|>system\nDu bist ein freundlicher und hilfsbereiter KI-Assistent.<|im_end|>\n"
+    "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n",
     "deepseek2": "<s>User: Why?\n\nAssistant: So.</s>",
+    "deepseek2-lite": "<s>User: Why?\n\nAssistant: So.</s>",
     "deepseek3": "<s><｜User｜>Why?<｜Assistant｜>So.</s>",
     "deepseek3_r1": "<s>A conversation between User and Assistant. The user asks a question, and the Assistant solves "
     "it. The assistant first thinks about the reasoning process in the mind and then provides the user with the "

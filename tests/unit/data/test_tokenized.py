@@ -121,6 +121,42 @@ def test_rows_for_another_verb(tmp_path):
         load_indexed(prefix, "chat", len(PICO))
 
 
+def test_prompts_for_reinforcement_learning(tmp_path):
+    """What the R1 handler writes is asked as it was tokenised; the answer comes back as a column, and so do others."""
+    rows = [{"instruction": f"{i}+{i}=", "output": str(2 * i), "level": "l" * i} for i in range(1, 5)]
+    source, prefix = written(
+        tmp_path, "R1AlpacaStyleInstructionHandler", rows, dataset_additional_keys=("labels", "level")
+    )
+    encoder = Encoder(PICO, DataConfig(), "prompt", len(PICO))
+    direct, indexed = load_dataset([source], encoder), load_dataset([prefix], encoder)
+    assert [row[0].tokens.tolist() for row in indexed.rows] == [row[0].tokens.tolist() for row in direct.rows]
+    assert [row[0].columns for row in indexed.rows] == [{"labels": r["output"], "level": r["level"]} for r in rows]
+    assert indexed.rows[2][0].origin == f"{prefix}:2" and "5" not in indexed.rows[0][0].messages[0]["content"]
+    assert indexed.verdicts == [f"{prefix}: indexed prompt: input_ids, labels, level"]
+    assert len(load_dataset([prefix], encoder, max_rows=3).rows) == 3
+    longest = len(direct.rows[3][0].tokens)
+    with pytest.raises(DataError, match=r"out:\d+: the prompt has .* cannot be truncated"):
+        load_dataset([prefix], Encoder(PICO, DataConfig(max_tokens=longest - 1), "prompt", len(PICO)))
+    with pytest.raises(DataError, match="no rows are left: 4 read"):
+        load_dataset([prefix], Encoder(PICO, DataConfig(max_tokens=3, on_long="drop"), "prompt", len(PICO)))
+    with pytest.raises(DataError, match="outside the model's vocabulary"):
+        load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", 20))
+
+
+def test_prompts_of_other_tools(tmp_path):
+    """They have no manifest, and often an attention mask: their labels are told from those of a conversation."""
+    five, six = PICO.convert_tokens_to_ids(["5", "6"])
+    prefix = columns(tmp_path, input_ids=[[7, 8], [9]], labels=[[five], [six, five]], attention_mask=[[1, 1], [1]])
+    rows = load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO))).rows
+    assert [row[0].columns for row in rows] == [{"labels": "5"}, {"labels": "65"}]
+    columns(tmp_path, labels=[[five]])
+    with pytest.raises(DataError, match="has 1 rows, but .* has 2"):
+        load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO)))
+    columns(tmp_path, labels=[[-100, 8], [9]])
+    with pytest.raises(UsageError, match="kind chat: for sft, distill, not for reinforcement learning"):
+        load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO)))
+
+
 def columns(folder, **rows):
     for key, values in rows.items():
         with IndexedWriter(folder / f"a_packed_{key}_document", np.int32) as writer:

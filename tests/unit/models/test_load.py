@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -88,6 +90,33 @@ def test_what_is_neither_folder_nor_hub_name_is_refused(path):
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-0.5B"])
 def test_a_hub_name_is_left_as_it_is(path):
     assert load.resolve_path(path) == path
+
+
+def test_a_model_of_modelscope_is_the_folder_it_was_downloaded_to(tmp_path, monkeypatch):
+    folder, asked = tiny_folder("llama", tmp_path), []
+    module = types.ModuleType("modelscope")
+    module.snapshot_download = lambda name: asked.append(name) or str(folder)
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+    load.modelscope_model.cache_clear()
+    path = "modelscope://owner/tiny.model"
+    assert output(load_tiny(path)).equal(output(load_tiny(folder))) and asked == ["owner/tiny.model"]
+    assert load.load_tokenizer(ModelConfig(path=path)).get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_models_of_modelscope_that_cannot_be_had(monkeypatch):
+    def fails(name):
+        raise ConnectionError("no route\nto host")
+
+    module = types.ModuleType("modelscope")
+    module.snapshot_download = fails
+    for there, path, words in (
+        (module, "modelscope://owner/other", "^model.path: modelscope://owner/other: from ModelScope: no route$"),
+        (module, "modelscope://nobody", "expected modelscope://owner/name$"),
+        (None, "modelscope://owner/another", "pip install modelscope$"),
+    ):
+        monkeypatch.setitem(sys.modules, "modelscope", there)
+        with pytest.raises(UsageError, match=words):
+            load.resolve_path(path)
 
 
 @pytest.mark.parametrize("reachable", [True, False])

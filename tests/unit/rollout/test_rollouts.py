@@ -181,12 +181,12 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
     generate = speaker.generate
 
     def slow(requests, sampling):
+        number = next(made_so_far)
         with news:
-            first = brought[-1]
-            assert news.wait_for(lambda n=next(made_so_far): brought[-1] >= n, 60)
+            assert news.wait_for(lambda: brought[-1] >= number, 60)
             samples = generate(requests, sampling)
             for sample in samples:
-                sample.version, sample.newest = first, brought[-1]
+                sample.version, sample.newest = 100 + number, brought[-1]
             return samples
 
     def update(version):
@@ -200,7 +200,7 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
     update(4)
     made.settle()  # the one that nobody takes
     found = [(batch[0].sample.version, batch[0].sample.newest) for batch in batches]
-    assert found == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    assert found == [(100, 0), (101, 1), (102, 2), (103, 3)], "as the sampler says"
 
 
 def test_two_runs_ahead_are_equal(rewards):

@@ -20,7 +20,7 @@ class Pausing(Sampler):
         if self.seen == self.steps:
             (self.folder / "under way").touch()
             until = time.monotonic() + 120
-            while not self.turns.visitors and time.monotonic() < until:
+            while self.turns.begun == self.turns.ended and time.monotonic() < until:
                 time.sleep(0.01)
         self.seen += 1
         return super().pause()

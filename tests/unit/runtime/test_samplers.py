@@ -1,7 +1,9 @@
 """Rollout workers: nothing asked of one that is lost is lost or answered twice."""
 
+import random
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -144,14 +146,57 @@ def test_who_generates_lets_visitors_in_between_two_steps():
 
     with turns.hold():
         story.append("step 1")
-        first = threading.Thread(target=visitor, args=(1, True))
-        first.start()
-        while not turns.visitors:
+        visits = threading.Thread(target=lambda: [visitor(1, True), visitor(2, False)])
+        visits.start()
+        while not turns.begun:
             time.sleep(0.01)
         assert story == ["step 1"], "it waits until the step is over"
-        second = threading.Thread(target=lambda: (first.join(), visitor(2, False)))
-        second.start()
         turns.pause()  # the first leaves half an update behind, so the next step waits for the second
         story.append("step 2")
-    second.join()
+    visits.join()
     assert story == ["step 1", "visit 1", "visit 2", "step 2"]
+
+
+def test_processes_that_hold_a_model_together_let_visitors_in_at_the_same_step():
+    """Visits and steps both need all of them at once, as a broadcast and a divided layer do."""
+    ranks, calls, visits, steps = 3, 6, 40, 7
+    given, meeting = [0] * ranks, threading.Barrier(ranks, timeout=SECONDS)
+    together = {"visit": threading.Barrier(ranks, timeout=SECONDS), "step": threading.Barrier(ranks, timeout=SECONDS)}
+    stories = [[] for _ in range(ranks)]
+
+    def agree(rank, number):
+        given[rank] = number
+        meeting.wait()
+        largest = max(given)
+        meeting.wait()
+        return largest
+
+    def work(rank, turns):
+        for call in range(calls):
+            with turns.hold():
+                for step in range(steps):
+                    turns.pause()
+                    together["step"].wait()
+                    stories[rank].append((call, step))
+
+    def come(rank, turns):
+        wait = random.Random(rank)
+        for visit in range(visits):
+            time.sleep(wait.random() / 200)  # each at a time of its own
+            with turns.visit():
+                together["visit"].wait()
+                turns.closed = rank == 1 and visit % 5 == 3
+                stories[rank].append(visit)
+
+    threads = []
+    for rank in range(ranks):
+        turns = Turns(partial(agree, rank))
+        threads += [threading.Thread(target=task, args=(rank, turns), daemon=True) for task in (work, come)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(stories[0]) == calls * steps + visits
+    during = [[one for one in story if story.index(one) < story.index((calls - 1, steps - 1))] for story in stories]
+    assert during[0] == during[1] == during[2], "in the same order for all"

@@ -1,5 +1,6 @@
 """Who answers: the same file from one process and from several, one of which is killed; and what is refused."""
 
+import json
 import os
 import re
 import signal
@@ -182,10 +183,17 @@ def test_devices_without_a_batch_are_not_started_but_mentioned(config, caplog):
 
 
 @pytest.mark.parametrize("template", ["", "chatml"])
-@pytest.mark.parametrize("name", ["pico", "llama", "gpt2"])
-def test_stops_are_known_without_the_weights(name, template, tmp_path):
-    model = ModelConfig(path=name if name == "pico" else str(tiny_folder(name, tmp_path)))
+@pytest.mark.parametrize("said_by", ["nobody", "generation_config.json", "config.json"])
+def test_stops_are_known_without_the_weights(said_by, template, tmp_path):
+    folder = tiny_folder("llama", tmp_path, eos_token_id=9 if said_by == "config.json" else 5)
+    file = folder / "generation_config.json"
+    if said_by == "config.json":
+        file.unlink()
+    elif said_by == "generation_config.json":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [5, 9]}))
+    model = ModelConfig(path=str(folder))
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
     found = stop_ids_of(model, tokenizer, template)
-    assert found and found == ServedModel(model, DataConfig(template=template)).stop_ids
+    assert found == ServedModel(model, DataConfig(template=template)).stop_ids
+    assert (9 in found) == (said_by != "nobody" and not template)

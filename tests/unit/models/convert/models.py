@@ -46,6 +46,16 @@ STOCK = {
     "qwen2": COMMON | {"tie_word_embeddings": True},
     "qwen3": COMMON | {"head_dim": 6},
     "qwen3_moe": COMMON | {"num_experts": 4, "moe_intermediate_size": 8, "mlp_only_layers": [2]},
+    "qwen2_moe": COMMON
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [2],
+    },
+    "minicpm3": COMMON
+    | {key: DEEPSEEK[key] for key in DEEPSEEK if "rank" in key or key.endswith("head_dim") or "key_value" in key},
+    "hunyuan_v1_dense": COMMON,
     "mistral": COMMON,
     "mixtral": COMMON | {"num_local_experts": 4},
     "deepseek_v2": COMMON | DEEPSEEK,
@@ -53,6 +63,7 @@ STOCK = {
     "deepseek_v3": COMMON | DEEPSEEK,
     "deepseek_v3-later": COMMON | DEEPSEEK | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
     "llama-wide": COMMON | {"model_type": "llama", "num_key_value_heads": 4},
+    "gemma": COMMON,
     "gemma2": COMMON,
     "phi3": COMMON,
     "glm": COMMON | {"attention_bias": True},
