@@ -28,7 +28,6 @@ from posttrain.engines.local import LocalEngine
 from posttrain.engines.probe import probe
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import lora, memory
-from posttrain.models.checkpoint import load_tensors, save_tensors
 from posttrain.models.forward import TokenSlopes, Trunk, check_router, forward, prove
 from posttrain.models.load import (
     compute_dtype,
@@ -40,6 +39,7 @@ from posttrain.models.load import (
 )
 from posttrain.models.optimizer import Optimizer
 from posttrain.models.shard import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
+from posttrain.models.tensor_files import load_tensors, save_tensors
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
 from posttrain.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
 

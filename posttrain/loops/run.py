@@ -23,6 +23,7 @@ from posttrain.loops.folder import RunFolder, StopSignals
 from posttrain.models import checkpoint
 from posttrain.models.load import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.models.shard import Layout
+from posttrain.models.tensor_files import load_json, save_json
 from posttrain.runtime.base import LearnerGroup
 from posttrain.runtime.host import Ref
 from posttrain.runtime.places import Places
@@ -201,7 +202,7 @@ class Run:
                 self.log.samples(0, [shown(self.tokenizer, entry) for entry in first])
             self.write_config()
             return 0
-        state = checkpoint.load_json(newest / "state.json")
+        state = load_json(newest / "state.json")
         for name, value in self.fingerprints.items():
             if state["fingerprints"].get(name) != value:
                 raise CheckpointError(
@@ -234,7 +235,7 @@ class Run:
                 (folder / name).mkdir()
                 part.save(folder / name)
             policy.save(folder)
-            checkpoint.save_json(
+            save_json(
                 folder / "state.json",
                 {
                     "step": step,

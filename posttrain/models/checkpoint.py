@@ -14,23 +14,19 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import json
 import logging
-import math
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from posttrain.errors import CheckpointError, WorkerError
+from posttrain.models.tensor_files import load_json, save_json
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch
@@ -39,7 +35,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{8,})(\.old)?")
 TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
-KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
 FINGERPRINTED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 log = logging.getLogger("posttrain")
@@ -429,157 +424,6 @@ def _bytes_in(folder: Path) -> int:
 def readable(size: int) -> str:
     """A number of bytes for people."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
-def save_json(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def load_json(path: Path) -> Any:
-    """Read what `save_json` wrote."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: not JSON ({error})") from error
-
-
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors of any device as safetensors. Two that share memory are an error: loading would part them."""
-    from safetensors.torch import save_file
-
-    _refuse_shared(path, tensors)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read what `save_tensors` wrote, on the CPU."""
-    from safetensors.torch import load_file
-
-    with _explained(path):
-        return load_file(path)
-
-
-@dataclass(slots=True)
-class Entry:
-    """Tensors to be written, of known names and shapes, that exist only when fetched; all ranks fetch together."""
-
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    fetch: Callable[[], dict[str, torch.Tensor]]
-
-
-def save_in_parts(folder: Path, stem: str, entries: Sequence[Entry], rank: int, ranks: int) -> None:
-    """Whole tensors as safetensors with an index, as Hugging Face has it; entry i is written by rank i mod `ranks`.
-
-    No rank ever holds more than one entry. Rank 0 writes the index.
-    """
-    files = max(1, min(ranks, len(entries)))
-    names = [f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors" for number in range(files)]
-    with ExitStack() as stack:
-        file = stack.enter_context((folder / names[rank]).open("wb")) if rank < files else None
-        if file is not None:
-            file.write(_header([entry.kinds for entry in entries[rank::ranks]]))
-        for number, entry in enumerate(entries):
-            tensors = entry.fetch()
-            if number % ranks == rank:
-                assert file is not None
-                for name, (shape, dtype) in entry.kinds.items():
-                    tensor = tensors[name].detach().cpu().contiguous()
-                    assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
-                    file.write(tensor.reshape(-1).view(_torch().uint8).numpy().data)
-    if rank == 0:
-        places = {name: names[number % ranks] for number, entry in enumerate(entries) for name in entry.kinds}
-        size = sum(_bytes_of(*kind) for entry in entries for kind in entry.kinds.values())
-        save_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
-
-
-def _header(groups: Sequence[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> bytes:
-    """Of a safetensors file: the length of what follows in 8 bytes, and where each tensor lies, as JSON."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, (shape, dtype) in ((name, kind) for group in groups for name, kind in group.items()):
-        end = place + _bytes_of(shape, dtype)
-        described[name] = {"dtype": KINDS[str(dtype)], "shape": list(shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-class TensorFiles:
-    """Tensors in one safetensors file or in several with an index, read when asked for, whole or a part of each."""
-
-    def __init__(self, folder: Path, stem: str) -> None:
-        self.whole = folder / f"{stem}.safetensors"
-        self.open_files: dict[Path, Any] = {}
-        index = folder / f"{stem}.safetensors.index.json"
-        if not self.whole.is_file() and index.is_file():
-            places = load_json(index)
-            if not isinstance(places, dict) or not isinstance(places.get("weight_map"), dict):
-                raise CheckpointError(f"{index}: damaged: it does not say where the tensors are")
-            self.places = {name: folder / file for name, file in places["weight_map"].items()}
-        else:
-            with _explained(self.whole):
-                self.places = dict.fromkeys(self.file(self.whole).keys(), self.whole)
-
-    def file(self, path: Path) -> Any:
-        from safetensors import safe_open
-
-        if path not in self.open_files:
-            self.open_files[path] = safe_open(path, framework="pt")
-        return self.open_files[path]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with _explained(self.places[name]):
-            return tuple(self.file(self.places[name]).get_slice(name).get_shape())
-
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """On the CPU; of a part nothing else is read."""
-        if name not in self.places:
-            raise CheckpointError(f"{self.whole.parent}: there is no tensor {name} in {self.whole.stem}")
-        path = self.places[name]
-        with _explained(path):
-            if not part:
-                return self.file(path).get_tensor(name)
-            return self.file(path).get_slice(name)[part if len(part) > 1 else part[0]]
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-def _refuse_shared(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # Looked at before they are copied to the CPU, where they would no longer be seen to be shared.
-    spans = []
-    for name, tensor in tensors.items():
-        if tensor.numel() > 0:
-            reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            begin = tensor.data_ptr()
-            spans.append((str(tensor.device), begin, begin + reach * tensor.element_size(), name))
-    spans.sort()
-    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
-        if device == next_device and begin < end:
-            raise CheckpointError(f"{path}: tensors {name} and {next_name} share memory; save one of them, or a clone")
 
 
 def fingerprint_files(paths: Iterable[Path]) -> dict[str, str]:

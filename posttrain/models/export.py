@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.models import lora
-from posttrain.models.checkpoint import TensorFiles
 from posttrain.models.load import (
     AUTO_CLASSES,
     is_adapter,
@@ -24,6 +23,7 @@ from posttrain.models.load import (
     resolve_path,
     save_model,
 )
+from posttrain.models.tensor_files import TensorFiles
 from posttrain.types import Head
 
 PROBE_LENGTH = 24

@@ -38,9 +38,10 @@ from posttrain.config import ModelConfig
 from posttrain.data.sources import MODELSCOPE, modelscope_model
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models import attention, lora
-from posttrain.models.checkpoint import TensorFiles, resolve_model_folder, save_in_parts
+from posttrain.models.checkpoint import resolve_model_folder
 from posttrain.models.pico import pico_folder
 from posttrain.models.shard import Shards
+from posttrain.models.tensor_files import TensorFiles, save_in_parts
 from posttrain.models.tensors import module_tensors, read_parts, some_of, stored, stored_entries
 from posttrain.types import Head
 

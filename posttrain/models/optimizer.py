@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from posttrain.config import UpdateConfig
-from posttrain.models.checkpoint import TensorFiles, save_in_parts, save_tensors
 from posttrain.models.layers import MASTER
 from posttrain.models.shard import Shards, local, part_of
+from posttrain.models.tensor_files import TensorFiles, save_in_parts, save_tensors
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 

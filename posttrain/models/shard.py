@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from posttrain.errors import UsageError
-from posttrain.models.checkpoint import Entry
+from posttrain.models.tensor_files import Entry
 from posttrain.types import Outputs
 
 T = TypeVar("T")

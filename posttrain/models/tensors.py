@@ -11,8 +11,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from posttrain.errors import CheckpointError, PosttrainError
 from posttrain.models import lora
-from posttrain.models.checkpoint import Entry, TensorFiles
 from posttrain.models.shard import Shards, gathered, local, part_of
+from posttrain.models.tensor_files import Entry, TensorFiles
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -18,8 +18,9 @@ import yaml
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.loops.folder import RunFolder, atomic_write_text, find_run
 from posttrain.loops.run import fingerprint
-from posttrain.models.checkpoint import describe_files, holds_run, load_json, verify_files
+from posttrain.models.checkpoint import describe_files, holds_run, verify_files
 from posttrain.models.load import resolve_path
+from posttrain.models.tensor_files import load_json
 
 Figures = dict[str, float]
 REPORT = "report.json"  # in the folder of a command that is done

@@ -13,7 +13,8 @@ import torch
 
 from posttrain.algos.sft import SFT
 from posttrain.log import Log
-from posttrain.models.checkpoint import holds_run, list_checkpoints, load_json, load_tensors, newest_valid, verify
+from posttrain.models.checkpoint import holds_run, list_checkpoints, newest_valid, verify
+from posttrain.models.tensor_files import load_json, load_tensors
 from posttrain.types import Loss
 from tests.e2e.commands import PATIENCE, command, rows_of, start
 from tests.e2e.rows import write_rows

@@ -6,7 +6,8 @@ import pytest
 
 from posttrain.errors import DataError, UsageError
 from posttrain.loops import train
-from posttrain.models.checkpoint import load_json, newest_valid
+from posttrain.models.checkpoint import newest_valid
+from posttrain.models.tensor_files import load_json
 from tests.e2e.commands import rows_of
 from tests.e2e.test_resume import bytes_of, metrics_of, stop_after
 

@@ -13,9 +13,10 @@ from posttrain.algos import ALGORITHMS
 from posttrain.config import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.learner import Learner
-from posttrain.models.checkpoint import load_tensors, newest_valid
+from posttrain.models.checkpoint import newest_valid
 from posttrain.models.load import load_tokenizer
 from posttrain.models.pico import pico_folder
+from posttrain.models.tensor_files import load_tensors
 from tests.e2e.commands import command, rows_of
 from tests.e2e.rows import write_rows
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from posttrain.errors import CheckpointError
-from posttrain.models import checkpoint
+from posttrain.models import checkpoint, tensor_files
 from posttrain.models.checkpoint import (
     clean_temporaries,
     is_valid,
@@ -83,7 +83,7 @@ class Death:
 
     def lines(self, frame: FrameType, event: str, _: Any) -> Any:
         writer = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "write"
-        if not writer and frame.f_code.co_filename != checkpoint.__file__:
+        if not writer and frame.f_code.co_filename not in (checkpoint.__file__, tensor_files.__file__):
             return None
         if event == "line" and (writer or self.changed):
             self.changed = False
@@ -305,8 +305,9 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint_kill import *
 if "tensor" in {writer!r}:
     import torch
+    from posttrain.models.tensor_files import save_tensors
     def save_a_tensor(folder):
-        checkpoint.save_tensors(folder / "x.safetensors", dict(x=torch.zeros(10_000)))
+        save_tensors(folder / "x.safetensors", dict(x=torch.zeros(10_000)))
 save(Path(), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 try:

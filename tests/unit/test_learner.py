@@ -16,7 +16,7 @@ from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
 from posttrain.models import memory
-from posttrain.models.checkpoint import load_tensors
+from posttrain.models.tensor_files import load_tensors
 from posttrain.types import Loss, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
 

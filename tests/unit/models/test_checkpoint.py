@@ -15,15 +15,11 @@ import torch
 from posttrain.errors import CheckpointError
 from posttrain.models import checkpoint
 from posttrain.models.checkpoint import (
-    Entry,
-    TensorFiles,
     clean_temporaries,
     fingerprint_files,
     holds_run,
     is_valid,
     list_checkpoints,
-    load_json,
-    load_tensors,
     looks_complete,
     model_files,
     newest_valid,
@@ -31,12 +27,18 @@ from posttrain.models.checkpoint import (
     restore_rng,
     retain,
     rng_state,
-    save_in_parts,
-    save_json,
-    save_tensors,
     step_of,
     verify,
     write_checkpoint,
+)
+from posttrain.models.tensor_files import (
+    Entry,
+    TensorFiles,
+    load_json,
+    load_tensors,
+    save_in_parts,
+    save_json,
+    save_tensors,
 )
 
 

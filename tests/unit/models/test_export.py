@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.models import export as export_module
 from posttrain.models import load, lora
-from posttrain.models.checkpoint import save_tensors, write_checkpoint
+from posttrain.models.checkpoint import write_checkpoint
 from posttrain.models.export import export
+from posttrain.models.tensor_files import save_tensors
 from tests.tiny import tiny_folder, tiny_tokenizer
 from tests.unit.models.test_load import load_tiny, output
 from tests.unit.models.test_lora import adapted, train
