@@ -28,6 +28,11 @@ def states_the_answer(text: str, ground_truth: str, **columns: Any) -> tuple[flo
     return float(found), "" if found else f"{ground_truth} is not in it"
 
 
+def gated(rewards: dict[str, float], text: str) -> float:
+    """Of what others said, behind `combine:`: right answers count only where they are short."""
+    return rewards["gsm8k"] if rewards["reward.short"] > 0.5 else 0.0
+
+
 def polite(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
     """The same as TRL takes it: all completions of a batch at once."""
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]

@@ -54,6 +54,7 @@ VERBS: dict[RowKind, tuple[str, ...]] = {
 }
 """The commands that take each kind of row."""
 
+LETTERS = "ABCDEFGHIJ"  # of the options of a question
 HH_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
@@ -190,6 +191,40 @@ def _question_answer(row: Row, _: str) -> Example:
     question = filled_text(row, "question", row.values["question"], "question")
     answer = filled_text(row, "answer", row.values["answer"], "response")
     return Chat(origin=row.origin, messages=[turn("user", question), turn("assistant", answer)])
+
+
+def _multiple_choice(row: Row, _: str) -> Example:
+    """The question and its options, a line each; the answer is the letter of the right one."""
+    question = filled_text(row, "question", row.values["question"], "question")
+    options = _options(row)
+    wanted = row.values["answer"]
+    letters, text = LETTERS[: len(options)], str(wanted).strip()
+    places = [wanted] if isinstance(wanted, int) else [at for at, name in enumerate(letters) if name == text.upper()]
+    at = next(iter([*places, *(at for at, option in enumerate(options) if option == text)]), -1)
+    if isinstance(wanted, bool) or not 0 <= at < len(options):
+        allowed = f"{', '.join(letters)}, the place of one, from 0, or its text"
+        raise fault(row, "answer", f"is {wanted!r}; it must be one of {allowed}")
+    lines = [question, *(f"{name}. {text}" for name, text in zip(LETTERS, options, strict=False))]
+    return Chat(origin=row.origin, messages=[turn("user", "\n".join(lines)), turn("assistant", LETTERS[at])])
+
+
+def _has_options(values: dict[str, Any]) -> bool:
+    return isinstance(values.get("choices"), list) or ("A" in values and "B" in values and "choices" not in values)
+
+
+def _options(row: Row) -> list[str]:
+    """In a column `choices`, or in columns A, B and so on."""
+    values = row.values
+    named = {letter: values[letter] for letter in LETTERS if letter in values}
+    listed = values["choices"] if "choices" in values else list(named.values())
+    if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
+        raise fault(row, "choices", f"must be a list of 2 to {len(LETTERS)} options")
+    if "choices" not in values and list(named) != list(LETTERS[: len(named)]):
+        raise fault(row, "A", f"the options are {', '.join(named)}: one in between is missing")
+    for place, option in enumerate(listed):
+        if option is None or not str(option).strip():
+            raise fault(row, "choices" if "choices" in values else LETTERS[place], "an option is empty")
+    return [str(option).strip() for option in listed]
 
 
 def _prompt(row: Row, _: str) -> Example:
@@ -429,7 +464,24 @@ FORMATS = (
         ("question", "answer"),
         _question_answer,
         without=("label",),
+        holds=lambda values: not _is_gsm8k(values) and not _has_options(values),
+    ),
+    Format(
+        "multiple choice",
+        "chat",
+        ("question", "A", "B", "answer"),
+        _multiple_choice,
+        tuple(LETTERS[2:]),
+        without=("label", "choices"),
         holds=lambda values: not _is_gsm8k(values),
+    ),
+    Format(
+        "multiple choice",
+        "chat",
+        ("question", "choices", "answer"),
+        _multiple_choice,
+        without=("label",),
+        holds=lambda values: not _is_gsm8k(values) and isinstance(values["choices"], list),
     ),
     Format(
         "prompt",

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ class Helpers:
         if wanted == self.reference_step:
             return
         kept = run.folder.path / "reference"
+        checkpoint.clean_temporaries(kept)
         for other in checkpoint.list_checkpoints(kept):
             if checkpoint.step_of(other) > step:  # of a run that got further, and was then resumed from earlier
                 shutil.rmtree(other)
@@ -91,12 +93,14 @@ class Helpers:
             source = run.folder.checkpoints / folder.name / "model"
             if not source.is_dir():
                 raise CheckpointError(f"{folder}: the reference of step {wanted} is gone, so the run cannot go on")
-            checkpoint.write_checkpoint(
-                kept, wanted, lambda place: shutil.copytree(source, place / "model", copy_function=link_or_copy)
-            )
+
+            def write(place: Path) -> None:
+                shutil.copytree(source, place / "model", copy_function=link_or_copy)
+
+            checkpoint.write_checkpoint(kept, wanted, write)
         assert self.reference is not None
         self.reference.workers.close()
-        self.reference = run.frozen(str(folder / "model"))
+        self.reference = run.frozen(str((folder / "model").absolute()))
         self.away("reference", self.reference)
         self.reference_step = wanted
         oldest = min(map(checkpoint.step_of, checkpoint.list_checkpoints(run.folder.checkpoints)), default=step)

@@ -102,7 +102,7 @@ def adapt(function: Any, name: str) -> Adapted:
     for form in FOREIGN:
         if form.mark in names:
             return Adapted(form, function, parameters)
-    if names & set(OWN_FIELDS):
+    if names & {*OWN_FIELDS, "rewards"}:  # the last: of a function that combines others
         return Adapted(OWN, function, parameters)
     shown = inspect.signature(function)
     raise UsageError(f"{name}{shown}: parameters that say nothing of a completion. These forms are known:\n{FORMS}")

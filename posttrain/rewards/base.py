@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from posttrain.errors import RewardError, UsageError
 from posttrain.rewards.pool import CHUNK, Job, Pool
 from posttrain.rewards.process import Limits
-from posttrain.rewards.specs import parse_specs
+from posttrain.rewards.specs import Spec, parse_specs
 from posttrain.rewards.verdict import Completion, Verdict, combine
 from posttrain.rewards.verifier import verifiers
 
 __all__ = ["Completion", "Rewards", "Verdict", "combine"]
 
+REWARDS = "rewards"  # what all others said, by name: a parameter of the function that combines
 SHOWN_FAULTS = 3  # different ones in a message
 
 
@@ -39,7 +41,9 @@ class Rewards:
         memory_gib: float = 2.0,
         max_failure_rate: float = 0.1,
         env: Sequence[str] = (),
+        concludes: bool = False,
     ) -> None:
+        """`concludes`: the caller fills in what reward models say, and then calls `conclude`."""
         if weights and len(weights) != len(specs):
             raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight for each, or none")
         if not all(math.isfinite(weight) for weight in weights):
@@ -51,6 +55,12 @@ class Rewards:
             raise UsageError(f"max_failure_rate is {max_failure_rate}: it must lie between 0 and 1")
         self.specs = parse_specs(specs)
         self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
+        if self.combiner is not None:
+            if weights:
+                raise UsageError(f"reward {self.combiner.text} decides alone: leave the weights out, or it")
+            if self.models and not concludes:
+                raise UsageError(f"reward {self.combiner.text} can combine reward models in training only")
+            self.weights = [0.0] * (len(specs) - 1) + [1.0]
         self.max_failure_rate = max_failure_rate
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
         self._pool = Pool(workers, Limits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token)))
@@ -59,6 +69,11 @@ class Rewards:
     def names(self) -> list[str]:
         """One for each reward, all different; for metrics."""
         return [spec.name for spec in self.specs]
+
+    @property
+    def combiner(self) -> Spec | None:
+        """The function that makes one number of what all others said, if there is one."""
+        return self.specs[-1] if self.specs and self.specs[-1].combines else None
 
     @property
     def models(self) -> list[tuple[int, str]]:
@@ -81,23 +96,47 @@ class Rewards:
         for spec in self.specs:
             if spec.kind == "verifier":
                 known[spec.place].check()
-        self._pool.check([spec for spec in self.specs if spec.kind != "model"], columns)
+        self._pool.check([spec for spec in self.specs if spec.kind != "model" and not spec.combines], columns)
+        if self.combiner is not None:
+            self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
     def score(self, completions: Sequence[Completion]) -> list[list[Verdict | None]]:
         """[completion][reward]; None where a reward model is to fill in. Fails never; verdicts say what failed."""
+        verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
+        places = [at for at, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
+        self._ask(places, completions, verdicts)
+        if not self.models:
+            self.conclude(completions, verdicts)
+        return verdicts
+
+    def conclude(self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]]) -> None:
+        """Ask what combines the rewards, if anything does, now that all others have spoken."""
+        if self.combiner is None:
+            return
+        asked, rows = [], []
+        for completion, row in zip(completions, verdicts, strict=True):
+            said = {name: verdict.value for name, verdict in zip(self.names, row, strict=True) if verdict is not None}
+            if None in said.values():
+                row[-1] = Verdict(value=None, kind="error", reason="not asked: another reward failed")
+            else:
+                asked.append(replace(completion, columns=completion.columns | {REWARDS: said}))
+                rows.append(row)
+        self._ask([len(self.specs) - 1], asked, rows)
+
+    def _ask(
+        self, places: Sequence[int], completions: Sequence[Completion], verdicts: list[list[Verdict | None]]
+    ) -> None:
+        """Let these functions judge; what they say goes to their places in each completion's row."""
         jobs = {
-            (at, start): Job(spec, completions[start : start + CHUNK])
-            for at, spec in enumerate(self.specs)
-            if spec.kind != "model"
+            (at, start): Job(self.specs[at], completions[start : start + CHUNK])
+            for at in places
             for start in range(0, len(completions), CHUNK)
         }
         self._pool.run(list(jobs.values()), hangs=int(self.max_failure_rate * len(completions)))
-        verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
         for (at, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None
                 verdicts[start + offset][at] = verdict
-        return verdicts
 
     def check_failures(self, verdicts: Sequence[Sequence[Verdict | None]]) -> None:
         """RewardError with the first texts if more than `max_failure_rate` of these completions failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from posttrain.errors import UsageError
 from posttrain.rewards.verifier import verifiers
 
+COMBINE = "combine:"
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -25,6 +26,7 @@ class Spec:
     name: str  # for metrics
     place: str  # verifier, absolute file or module, address, model
     function: str = ""
+    combines: bool = False  # is asked last, with what the others said, and has the last word
 
 
 def parse_specs(texts: Sequence[str]) -> list[Spec]:
@@ -36,7 +38,10 @@ def parse_specs(texts: Sequence[str]) -> list[Spec]:
         name, number = spec.name, 2
         while name in taken:
             name, number = f"{spec.name}_{number}", number + 1
-        specs.append(Spec(text=text, kind=spec.kind, name=name, place=spec.place, function=spec.function))
+        specs.append(replace(spec, name=name))
+    for spec in specs[:-1]:
+        if spec.combines:
+            raise UsageError(f"reward {spec.text!r}: what combines the others comes last, and there is one of it")
     return specs
 
 
@@ -44,6 +49,11 @@ def parse_spec(text: str) -> Spec:
     """UsageError if there is no such verifier or file."""
     if text.startswith(("http://", "https://")):
         return _service(text)
+    if text.startswith(COMBINE):
+        spec = parse_spec(text.removeprefix(COMBINE))
+        if spec.kind != "function":
+            raise UsageError(f"reward {text!r}: after {COMBINE} comes a function: {COMBINE}file.py:function")
+        return replace(spec, text=text, combines=True)
     if text.startswith("model:"):
         path = text.removeprefix("model:")
         if not path:

@@ -59,6 +59,6 @@ def verifier(name: str, needs: str = "", extra: str = "") -> Callable[[Judge], J
 
 def verifiers() -> dict[str, Verifier]:
     """All of them; importing their files registers them."""
-    from posttrain.rewards import code, countdown, format, math  # noqa: F401
+    from posttrain.rewards import choice, code, countdown, format, math  # noqa: F401
 
     return dict(sorted(_VERIFIERS.items()))

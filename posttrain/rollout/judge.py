@@ -19,17 +19,20 @@ class Judge:
     def __init__(self, rewards: Rewards, models: dict[int, ModelScores], config: OnlineConfig, tokenizer: Any) -> None:
         """`models`: reward models by their place among the rewards."""
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
-        self.weights = list(config.rewards.weights or [1.0] * len(config.reward))
+        self.weights = list(config.rewards.weights or rewards.weights)
         self.clip = config.rewards.clip
         self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
 
     def judge(self, rollouts: Sequence[Rollout]) -> None:
         """Score them all; past what rewards.limits allows the run stops with what went wrong."""
         asked = [rollout for rollout in rollouts if not rollout.failure]
-        verdicts = self.rewards.score([self.completion(rollout) for rollout in asked])
+        completions = [self.completion(rollout) for rollout in asked]
+        verdicts = self.rewards.score(completions)
         for place, scores_of in self.models.items():
             for of_answer, score in zip(verdicts, scores_of(asked), strict=True):
                 of_answer[place] = Verdict(value=score, kind="ok")
+        if self.models:
+            self.rewards.conclude(completions, verdicts)
         self.rewards.check_failures(verdicts)
         for rollout, of_answer in zip(asked, verdicts, strict=True):
             self.write(rollout, of_answer)

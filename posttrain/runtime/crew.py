@@ -30,6 +30,7 @@ PING_SECONDS = 2.0  # in which a process that runs at all answers
 STACK_SECONDS = 0.5  # to write stacks into the logs
 LOOK_SECONDS = 0.5  # between looks at whether the processes are there
 CLOSE_SECONDS = 3.0  # to end by itself
+CUT_SHORT_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -291,7 +292,8 @@ class Crew:
     def close(self) -> None:
         with self.order:
             if not self.closed:
-                self.end(CLOSE_SECONDS)
+                # One that still loads would end only after that, and has nothing to lose.
+                self.end(CLOSE_SECONDS if all(beginning.done() for beginning in self.beginnings) else CUT_SHORT_SECONDS)
 
     def end(self, seconds: float) -> None:
         """Ask all to end, and after so long kill those that did not."""

@@ -151,6 +151,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek": Family(
         ("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED, predictor=PREDICTOR
     ),
+    "minicpm": Family(("minicpm",), LLAMA, DENSE, on("attention_bias", "q k v o"), stock=False),
     "minicpm3": Family(("minicpm3",), DEEPSEEK, DENSE, on("attention_bias", "q_down kv_down o")),
     "hunyuan": Family(
         ("hunyuan_v1_dense",),

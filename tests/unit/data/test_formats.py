@@ -65,6 +65,14 @@ CHATS = {
         [system("s"), user("q"), bot("f()"), {"role": "tool", "content": "1"}, bot("a"), user("q"), bot("b")],
     ),
     "GSM8K: question, answer": ({"question": "q", "answer": "a\n#### 1"}, [user("q"), bot("a\n#### 1")]),
+    "multiple choice: question, A, B, C, answer": (
+        {"question": "q", "A": 1, "B": " y ", "C": "z", "answer": "b "},
+        [user("q\nA. 1\nB. y\nC. z"), bot("B")],
+    ),
+    "multiple choice: question, choices, answer": (
+        {"question": "q", "choices": ["x", "y"], "answer": 1},
+        [user("q\nA. x\nB. y"), bot("B")],
+    ),
     "question and answer: question, answer": ({"question": "q", "answer": "a"}, [user("q"), bot("a")]),
     "prompt and response: prompt, query, response, system, history": (
         {"prompt": "p", "query": "q", "response": "a", "system": "s", "history": [["h", "g"]]},
@@ -80,6 +88,14 @@ def test_conversations(verdict):
     assert found == verdict
     assert isinstance(example, Chat) and example.messages == messages and example.origin == "f.jsonl:1"
     assert example.plain == (verdict.startswith("prompt and completion"))
+
+
+def test_the_right_option_in_other_words_and_questions_that_have_none():
+    _, [example] = read("chat", {"question": "q", "choices": ["x", "y"], "answer": "y", "A": "?"})
+    assert example.messages == [user("q\nA. x\nB. y"), bot("B")]
+    for further in ({"choices": {"text": ["x"]}}, {"A": "x"}):
+        verdict, [example] = read("chat", {"question": "q", "answer": "a", **further})
+        assert verdict == "question and answer: question, answer" and example.messages == [user("q"), bot("a")]
 
 
 @pytest.mark.parametrize("verdict", CHATS)
@@ -379,6 +395,12 @@ def test_every_row_must_have_the_format_of_the_first():
         ("stepwise", {"input": "no mark", "value": [1]}, "input: the placeholder"),
         ("stepwise", {"input": f"a{MARK}b{MARK}", "value": [1]}, "value: 1 labels for 2 placeholders"),
         ("stepwise", {"input": f"{MARK}b{MARK}", "value": [1, 1]}, "input: empty step"),
+        ("chat", {"question": "q", "A": "x", "B": "y", "answer": "C"}, "answer: is 'C'; it must be one of A, B, the"),
+        ("chat", {"question": "q", "A": "x", "B": "y", "answer": "AB"}, "answer: is 'AB'"),
+        ("chat", {"question": "q", "choices": ["x", "y"], "answer": True}, "answer: is True"),
+        ("chat", {"question": "q", "choices": ["x"], "answer": 0}, "choices: must be a list of 2 to 10 options"),
+        ("chat", {"question": "q", "A": "x", "B": " ", "answer": "A"}, "B: an option is empty"),
+        ("chat", {"question": "q", "A": "x", "B": "y", "D": "z", "answer": "A"}, "A: the options are A, B, D: one"),
     ],
 )
 def test_faults_name_line_column_and_reason(kind, values, message):

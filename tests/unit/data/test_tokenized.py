@@ -150,7 +150,7 @@ def test_prompts_of_other_tools(tmp_path):
     rows = load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO))).rows
     assert [row[0].columns for row in rows] == [{"labels": "5"}, {"labels": "65"}]
     columns(tmp_path, labels=[[five]])
-    with pytest.raises(DataError, match="has 1 rows, but .* has 2"):
+    with pytest.raises(DataError, match=r"has 1 rows, but .* has 2"):
         load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO)))
     columns(tmp_path, labels=[[-100, 8], [9]])
     with pytest.raises(UsageError, match="kind chat: for sft, distill, not for reinforcement learning"):

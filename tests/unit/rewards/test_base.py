@@ -31,6 +31,20 @@ def test_names_are_unique_and_models_are_left_to_the_trainer(tmp_path):
     assert Rewards(["format", "step"]).weights == [1, 1]
 
 
+def test_a_function_that_combines_without_reward_models():
+    """Nobody need do anything for it: its number is the sum."""
+    mine = f"{ROOT}/examples/reward.py"
+    with Rewards(["gsm8k", f"{mine}:short", f"combine:{mine}:gated"], workers=1, max_failure_rate=1.0) as rewards:
+        rewards.check(["ground_truth"])
+        assert rewards.names == ["gsm8k", "reward.short", "reward.gated"]
+        rows = rewards.score(asked("5", "word " * 40 + "5", "6", ground_truth="5"))
+        assert [combine(row, rewards.weights) for row in rows] == [1.0, 0.0, 0.0]
+        (row,) = rewards.score(asked("5"))  # without a ground truth gsm8k fails
+        assert combine(row, rewards.weights) is None and "another reward failed" in row[2].reason
+    with Rewards([f"{mine}:gated"], workers=1) as rewards, pytest.raises(UsageError, match="it asks for rewards"):
+        rewards.check(["ground_truth"])
+
+
 def test_the_sum_of_a_failed_one_is_none():
     good, bad = Verdict(value=1.0, kind="ok"), Verdict(value=None, kind="error")
     assert combine([good, good], [0.5, -2]) == -1.5
@@ -48,6 +62,10 @@ def test_the_sum_of_a_failed_one_is_none():
         (["http://:80/"], {}, "names no host"),
         (["http://host:port/"], {}, "not an address"),
         (["model:"], {}, "name the reward model"),
+        (["combine:gsm8k"], {}, "after combine: comes a function"),
+        ([f"combine:{ROOT}/examples/reward.py:gated", "format"], {}, "comes last, and there is one of it"),
+        (["format", f"combine:{ROOT}/examples/reward.py:gated"], {"weights": [1, 1]}, "decides alone"),
+        (["model:runs/rm", f"combine:{ROOT}/examples/reward.py:gated"], {}, "in training only"),
         (["format"], {"weights": [1, 2]}, "1 rewards but 2 weights"),
         (["format"], {"weights": [float("nan")]}, "finite"),
         (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),

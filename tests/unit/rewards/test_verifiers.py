@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.rewards.choice import chosen
 from posttrain.rewards.code import find_tests, program_of
 from posttrain.rewards.countdown import evaluate
 from posttrain.rewards.format import strict_structure
@@ -217,6 +218,44 @@ def test_what_is_boxed_comes_out(inner):
 def test_countdown(text, value):
     assert judge("countdown", text, ground_truth={"numbers": [44, 19, 35], "target": 98}) == value
     assert judge("countdown", text, nums=[44, 19, 35], target=98) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        (" (B).", "B"),
+        ("B. 15", "B"),
+        ("B: because it is", "B"),
+        (r"A or B? So \boxed{B}.", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        ("A is wrong. The answer is (B).", "B"),
+        ("The correct answer is: **B**", "B"),
+        ("Answer: A\nNo. Answer: B", "B"),
+        ("I choose option B", "B"),
+        ("因此，答案是B。", "B"),
+        ("综上，故选：B", "B"),
+        ("Let me think.\nB", "B"),
+        ("A dog is an animal.", ""),
+        ("The answer is A dog.", "A"),
+        ("Because of vitamin C it is healthy", ""),
+        ("", ""),
+    ],
+)
+def test_choices(text, letter):
+    assert chosen(text) == letter
+    assert judge("choice", text, ground_truth="b", answer=1) == float(letter == "B")
+
+
+@given(st.text())
+def test_no_text_upsets_the_search_for_a_choice(text):
+    assert chosen(text) in ("", *"ABCDEFGHIJ")
+
+
+def test_choices_without_a_letter_to_compare_with():
+    for columns in ({}, {"ground_truth": "15"}):
+        with pytest.raises((LookupError, ValueError)):
+            judge("choice", "B", **columns)
 
 
 def test_countdown_computes_exactly():

@@ -51,6 +51,21 @@ def test_a_weighted_sum_and_its_parts(rewards):
     assert all(r.seconds > 0 and not r.failure for r in rollouts)
 
 
+def test_a_function_that_combines_what_the_others_said(tmp_path):
+    """It is asked last, is given each by name, those of reward models too, and its number alone is the reward."""
+    file = tmp_path / "r.py"
+    file.write_text(CODE + "def gated(rewards, text): return min(rewards.values()) if text != 'no' else -1\n")
+    specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
+    with Rewards(specs, workers=1, max_failure_rate=0.5, concludes=True) as rewards:
+        rewards.check(["ground_truth"])
+        asked = Judge(rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward=specs), TOKENIZER)
+        rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]
+        asked.judge(rollouts)
+    assert [r.sample.reward for r in rollouts[:3]] == [2.0, 3.0, -1.0]
+    assert rollouts[0].parts == {"r.letters": 2.0, "model.judge": 3.0, "r.gated": 2.0}
+    assert "no letters" in rollouts[3].failure and "r.gated: error: not asked" in rollouts[3].failure
+
+
 def test_the_environment_and_reward_models_count_too(rewards):
     rollouts = [rollout("a", parts={"environment": 0.25}), rollout("b")]
     place = 1

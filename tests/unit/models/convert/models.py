@@ -113,6 +113,12 @@ def written_by_hand():
             f"transformer.encoder.layers.{n}.input_layernorm.weight": (hidden,),
             f"transformer.encoder.layers.{n}.post_attention_layernorm.weight": (hidden,),
         }
+    minicpm = {name: shape for name, shape in baichuan.items() if "W_pack" not in name}
+    for n in range(4):
+        minicpm |= {
+            f"model.layers.{n}.self_attn.{part}_proj.weight": (rows, hidden)
+            for part, rows in zip("qkv", (16, 8, 8), strict=True)
+        }
     plain = {key: value for key, value in basic.items() if key != "num_key_value_heads"}
     glm = {
         "padded_vocab_size": vocabulary,
@@ -128,6 +134,7 @@ def written_by_hand():
     }
     return {
         "internlm2": (basic | {"model_type": "internlm2", "bias": False}, internlm2),
+        "minicpm": (basic | {"model_type": "minicpm", "scale_emb": 12}, minicpm),
         "baichuan": (plain | {"model_type": "baichuan"}, baichuan),
         "chatglm": (glm | {"model_type": "chatglm"}, chatglm),
     }
