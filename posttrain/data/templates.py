@@ -60,10 +60,12 @@ def turn_ends(chat_template: Any) -> tuple[str, ...]:
 
 
 def load_template(name: str) -> Template:
-    """By name, from `FILE.yaml:NAME`, from a file that holds one Jinja template, or a text with {} for the question."""
+    """By name, from `FILE.yaml:NAME`, a file that holds one Jinja template, such a template, or a text with {}."""
     known = shipped()
     if name in known:
         return known[name]
+    if "{%" in name:
+        return Template("given", name)
     if "{}" in name:
         return question_template(name)
     file, _, entry = name.rpartition(":")

@@ -82,7 +82,6 @@ def reward_functions(config: OnlineConfig) -> Rewards:
         memory_gib=limits.limits[1],
         workers=limits.workers,
         max_failure_rate=limits.max_failure_rate,
-        concludes=True,
     )
 
 

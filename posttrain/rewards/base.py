@@ -41,9 +41,7 @@ class Rewards:
         memory_gib: float = 2.0,
         max_failure_rate: float = 0.1,
         env: Sequence[str] = (),
-        concludes: bool = False,
     ) -> None:
-        """`concludes`: the caller fills in what reward models say, and then calls `conclude`."""
         if weights and len(weights) != len(specs):
             raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight for each, or none")
         if not all(math.isfinite(weight) for weight in weights):
@@ -58,8 +56,6 @@ class Rewards:
         if self.combiner is not None:
             if weights:
                 raise UsageError(f"reward {self.combiner.text} decides alone: leave the weights out, or it")
-            if self.models and not concludes:
-                raise UsageError(f"reward {self.combiner.text} can combine reward models in training only")
             self.weights = [0.0] * (len(specs) - 1) + [1.0]
         self.max_failure_rate = max_failure_rate
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
@@ -101,7 +97,7 @@ class Rewards:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
     def score(self, completions: Sequence[Completion]) -> list[list[Verdict | None]]:
-        """[completion][reward]; None where a reward model is to fill in. Fails never; verdicts say what failed."""
+        """[completion][reward]; None where a reward model is to fill in; then `conclude` must be called. Never fails."""
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
         places = [at for at, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
         self._ask(places, completions, verdicts)

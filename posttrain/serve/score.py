@@ -188,10 +188,13 @@ def score(
     verdicts = [of_answer for chunk in begun.verdicts for of_answer in chunk] if begun else []
     for start in range(len(verdicts), len(answers), AT_ONCE):
         chunk = answers[start : start + AT_ONCE]
-        said = rewards.score([completion_of(answer) for answer in chunk])
+        completions = [completion_of(answer) for answer in chunk]
+        said = rewards.score(completions)
         for place, model in models.items():
             for of_answer, verdict in zip(said, model.verdicts(chunk), strict=True):
                 of_answer[place] = verdict
+        if models:
+            rewards.conclude(completions, said)
         verdicts += said
         if begun is not None:
             begun.add(said)

@@ -289,6 +289,8 @@ def test_users_own_files(tmp_path):
     (tmp_path / "one.jinja").write_text(jinja)
     (tmp_path / "my.yaml").write_text(f'mine:\n  template: "{jinja}"\n  stop: STOP\n')
     assert load_template(str(tmp_path / "one.jinja")).jinja == jinja
+    given = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    assert load_template(given).jinja == given  # the template itself
     mine = load_template(f"{tmp_path}/my.yaml:mine")
     assert mine == load_template(f"{tmp_path}/my.yaml") and turn_ends(mine.jinja) == ("STOP",)
     assert mine.jinja.endswith(jinja) and turn_ends(jinja) == () == turn_ends(None)

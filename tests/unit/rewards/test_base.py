@@ -65,7 +65,6 @@ def test_the_sum_of_a_failed_one_is_none():
         (["combine:gsm8k"], {}, "after combine: comes a function"),
         ([f"combine:{ROOT}/examples/reward.py:gated", "format"], {}, "comes last, and there is one of it"),
         (["format", f"combine:{ROOT}/examples/reward.py:gated"], {"weights": [1, 1]}, "decides alone"),
-        (["model:runs/rm", f"combine:{ROOT}/examples/reward.py:gated"], {}, "in training only"),
         (["format"], {"weights": [1, 2]}, "1 rewards but 2 weights"),
         (["format"], {"weights": [float("nan")]}, "finite"),
         (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),

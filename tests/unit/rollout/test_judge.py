@@ -56,7 +56,7 @@ def test_a_function_that_combines_what_the_others_said(tmp_path):
     file = tmp_path / "r.py"
     file.write_text(CODE + "def gated(rewards, text): return min(rewards.values()) if text != 'no' else -1\n")
     specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
-    with Rewards(specs, workers=1, max_failure_rate=0.5, concludes=True) as rewards:
+    with Rewards(specs, workers=1, max_failure_rate=0.5) as rewards:
         rewards.check(["ground_truth"])
         asked = Judge(rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward=specs), TOKENIZER)
         rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]

@@ -20,6 +20,8 @@ def picky(text):
     if "b" in text:
         raise ValueError("no b, please")
     return 1.0
+def largest(rewards):
+    return max(rewards.values())
 """
 
 
@@ -99,6 +101,15 @@ def test_reward_models_beside_functions(answers, tmp_path, reward_model):
     assert len(set(alone)) == len(alone)  # it reads the answers
     totals = [2 * value + len(answer.text) for value, answer in zip(alone, answers, strict=True)]
     assert [row["reward"] for row in rows] == pytest.approx(totals, abs=1e-4)
+
+
+def test_a_function_combines_what_reward_models_and_others_said(answers, tmp_path, reward_model):
+    specs = [f"model:{reward_model}", f"{tmp_path}/rewards.py:length", f"combine:{tmp_path}/rewards.py:largest"]
+    with Rewards(specs) as rewards:
+        rows = score(answers, rewards, load_models(rewards, ModelConfig(), DataConfig())).rows
+    for row in rows:
+        *said, last = row["rewards"].values()
+        assert len(said) == 2 and row["reward"] == last == max(said)
 
 
 def test_a_reward_model_sees_what_it_was_trained_on(answers, reward_model):
