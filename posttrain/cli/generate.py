@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.options import parse
+from posttrain.cli.options import Parser, parse
 from posttrain.config import ClusterConfig, DataConfig, ModelConfig
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
@@ -56,7 +56,7 @@ def run(args: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain generate", description=TOOLS["generate"])
+    found = Parser(prog="posttrain generate", description=TOOLS["generate"])
     found.add_argument("model", metavar="MODEL", help="folder, hub name, run folder (its newest checkpoint) or pico")
     found.add_argument("data", metavar="DATA", nargs="+", help="files, folders, globs or hub names with prompts")
     found.add_argument("--out", required=True, help="the .jsonl file to write, a line an answer")
@@ -127,7 +127,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["local"],
         metavar="ENGINE",
-        help="local, or vllm and options of its own: vllm max_num_seqs=256",
+        help="local (beams=4 behind it searches), or vllm and options of its own: vllm max_num_seqs=256",
     )
 
 

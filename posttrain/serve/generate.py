@@ -40,7 +40,7 @@ from posttrain.serve.model import (
     stop_ids_of,
 )
 from posttrain.serve.progress import Progress
-from posttrain.serve.workers import check_workers, deciding, speaker, tensor_parallel
+from posttrain.serve.workers import beams_of, check_workers, deciding, speaker, tensor_parallel
 from posttrain.types import Prompt, Sample
 
 WORTH_SHARING = 64  # answers for a device
@@ -124,7 +124,10 @@ def check(config: Generation) -> None:
             raise UsageError(f"{name} is {value}; it must be at least 1.")
     if config.window is not None and min(config.window) < 1:
         raise UsageError(f"window is {config.window[0]}:{config.window[1]}; both numbers must be at least 1.")
-    if config.n > 1 and config.sampling.temperature == 0:
+    beams = beams_of(config.engine)
+    if beams and config.n > beams:
+        raise UsageError(f"n is {config.n}, but engine local beams={beams} finds {beams} answers to a prompt.")
+    if config.n > 1 and config.sampling.temperature == 0 and not beams:
         raise UsageError(f"n is {config.n}, but with temperature 0 all answers to a prompt are the same one.")
     check_workers(config.model, config.engine, config.cluster, config.sampling)
     jsonl(config.out)

@@ -19,6 +19,7 @@ from posttrain.config import ClusterConfig, DataConfig, ModelConfig, launched_si
 from posttrain.data.templates import apply_template
 from posttrain.engines import vllm
 from posttrain.engines.base import Engine, Request, Sampling
+from posttrain.engines.beam import BeamEngine
 from posttrain.errors import UsageError, WorkerError
 from posttrain.learner import default_device
 from posttrain.models.load import (
@@ -60,7 +61,7 @@ def speaker(
 ) -> Iterator[Speaker]:
     """Whoever answers, as long as it is needed. `logs`: of workers; they stay if one of them was lost."""
     if cluster.devices == 1 and not cluster.ray and engine[0] == "local":
-        here = Here(model, template)
+        here = Here(local_engine(model, template, engine))
         try:
             yield here
         finally:
@@ -92,8 +93,8 @@ def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterCon
         )
     if engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in engine[1:]):
         raise UsageError(f"engine is {' '.join(engine)!r}; it must be local, or vllm and its options as name=value.")
-    if engine[0] == "local" and len(engine) > 1:
-        raise UsageError(f"engine local has no options of its own, but got {' '.join(engine[1:])}.")
+    if engine[0] == "local" and len(engine) > 1 and not beams_of(engine):
+        raise UsageError(f"engine local has one option of its own, beams=K from 2 on, but got {' '.join(engine[1:])}.")
     if cluster.devices < 1:
         raise UsageError(f"devices is {cluster.devices}; it must be at least 1.")
     if cluster.devices > 1 and launched_size() > 1:
@@ -126,9 +127,15 @@ def tensor_parallel(engine: Sequence[str]) -> int:
     return int(value)
 
 
+def beams_of(engine: Sequence[str]) -> int:
+    """Of `local beams=4`; 0: tokens are drawn."""
+    name, _, value = engine[1].partition("=") if engine[0] == "local" and len(engine) == 2 else ("", "", "")
+    return int(value) if name == "beams" and value.isdigit() and int(value) > 1 else 0
+
+
 def deciding(engine: Sequence[str]) -> dict[str, str]:
     """The engine as far as answers depend on it; nothing for the local one."""
-    if engine[0] == "local":
+    if tuple(engine) == ("local",):
         return {}
     words = [entry for entry in engine[1:] if entry.partition("=")[0].replace("-", "_") not in RESOURCES]
     return {"engine": " ".join([engine[0], *sorted(words)])}
@@ -137,15 +144,15 @@ def deciding(engine: Sequence[str]) -> dict[str, str]:
 class Here:
     """This process answers."""
 
-    def __init__(self, model: ModelConfig, template: str) -> None:
-        self.model = ServedModel(model, DataConfig(template=template))
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
         for requests in batches:
-            yield self.model.generate(requests, sampling)
+            yield self.engine.generate(requests, sampling)
 
     def close(self) -> None:
-        del self.model
+        del self.engine
         release()
 
 
@@ -161,12 +168,19 @@ class Answerer:
 
     def __init__(self, model: ModelConfig, template: str, engine: Sequence[str]) -> None:
         if engine[0] == "local":
-            self.engine: Engine = ServedModel(model, DataConfig(template=template)).engine
+            self.engine = local_engine(model, template, engine)
         else:
             self.engine = engine_of_folder(model, template, engine[1:])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         return self.engine.generate(requests, sampling)
+
+
+def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Engine:
+    served = ServedModel(model, DataConfig(template=template))
+    if beams := beams_of(engine):
+        return BeamEngine(served.learner.trunk, served.tokenizer, beams, served.learner.logprobs)
+    return served.engine
 
 
 def engine_of_folder(model: ModelConfig, template: str, options: Sequence[str]) -> Engine:

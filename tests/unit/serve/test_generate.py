@@ -239,6 +239,7 @@ def test_bad_rows_are_set_aside_and_counted(config, prompts):
         {"sampling": Sampling(temperature=0.0)},
         {"sampling": Sampling(temperature=float("nan"))},
         {"sampling": Sampling(top_p=0.0)},
+        {"n": 3, "engine": ("local", "beams=2")},
         {"sampling": Sampling(max_tokens=0)},
         {"sampling": Sampling(stop_texts=("",))},
     ],
@@ -263,3 +264,13 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys):
         "40 of 60 answers, 33 tokens/s, 0:06 left",
         "60 of 60 answers, 43 tokens/s",
     ]
+
+
+def test_beams_are_answers_of_their_own(config):
+    greedy = Sampling(max_tokens=6, temperature=0.0)
+    generate(replace(config, engine=("local", "beams=3"), n=2, sampling=greedy))
+    rows = rows_of(config)
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    assert len(pairs) == 7 and all(a["index"] == b["index"] and a["tokens"] != b["tokens"] for a, b in pairs)
+    with pytest.raises(UsageError, match="engine was 'local beams=3', is None"):
+        generate(replace(config, n=2, resume=True, sampling=replace(greedy, temperature=1.0)))

@@ -126,7 +126,9 @@ def test_it_gives_up_when_they_are_lost_again_and_again():
     [
         (("vlm",), 1, "must be local, or vllm"),
         (("vllm", "eager"), 1, "name=value"),
-        (("local", "a=1"), 1, "no options of its own"),
+        (("local", "a=1"), 1, "one option of its own"),
+        (("local", "beams=1"), 1, "beams=K from 2 on"),
+        (("local", "beams=4", "beams=3"), 1, "one option of its own"),
         (("local",), 0, "devices is 0"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Beam search against trying out every answer."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.data.pack import collate
+from posttrain.engines.base import Request, Sampling
+from posttrain.engines.beam import BeamEngine
+from posttrain.models import attention
+from posttrain.models.forward import Trunk, forward
+from posttrain.types import Request as Wanted
+from posttrain.types import Sample
+from tests.tiny import tiny_model, tiny_tokenizer
+
+PROMPT = np.array([9, 20, 31], dtype=np.int32)
+
+
+@pytest.fixture(params=["llama", "qwen2", "gemma2"])
+def trunk(request):
+    model = tiny_model(request.param).eval()
+    model.set_attn_implementation(attention.NAME)
+    return Trunk.of(model)
+
+
+def engine_for(trunk, beams):
+    def logprobs(samples, *, drawing):
+        with torch.no_grad():
+            out = forward(trunk, collate(samples), Wanted(drawing=drawing)).logprobs
+        return [part.numpy() for part in out.split([len(sample) for sample in samples])]
+
+    return BeamEngine(trunk, tiny_tokenizer(), beams, logprobs)
+
+
+def test_as_many_beams_as_tokens_find_the_likeliest_answers_of_all(trunk):
+    words = trunk.vocabulary
+    pairs = [(first, second) for first in range(words) for second in range(words)]
+    tokens = np.array([[*PROMPT, *pair] for pair in pairs], dtype=np.int32)
+    mask = np.array([False] * len(PROMPT) + [True] * 2)
+    with torch.no_grad():
+        out = forward(trunk, collate([Sample(tokens=row, mask=mask) for row in tokens]), Wanted()).logprobs
+    sums = out.view(len(pairs), -1).sum(1).numpy()
+    best = [pairs[place] for place in np.argsort(-sums)[:3]]
+    requests = [Request(prompt=PROMPT, group=7, seed=seed) for seed in range(3)]
+    found = engine_for(trunk, words).generate(requests, Sampling(max_tokens=2, temperature=0.0))
+    assert [tuple(sample.tokens[len(PROMPT) :]) for sample in found] == best
+    for sample, total in zip(found, sorted(sums)[::-1], strict=False):
+        assert sample.logprobs.sum() == pytest.approx(total, abs=1e-5)
+        assert sample.mask.tolist() == mask.tolist() and (sample.group, sample.finish) == (7, "length")
+    assert trunk.model.config._attn_implementation == attention.NAME, "training goes on with ours"
+
+
+def test_answers_end_at_their_end(trunk):
+    asked = Sampling(max_tokens=6, temperature=0.0)
+    (longest,) = engine_for(trunk, 2).generate([Request(prompt=PROMPT)], asked)
+    stop = int(longest.tokens[len(PROMPT) + 1])
+    (sample,) = engine_for(trunk, 2).generate([Request(prompt=PROMPT)], Sampling(**vars_of(asked), stop_ids=(stop,)))
+    answer = sample.tokens[len(PROMPT) :].tolist()
+    assert (stop in answer) == (sample.finish == "stop") and stop not in answer[:-1]
+
+
+def vars_of(sampling):
+    return {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}
+
+
+def test_drawn_beams_follow_the_seed(trunk):
+    def drawn(seed):
+        found = engine_for(trunk, 3).generate(
+            [Request(prompt=PROMPT, seed=seed)] * 2, Sampling(max_tokens=5, temperature=1.5, top_k=50)
+        )
+        return [sample.tokens.tolist() for sample in found]
+
+    state = torch.get_rng_state()
+    assert drawn(1) == drawn(1)
+    assert len({str(drawn(seed)) for seed in range(5)}) > 1
+    assert torch.equal(state, torch.get_rng_state())
