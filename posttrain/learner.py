@@ -21,7 +21,7 @@ import torch
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate, pack
 from posttrain.data.templates import apply_template, stop_ids
-from posttrain.engines.base import Between, Sampling
+from posttrain.engines.base import Between, OnAnswer, Sampling
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
@@ -233,8 +233,12 @@ class Learner:
         *,
         current: bool = False,
         between: Between | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> list[Sample]:
-        """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own."""
+        """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own.
+
+        `on_answer` may be told of answers before all are there.
+        """
         if self.follower is not None and not (current and self.own_sampler):  # which is at work on another batch
             if current:
                 self.follower.refresh()
@@ -247,7 +251,7 @@ class Learner:
             trunk = self.copied("current")
         if id(trunk) not in self.engines:
             self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer, leave=memory_to_come)
-        return self.engines[id(trunk)].generate(requests, sampling, between=between)
+        return self.engines[id(trunk)].generate(requests, sampling, between=between, on_answer=on_answer)
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:

@@ -41,6 +41,8 @@ class Request:
     """So many of the likeliest tokens are told at each place, where somebody reads along."""
 
 
+OnAnswer = Callable[[int, Sample], None]
+"""Called with the request's index and its answer, as soon as it is complete; others may still be under way."""
 OnToken = Callable[[int, int], None]
 """Called with the request's index and the token, as soon as it is chosen."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.engines import plain
-from posttrain.engines.base import Between, OnToken, Request, Sampling
+from posttrain.engines.base import Between, OnAnswer, OnToken, Request, Sampling
 from posttrain.engines.cache import SlotCache, bytes_per_position, steps_for
 from posttrain.engines.fused import FusedDecoder
 from posttrain.engines.graph import Graphs
@@ -53,6 +53,7 @@ class LocalEngine:
         sampling: Sampling,
         on_token: OnToken | None = None,
         between: Between | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> list[Sample]:
         """One sample a request, in order. Tokens, log-probabilities and mask cover prompt and answer."""
         if not requests:
@@ -70,7 +71,11 @@ class LocalEngine:
                 while session.busy:
                     if between is not None:
                         session.version = between()
-                    ended |= session.step()
+                    complete = session.step()
+                    if on_answer is not None:
+                        for index, sample in complete.items():
+                            on_answer(index, sample)
+                    ended |= complete
                 return [ended[index] for index in range(len(requests))]
         finally:
             self.trunk.model.train(was_training)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.config import OnlineConfig
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import OnAnswer, Request, Sampling
 from posttrain.rollout.judge import Judge
 from posttrain.rollout.record import Rollout
 from posttrain.rollout.rollouts import Conversation, Generator, answers, by_group, seed_of
@@ -86,7 +86,9 @@ class Examinee:
     def __init__(self, policy: Speaker) -> None:
         self.policy = policy
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, on_answer: OnAnswer | None = None
+    ) -> list[Sample]:
         return self.policy.generate(requests, sampling, current=True)
 
     def refresh_sampler(self) -> None:

@@ -72,6 +72,11 @@ class Rewards:
         return self.specs[-1] if self.specs and self.specs[-1].combines else None
 
     @property
+    def at_once(self) -> int:
+        """Completions that keep all child processes busy."""
+        return CHUNK * len(self._pool.workers)
+
+    @property
     def models(self) -> list[tuple[int, str]]:
         """Place and path of each reward model; the trainer scores these."""
         return [(at, spec.place) for at, spec in enumerate(self.specs) if spec.kind == "model"]
@@ -96,16 +101,19 @@ class Rewards:
         if self.combiner is not None:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
-    def score(self, completions: Sequence[Completion]) -> list[list[Verdict | None]]:
-        """[completion][reward]; None where a reward model is to fill in; then `conclude` must be called. Never fails."""
+    def score(self, completions: Sequence[Completion], among: int = 0) -> list[list[Verdict | None]]:
+        """[completion][reward]; None where a reward model is to fill in; `conclude` must be called then.
+
+        `among`: the number of all completions, where these are a part of them.
+        """
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
         places = [at for at, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
-        self._ask(places, completions, verdicts)
+        self._ask(places, completions, verdicts, among)
         if not self.models:
-            self.conclude(completions, verdicts)
+            self.conclude(completions, verdicts, among)
         return verdicts
 
-    def conclude(self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]]) -> None:
+    def conclude(self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]], among: int = 0) -> None:
         """Ask what combines the rewards, if anything does, now that all others have spoken."""
         if self.combiner is None:
             return
@@ -117,10 +125,10 @@ class Rewards:
             else:
                 asked.append(replace(completion, columns=completion.columns | {REWARDS: said}))
                 rows.append(row)
-        self._ask([len(self.specs) - 1], asked, rows)
+        self._ask([len(self.specs) - 1], asked, rows, among)
 
     def _ask(
-        self, places: Sequence[int], completions: Sequence[Completion], verdicts: list[list[Verdict | None]]
+        self, places: Sequence[int], completions: Sequence[Completion], verdicts: list[list[Verdict | None]], among: int
     ) -> None:
         """Let these functions judge; what they say goes to their places in each completion's row."""
         jobs = {
@@ -128,7 +136,7 @@ class Rewards:
             for at in places
             for start in range(0, len(completions), CHUNK)
         }
-        self._pool.run(list(jobs.values()), hangs=int(self.max_failure_rate * len(completions)))
+        self._pool.run(list(jobs.values()), hangs=int(self.max_failure_rate * (among or len(completions))))
         for (at, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None
@@ -154,5 +162,4 @@ class Rewards:
             lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")
         if len(most) > SHOWN_FAULTS:
             lines.append(f"and {len(most) - SHOWN_FAULTS} other faults")
-        lines.append("posttrain rewards check FILE --reward ... shows them row by row")
         raise RewardError("\n\n".join(lines))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 from posttrain.config import OnlineConfig
+from posttrain.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rollout.record import Rollout
 
@@ -27,17 +31,30 @@ class Judge:
         """Score them all; past what rewards.limits allows the run stops with what went wrong."""
         asked = [rollout for rollout in rollouts if not rollout.failure]
         completions = [self.completion(rollout) for rollout in asked]
-        verdicts = self.rewards.score(completions)
+        late = [place for place, rollout in enumerate(asked) if rollout.early is None]
+        scored = iter(self.rewards.score([completions[place] for place in late], len(asked)))
+        verdicts = [next(scored) if rollout.early is None else rollout.early for rollout in asked]
         for place, scores_of in self.models.items():
             for of_answer, score in zip(verdicts, scores_of(asked), strict=True):
                 of_answer[place] = Verdict(value=score, kind="ok")
         if self.models:
             self.rewards.conclude(completions, verdicts)
-        self.rewards.check_failures(verdicts)
         for rollout, of_answer in zip(asked, verdicts, strict=True):
             self.write(rollout, of_answer)
+        try:
+            self.rewards.check_failures(verdicts)
+        except RewardError as error:
+            raise RewardError(str(error), rollouts) from None
+
+    @contextmanager
+    def early(self, count: int) -> Iterator[Early]:
+        """Takes answers of which there will be `count`, and lets reward functions judge them beside the caller."""
+        early = Early(self, count)
+        yield early
+        early.finish()
 
     def write(self, rollout: Rollout, verdicts: Sequence[Verdict | None]) -> None:
+        rollout.early = None
         said = [verdict for verdict in verdicts if verdict is not None]  # all: models have filled their places
         named = list(zip(self.rewards.names, said, strict=True))
         rollout.parts |= {name: verdict.value for name, verdict in named if verdict.value is not None}
@@ -66,3 +83,43 @@ class Judge:
             tokens=rollout.answer_tokens,
             columns=rollout.prompt.columns,
         )
+
+
+class Early:
+    """A thread that asks reward functions about answers while others are still being written."""
+
+    def __init__(self, judge: Judge, count: int) -> None:
+        self.judge, self.count = judge, count
+        self.enough = max(1, min(judge.rewards.at_once, count // 4))  # to be asked about together
+        self.told: SimpleQueue[Rollout | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self.run, name="early rewards", daemon=True)
+        self.thread.start()
+
+    def tell(self, rollout: Rollout) -> None:
+        self.told.put(rollout)
+
+    def finish(self) -> None:
+        """Wait until all that were told of are judged, but for the last few."""
+        self.told.put(None)
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        try:
+            waiting: list[Rollout] = []
+            while (rollout := self.told.get()) is not None:
+                waiting.append(rollout)
+                if len(waiting) >= self.enough:
+                    self.ask(waiting)
+                    waiting = []
+        except BaseException as error:  # raised again by `finish`
+            self.error = error
+            if not isinstance(error, Exception):
+                raise
+
+    def ask(self, rollouts: Sequence[Rollout]) -> None:
+        verdicts = self.judge.rewards.score([self.judge.completion(rollout) for rollout in rollouts], self.count)
+        for rollout, of_answer in zip(rollouts, verdicts, strict=True):
+            rollout.early = of_answer

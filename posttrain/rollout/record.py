@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.data.lines import as_line
 from posttrain.errors import DataError, UsageError
+from posttrain.rewards.verdict import Verdict
 from posttrain.types import Prompt, Sample
 
 FILE = "rollouts.jsonl"
@@ -35,6 +36,7 @@ class Rollout:
     parts: dict[str, float] = field(default_factory=dict)
     failure: str = ""  # why it could not be scored; it is then left out
     seconds: float = 0.0  # that its rewards took
+    early: list[Verdict | None] | None = None  # what reward functions said while others were still being written
 
     @property
     def answer_tokens(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from posttrain.config import OnlineConfig
 from posttrain.data.dataset import RowStream
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import OnAnswer, Request, Sampling
 from posttrain.errors import DataError
 from posttrain.rollout.judge import Judge
 from posttrain.rollout.record import Rollout, as_row, from_row, unjudged
@@ -31,7 +31,9 @@ Phase = Callable[[str], AbstractContextManager[None]]
 class Generator(Protocol):
     """Who answers: a policy, or an engine with weights of its own."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]: ...
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, on_answer: OnAnswer | None = None
+    ) -> list[Sample]: ...
 
     def refresh_sampler(self) -> None: ...
 
@@ -138,8 +140,8 @@ class Rollouts:
         n, seed = self.config.rollout.samples_per_prompt, self.config.seed
         repeated = [asked for asked in prompts for _ in range(n)]
         seeds = [seed_of(seed, position, k) for position, _ in prompts for k in range(n)]
-        with phase("generate"):
-            rollouts = self.ask(repeated, seeds)
+        with phase("generate"), self.judge.early(len(repeated)) as early:
+            rollouts = self.ask(repeated, seeds, told=early.tell)
             greedy = self.ask(prompts, [0] * len(prompts), greedy=True) if self.greedy_baseline else []
         if not self.config.rollout.inflight:  # else who generated knows better
             for rollout in rollouts:
@@ -153,12 +155,17 @@ class Rollouts:
         return rollouts
 
     def ask(
-        self, prompts: Sequence[tuple[int, Prompt]], seeds: Sequence[int], *, greedy: bool = False
+        self,
+        prompts: Sequence[tuple[int, Prompt]],
+        seeds: Sequence[int],
+        *,
+        greedy: bool = False,
+        told: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
         if self.environment is not None:
             return self.environment.play(prompts, seeds, greedy=greedy)
         sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
-        return answers(self.policy, prompts, seeds, sampling, self.tokenizer)
+        return answers(self.policy, prompts, seeds, sampling, self.tokenizer, told)
 
     # What a checkpoint must hold so that no prompt is lost and none asked twice
 
@@ -219,18 +226,25 @@ def answers(
     seeds: Sequence[int],
     sampling: Sampling,
     tokenizer: Any,
+    told: Callable[[Rollout], None] | None = None,
 ) -> list[Rollout]:
-    """An answer to each prompt, in one turn."""
+    """An answer to each prompt, in one turn; `told` may hear of some before all are there."""
     requests = [
         Request(prompt=prompt.tokens, group=position, seed=seed)
         for (position, prompt), seed in zip(prompts, seeds, strict=True)
     ]
-    rollouts = []
-    for (position, prompt), sample in zip(prompts, policy.generate(requests, sampling), strict=True):
+    made: dict[int, Rollout] = {}
+
+    def note(index: int, sample: Sample) -> Rollout:
+        position, prompt = prompts[index]
         sample.group, sample.origin = position, prompt.origin
         text = tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=True)
-        rollouts.append(Rollout(sample=sample, prompt=prompt, text=text))
-    return rollouts
+        made[index] = Rollout(sample=sample, prompt=prompt, text=text)
+        return made[index]
+
+    hear: OnAnswer | None = None if told is None else lambda index, sample: told(note(index, sample))
+    samples = policy.generate(requests, sampling, on_answer=hear)
+    return [made.get(index) or note(index, sample) for index, sample in enumerate(samples)]
 
 
 def by_group(rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import OnAnswer, Request, Sampling
 from posttrain.learner import LARGEST, PLAIN, Part, Sums
+from posttrain.runtime.local import LocalWorkers
 from posttrain.types import Drawing, Floats, Objective, Sample
 
 T = TypeVar("T")
@@ -82,9 +83,17 @@ class LearnerGroup:
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         return joined(self.spread("values", samples))
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        current: bool = False,
+        on_answer: OnAnswer | None = None,
+    ) -> list[Sample]:
         shards = cut(requests, self.workers.size)  # every worker generates with a whole model
-        return joined(self.workers.scatter("generate", shards, sampling, current=current))
+        told = {"on_answer": on_answer} if isinstance(self.workers, LocalWorkers) else {}  # elsewhere all come at once
+        return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
 
     def refresh_sampler(self) -> None:
         self.workers.call("refresh_sampler")

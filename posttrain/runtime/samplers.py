@@ -13,7 +13,7 @@ import torch
 
 from posttrain.config import INFLIGHT, ModelConfig, UpdateConfig
 from posttrain.data.templates import apply_template
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import OnAnswer, Request, Sampling
 from posttrain.engines.probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
 from posttrain.errors import PosttrainError, WorkerError
 from posttrain.learner import Learner, default_device
@@ -329,14 +329,25 @@ class Samplers:
 
     # Answers
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        current: bool = False,
+        on_answer: OnAnswer | None = None,
+    ) -> list[Sample]:
         answers: dict[int, Sample] = {}
         open_requests = list(range(len(requests)))
         for _ in range(ATTEMPTS):
             calls = self.ask(requests, open_requests, sampling)
             for seat, who, shard, call in calls:
                 try:
-                    answers |= dict(zip(shard, call.result()[0], strict=True))
+                    found = dict(zip(shard, call.result()[0], strict=True))
+                    answers |= found
+                    if on_answer is not None:
+                        for index, sample in found.items():
+                            on_answer(index, sample)
                 except WorkerError as error:
                     if not error.lost:
                         raise

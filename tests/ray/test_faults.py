@@ -82,7 +82,7 @@ def processes_in(log):
     return [int(process) for process in re.findall(r"--- worker process (\d+)", log.read_text())]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("transport", ["processes", "ray"])
 def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp_path, monkeypatch, caplog, capsys):
     """The run goes on after each, and ends when it may not go on any more."""

@@ -248,11 +248,18 @@ def test_a_failure_leaves_its_traceback_in_the_run_folder(tmp_path):
     assert "Traceback" in told and told.endswith("ValueError: boom\n")
 
 
+def test_what_matters_of_pairs_is_in_the_progress_line(capsys):
+    Console(total_steps=3, quiet=False).step(
+        1, {"loss": 0.7, "accuracy": 0.75, "margin": 0.125, "memory_gib": 0.0, "time/train": 1.0}
+    )
+    assert "loss 0.7000  accuracy 0.75  margin 0.125  eta" in capsys.readouterr().out
+
+
 def test_eta_counts_from_the_first_step_on(monkeypatch, capsys):
     now = 1000.0  # the program is old when the first step ends
     monkeypatch.setattr("posttrain.log.time.monotonic", lambda: now)
     console = Console(total_steps=1000, quiet=False)
-    console.step(1, {"loss": 1.0, "memory_gib": 0.0, "time/train": 3.0, "time/other": 0.5})
+    console.step(1, {"loss": 1.0, "memory_gib": 0.0, "time/load": 60.0, "time/train": 3.0, "time/other": 0.5})
     now = 1010.0
     console.step(6, {"loss": 1.0, "memory_gib": 0.0, "time/train": 3.0, "time/other": 0.5})
     first, second = capsys.readouterr().out.splitlines()

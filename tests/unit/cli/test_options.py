@@ -64,7 +64,15 @@ def test_mistakes_name_the_line(text, words, tmp_path):
     assert words in str(caught.value)
 
 
-def test_what_is_missing_is_missed(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        parse(generate.parser(), [written(tmp_path, "model: pico\nout: o.jsonl\n")])
-    assert "DATA" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "required: DATA"),
+        (["rows.jsonl", "--max_tokns", "3"], "--max_tokns: no such option. Did you mean --max_tokens?"),
+        (["rows.jsonl", "--n", "two"], "argument --n: invalid int value: 'two'"),
+    ],
+)
+def test_what_is_missing_or_mistyped_is_said_in_one_message(args, words, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        parse(generate.parser(), [written(tmp_path, "model: pico\nout: o.jsonl\n"), *args])
+    assert words in str(caught.value) and "usage:" not in str(caught.value)

@@ -61,7 +61,7 @@ def test_the_raw_text_of_a_bad_row_is_kept(tmp_path):
 def test_a_list_goes_on_behind_broken_objects(tmp_path):
     text = b'[{"a": 1},\n{"a": x, "b": "}, {"},\n{"a": "\xff"},\n"b", 7, [{}],\n{"a": 2} {"a": 3},\n{"a": 4}\n]'
     found = scan(write(tmp_path, "a.json", text))
-    assert [place for place, _ in found] == ["1", "2", "3", "4", "4", "4", "5", "5", "6"]
+    assert [place for place, _ in found] == ["1", "2", "3", "4", "row 5", "row 6", "5", "row 8", "6"]
     assert [values for _, values in found if isinstance(values, dict)] == [{"a": 1}, {"a": 2}, {"a": 4}]
     assert "broken JSON at line 2" in found[1][1] and "UTF-8 at byte 8" in found[2][1]
     assert [found[at][1].split()[-1] for at in (3, 4, 5)] == ["str", "int", "list"]

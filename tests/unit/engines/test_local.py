@@ -270,3 +270,14 @@ def test_which_models_are_walked_by_our_own_code(name):
 def test_frequencies_that_depend_on_the_length_are_left_to_the_model():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not FusedDecoder.knows(tiny_model("llama", rope_parameters=rope))
+
+
+def test_answers_are_told_of_as_soon_as_they_are_complete():
+    model = tiny_model("llama").eval()
+    requests = [Request(prompt=prompt, group=i, seed=i) for i, prompt in enumerate(prompts())]
+    sampling = Sampling(max_tokens=8, temperature=1.0)
+    told = []
+    samples = engine_for(model, slots=2).generate(requests, sampling, on_answer=lambda i, s: told.append((i, s)))
+    assert sorted(index for index, _ in told) == list(range(len(requests)))
+    assert [index for index, _ in told][:2] in ([0, 1], [1, 0]), "two slots: these two come first"
+    assert all(samples[index] is sample for index, sample in told)

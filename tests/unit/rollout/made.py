@@ -36,10 +36,13 @@ class Speaker:
         self.samplings = []
         self.refreshed = 0
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, *, on_answer=None):
         self.asked += requests
         self.samplings.append(sampling)
-        return [self.answer(request, sampling) for request in requests]
+        found = [self.answer(request, sampling) for request in requests]
+        for index, sample in enumerate(found) if on_answer else ():
+            on_answer(index, sample)
+        return found
 
     def answer(self, request, sampling):
         tokens = ids(self.words(request))[: sampling.max_tokens]

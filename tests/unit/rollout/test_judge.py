@@ -89,8 +89,9 @@ def test_a_failure_is_never_a_zero(rewards):
     assert bad.parts == {"r.words": 1.0} and bad.sample.finish == "stop"  # how it ended is another matter
     assert good.sample.reward == 1 + 4
     assert lost.parts == {} and lost.failure == "environment: no"  # not even asked
-    with pytest.raises(RewardError, match="no letters"):
+    with pytest.raises(RewardError, match="no letters") as stopped:
         judge(rewards).judge([rollout("bad")])
+    assert "no letters" in stopped.value.answers[0].failure  # to be recorded
 
 
 def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +70,39 @@ def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
     assert seeds == [seed_of(0, position, k) for position in range(4) for k in range(3)]
     assert [rollout.sample.reward for rollout in first + second] == [seed % 4 for seed in seeds]
     assert speaker.refreshed == 2
+
+
+def test_answers_are_judged_while_others_are_still_written(rewards):
+    """The last answer is written only when the first ones have been judged."""
+    speaker, early = Speaker(digit), []
+    generate = speaker.generate
+
+    def slow(requests, sampling, on_answer):
+        samples = generate(requests, sampling)
+        for index in reversed(range(1, len(samples))):
+            on_answer(index, samples[index])
+        deadline = time.monotonic() + 60
+        while sum(rollout.early is not None for rollout in early) < 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [rollout.early is not None for rollout in early] == [True] * 6 + [False]
+        return samples
+
+    speaker.generate = slow
+    made = rollouts(rewards, speaker, rollout__samples_per_prompt=4)
+    begin = made.judge.early
+
+    @contextmanager
+    def watched(count):
+        with begin(count) as found:
+            tell, found.tell = found.tell, lambda rollout: (early.append(rollout), tell(rollout))
+            yield found
+
+    made.judge.early = watched
+    batch = made.take()
+    expected = rollouts(rewards, rollout__samples_per_prompt=4).take()
+    assert [(r.sample.reward, r.parts) for r in batch] == [(r.sample.reward, r.parts) for r in expected]
+    assert {id(rollout) for rollout in early} < {id(rollout) for rollout in batch}
+    assert all(rollout.early is None for rollout in batch), "a replay asks again"
 
 
 def test_another_seed_of_the_run_gives_other_seeds():
@@ -162,10 +197,10 @@ def test_one_batch_is_made_at_a_time(rewards):
     busy, never = threading.Lock(), threading.Event()
     generate = speaker.generate
 
-    def alone(requests, sampling):
+    def alone(requests, sampling, **told):
         with busy:
             never.wait(0.02)  # long enough for another thread to begin, if it may
-            return generate(requests, sampling)
+            return generate(requests, sampling, **told)
 
     def refresh():
         assert not busy.locked()
@@ -180,7 +215,7 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
     speaker, news, brought, made_so_far = Speaker(digit), threading.Condition(), [], iter(range(9))
     generate = speaker.generate
 
-    def slow(requests, sampling):
+    def slow(requests, sampling, on_answer):
         number = next(made_so_far)
         with news:
             assert news.wait_for(lambda: brought[-1] >= number, 60)
