@@ -190,6 +190,7 @@ class Request:
 
     names: frozenset[str] = frozenset({"logprobs"})
     choice_ids: tuple[int, ...] = ()  # tokens that `choices` chooses among
+    among_all: bool = False  # they share their probability with all other tokens
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     jsd_beta: float = 0.5
     temperature: float = 1.0  # of the divergence

@@ -1,13 +1,13 @@
 """Process reward model: after each step's placeholder, is the right-token or the wrong-token more likely?
 
-Cross-entropy over the reward tokens alone, at the placeholders alone (the form of Math-Shepherd, arXiv:2312.08935).
+Cross-entropy at the placeholders alone, over the reward tokens (as in Math-Shepherd, arXiv:2312.08935) or over all tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posttrain.algos.base import Algorithm, register
 from posttrain.errors import UsageError
@@ -24,6 +24,8 @@ class ProcessReward(Algorithm):
         """Token that ends every step; the model judges the step there."""
         reward_tokens: tuple[str, ...] = ("+", "-")
         """The token for a right step, then the token for a wrong one."""
+        among: Literal["reward_tokens", "vocabulary"] = "reward_tokens"
+        """What these compete with: each other, or all tokens, which then lose their probability there."""
 
     rows = "stepwise"
     unit = "token"  # the placeholders are the tokens that count
@@ -49,14 +51,14 @@ class ProcessReward(Algorithm):
 
     def request(self, token_id: Callable[[str], int]) -> Request:
         ids = tuple(token_id(text) for text in self.config.reward_tokens)
-        return Request(names=frozenset(self.outputs()), choice_ids=ids)
+        return Request(names=frozenset(self.outputs()), choice_ids=ids, among_all=self.config.among == "vocabulary")
 
     def annotations(self) -> dict[str, Any]:
         return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:
         assert out.choices is not None and batch.targets is not None
-        right, wrong = out.choices.unbind(-1)  # normalised over these two alone, whatever else is likely
+        right, wrong = out.choices.unbind(-1)
         target = batch.targets[batch.counted]
         per_step = -(target * right + (1 - target) * wrong)
         return Loss(total=per_step.sum(), metrics={"accuracy": ((right > wrong) == (target > 0.5)).sum()})

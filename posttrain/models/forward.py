@@ -101,7 +101,8 @@ def forward(
         )
         out.divergence = to_stream(divergence, batch)
     if "choices" in request.names:  # what the model says next, after a counted token
-        out.choices = trunk.logits(hidden[batch.computed(batch.counted)])[:, list(request.choice_ids)].log_softmax(-1)
+        logits, wanted = trunk.logits(hidden[batch.computed(batch.counted)]), list(request.choice_ids)
+        out.choices = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
     if "scores" in request.names:
         out.scores = trunk.model.score(hidden[last])[:, 0].float()
     if "values" in request.names:  # of the state before a counted token

@@ -46,7 +46,8 @@ def test_bad_values_name_the_option(name, options, message):
 def test_what_is_asked_of_the_forward_pass():
     ids = {"+": 7, "-": 9}
     steps = build("prm").request(ids.__getitem__)
-    assert (steps.names, steps.choice_ids) == ({"choices"}, (7, 9))
+    assert (steps.names, steps.choice_ids, steps.among_all) == ({"choices"}, (7, 9), False)
+    assert build("prm", among="vocabulary").request(ids.__getitem__).among_all
     taught = build("distill", teacher="pico", divergence="jsd", jsd_beta=0.3, temperature=2.0).request(ids.__getitem__)
     assert (taught.names, taught.divergence, taught.jsd_beta, taught.temperature) == ({"divergence"}, "jsd", 0.3, 2.0)
     assert build("distill", teacher="pico", sft_weight=0.1).outputs() == {"divergence", "logprobs"}

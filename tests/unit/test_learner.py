@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from posttrain import learner as learners
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.data.pack import collate
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.base import Sampling
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
 from posttrain.models import memory
+from posttrain.models.forward import forward
 from posttrain.models.tensor_files import load_tensors
 from posttrain.types import Loss, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
@@ -375,3 +377,19 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     assert len(generate) == 1
     (engine,) = policy.engines.values()
     assert engine.leave() == learners.memory_to_come()
+
+
+@pytest.mark.parametrize("among_all", [False, True])
+def test_choices_are_shares_among_a_few_tokens_or_among_all(folder, among_all):
+    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    made = samples()
+    request = Request(names=frozenset({"choices"}), choice_ids=(5, 9), among_all=among_all)
+    found = forward(learner.trunk, collate(made), request).choices
+    expected = []
+    stock = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    for sample in made:
+        logits = stock(torch.as_tensor(sample.tokens).long()[None]).logits[0].double().exp()
+        for place in np.flatnonzero(sample.mask):  # what comes after it
+            whole = logits[place].sum() if among_all else logits[place, 5] + logits[place, 9]
+            expected.append([float((logits[place, token] / whole).log()) for token in (5, 9)])
+    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-5)
