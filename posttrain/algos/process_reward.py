@@ -1,6 +1,6 @@
 """Process reward model: after each step's placeholder, is the right-token or the wrong-token more likely?
 
-Cross-entropy at the placeholders alone, over the reward tokens (as in Math-Shepherd, arXiv:2312.08935) or over all tokens.
+Cross-entropy at the placeholders, over the reward tokens (as in Math-Shepherd, arXiv:2312.08935) or over all tokens.
 """
 
 from __future__ import annotations
