@@ -14,8 +14,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -31,12 +33,59 @@ INFLIGHT = "inflight"  # among rollout.engine
 ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
 DEFAULTS = "defaults"  # the entry of a file that names files to read before it
 SPELLINGS = {"shuffle_minibatch": "shuffle_mini_batch"}  # options of other libraries that differ in a letter
+ELSEWHERE = {  # options of other libraries -> what does the same here, to be named when one is typed
+    "lr": "update.learning_rate",
+    "batch_size": "update.rows_per_step",
+    "train_batch_size": "update.rows_per_step",
+    "gradient_accumulation_steps": "update.rows_per_step",
+    "per_device_train_batch_size": "update.tokens_per_device",
+    "micro_train_batch_size": "update.tokens_per_device",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "total_epochs": "epochs",
+    "output_dir": "out",
+    "save_path": "out",
+    "resume_from_checkpoint": "resume",
+    "model_name_or_path": "model.path",
+    "pretrain": "model.path",
+    "device": "cluster.devices",
+    "num_gpus": "cluster.devices",
+    "n_gpus_per_node": "cluster.devices",
+    "bf16": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "gradient_checkpointing": "model.checkpoint_activations",
+    "lora_r": "model.lora_rank",
+    "target_modules": "model.lora_targets",
+    "dataset": "data.train",
+    "dataset_name": "data.train",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "max_length": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "cutoff_len": "data.max_tokens",
+    "chat_template": "data.template",
+    "lr_scheduler_type": "update.schedule",
+    "warmup_steps": "update.warmup",
+    "warmup_ratio": "update.warmup",
+    "save_steps": "save.every",
+    "save_total_limit": "save.keep",
+    "eval_steps": "eval.every",
+    "report_to": "log.to",
+    "reward_funcs": "reward",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "kl_coef": "algo.kl",
+    "num_iterations": "algo.epochs_per_batch",
+    "ref_model": "algo.reference",
+    "loss_type": "algo.loss",
+}
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str = ""
-    """Folder, hub name, run folder (its newest valid checkpoint) or `pico`, the built-in toy."""
+    """Needed. Folder, hub name, run folder (its newest valid checkpoint) or `pico`, the built-in toy."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if not the model's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -60,7 +109,7 @@ class ModelConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     train: tuple[str, ...] = ()
-    """Files, folders, globs or hub names to train on; with weights to mix them: a.jsonl:0.7 b.parquet:0.3."""
+    """Needed. Files, folders, globs or hub names to train on; with weights to mix them: a.jsonl:0.7 b.parquet:0.3."""
     eval: tuple[str, ...] = ()
     """Files to evaluate on; or a number below 1: so large a part of the training rows is set aside for it."""
     repeat: bool = False
@@ -216,7 +265,7 @@ class RolloutConfig:
     max_tokens: int = 512
     """Longest answer, in tokens; all turns together where there is an environment."""
     temperature: float = 1.0
-    """Above 1: more varied answers, below 1: less. The trainer's log-probabilities account for it, and for these:"""
+    """Above 1: more varied answers, below 1: less. The trainer counts with it, and with the next three, too."""
     top_p: float = 1.0
     """Draw only from the likeliest tokens that have this probability together."""
     top_k: int = 0
@@ -305,7 +354,7 @@ class OnlineConfig(Config):
     """What every trainer takes that learns from its own answers."""
 
     reward: tuple[str, ...] = ()
-    """What judges answers: names of verifiers, FILE.py:FUNCTION, model:PATH, http://..."""
+    """Needed. What judges answers: names of verifiers (`posttrain rewards list`), FILE.py:FUNCTION, model:PATH, http://..."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     eval: OnlineEvalConfig = field(default_factory=OnlineEvalConfig)
@@ -360,7 +409,11 @@ class Entry(NamedTuple):
 
 
 def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str], *, data: bool = True) -> Config:
-    about = f"{TRAINERS[verb]}.\n\nA file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
+    judge = " --reward gsm8k" if isinstance(start, OnlineConfig) else ""
+    about = (
+        f"{TRAINERS[verb]}.\n\nposttrain {verb} --model.path MODEL --data.train ROWS.jsonl{judge}\n\n"
+        f"A file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
+    )
     return check(read_entries(f"posttrain {verb}", about, start, entries, typed), data=data)
 
 
@@ -393,7 +446,80 @@ def read_entries(prog: str, about: str, start: Any, entries: Sequence[Entry], ty
         first = bisect.bisect_left(counts, True, key=lambda count: works(entries[:count]) is None)
         wrong = entries[first]
         raise UsageError(f"{wrong.where}{wrong.key} is {wrong.value!r}; it must be {type_of(start, wrong.key)}.")
-    return read(as_options(entries) + typed) if typed else without_typed
+    if not typed:
+        return without_typed
+    check_typed(typed, start, prog)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return read(as_options(entries) + typed)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    groups = [list(group) for group in by_option(typed)]
+    counts = range(1, len(groups) + 1)
+    first = bisect.bisect_left(counts, True, key=lambda count: not parses(read, list(chain(*groups[:count]))))
+    raise UsageError(wrong_value(groups[min(first, len(groups) - 1)], start, prog))
+
+
+def parses(read: Callable[[list[str]], Any], options: list[str]) -> bool:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            read(options)
+    except SystemExit:
+        return False
+    return True
+
+
+def by_option(typed: Sequence[str]) -> Iterator[list[str]]:
+    """Each option with its values; `--option=value` is two words then."""
+    group: list[str] = []
+    for word in typed:
+        if word.startswith("--"):
+            if group:
+                yield group
+            name, is_, value = word.partition("=")
+            group = [name, value] if is_ else [name]
+        else:
+            group.append(word)
+    if group:
+        yield group
+
+
+def check_typed(typed: Sequence[str], start: Any, prog: str) -> None:
+    """Options that are typed exist; what the parser itself would say of others is longer and knows less."""
+    known = option_keys(start)
+    switches = {no_option(key) for key in known if isinstance(value_of(start, key), bool)}
+    for name, *values in by_option(typed):
+        if name == "-h":
+            continue
+        for word in (name, *values) if name.startswith("--") else (name,):
+            if not word.startswith("--") and (word == name or re.fullmatch(r"-[a-zA-Z][\w.]+", word)):
+                raise UsageError(f"{word}: options begin with --, as --steps 10. {prog} --help lists them.")
+        key = name[2:].replace("-", "_")
+        if key not in switches and key != "help":
+            check_key(key, start, "", dashes="--")
+
+
+def no_option(key: str) -> str:
+    section, dot, name = key.rpartition(".")
+    return f"{section}{dot}no_{name}"
+
+
+def wrong_value(group: list[str], start: Any, prog: str) -> str:
+    """What is wrong with an option and what was typed after it."""
+    name, *values = group
+    key = name[2:].replace("-", "_")
+    files = [value for value in values if value.endswith((".yaml", ".yml"))]
+    if files:
+        return f"{files[0]}: a configuration file comes first: {prog} {files[0]} {name} ..."
+    if key not in option_keys(start) or isinstance(value_of(start, key), bool):
+        key = key if key in option_keys(start) else key.replace("no_", "", 1)
+        return (
+            f"{name} is a switch and takes no value: write --{key} or --{no_option(key)}, without {' '.join(values)!r}."
+        )
+    if not values:
+        return f"{name} has no value; it must be {type_of(start, key)}."
+    return f"{name} is {' '.join(values)!r}; it must be {type_of(start, key)}."
 
 
 WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
@@ -407,7 +533,8 @@ def type_of(config: Any, key: str) -> str:
     *section, name = key.split(".")
     holder = value_of(config, section[0]) if section else config
     written = next(str(entry.type) for entry in dataclasses.fields(holder) if entry.name == name)
-    return WORDS.get(written) or written.replace("Literal[", "one of ").rstrip("]")
+    choices = written.partition("Literal[")[2].partition("]")[0]
+    return WORDS.get(written) or f"{'any' if written.startswith('tuple') else 'one'} of {choices}"
 
 
 def check(config: Config, *, data: bool = True) -> Config:
@@ -659,7 +786,8 @@ def read_yaml(file: Path) -> yaml.MappingNode | None:
     except FileNotFoundError:
         raise UsageError(f"{file}: no such configuration file") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{file}: cannot be read as YAML: {error}") from None
+        tab = "; a tab: indent with spaces" if "'\\t'" in str(error) else ""
+        raise UsageError(f"{file}: cannot be read as YAML{tab}: {error}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{file}: must hold `section:` entries, not a {root.id}")
     return root
@@ -729,14 +857,17 @@ def option_keys(config: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def check_key(key: str, start: Config, where: str) -> None:
+def check_key(key: str, start: Config, where: str, dashes: str = "") -> None:
     known = option_keys(start)
     if key in known:
         return
+    elsewhere = ELSEWHERE.get(key.split(".")[-1], "")
+    if elsewhere in known:
+        raise UsageError(f"{where}{dashes}{key}: no such option; here it is {dashes}{elsewhere}.")
     by_last = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
     near = by_last or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else "posttrain <verb> --help lists all options."
-    raise UsageError(f"{where}{key}: no such option. {hint}")
+    hint = f"Did you mean {dashes}{near[0]}?" if near else "posttrain <verb> --help lists all options."
+    raise UsageError(f"{where}{dashes}{key}: no such option. {hint}")
 
 
 def as_options(entries: Sequence[Entry]) -> list[str]:

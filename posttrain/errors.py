@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class PosttrainError(Exception):
@@ -31,6 +33,10 @@ class DivergedError(PosttrainError):
 
 class RewardError(PosttrainError):
     """Reward functions failed for too many completions."""
+
+    def __init__(self, message: str, answers: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.answers = answers  # those of the batch, where there is a run to record them
 
 
 class WorkerError(PosttrainError):

@@ -23,7 +23,7 @@ from posttrain.errors import PosttrainError, UsageError
 WALL_CLOCK_KEYS = frozenset({"tokens_per_second", "memory_gib"})
 """Metrics that differ between two equal runs, besides all that begin with `time/`."""
 
-NOT_TRAINING = ("eval", "save")
+NOT_TRAINING = ("load", "eval", "save")
 """Phases that do not count in tokens_per_second."""
 
 INSTALL = {
@@ -305,11 +305,12 @@ class Console:
             parts += _of_answers(row)
         elif "loss" in row:
             parts.append(f"loss {row['loss']:.4f}")
+            parts += [f"{name} {row[name]:.3g}" for name in ("accuracy", "margin") if name in row]  # of pairs
         if "tokens_per_second" in row:
             parts.append(f"{_short(row['tokens_per_second'])} tokens/s")
         # The first step also pays for what happens once; it counts only while nothing else is known.
         if self.steps_seen == 1:
-            seconds_a_step = sum(seconds for key, seconds in row.items() if key.startswith("time/"))
+            seconds_a_step = sum(row[key] for key in row if key.startswith("time/") and key != "time/load")
         else:
             seconds_a_step = (time.monotonic() - self.first_step_ended) / (self.steps_seen - 1)
         parts.append(f"eta {_duration(seconds_a_step * max(self.total_steps - step, 0))}")

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from posttrain.cli.generate import add_condition, add_model, add_sampling, add_template, model_of, sampling_of
+from posttrain.cli.options import Parser
 from posttrain.config import DataConfig
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
@@ -94,7 +95,7 @@ def well_formed(*streams: object) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain chat", description=TOOLS["chat"])
+    found = Parser(prog="posttrain chat", description=TOOLS["chat"])
     found.add_argument(
         "models", metavar="MODEL", nargs="+", help="folder, hub name, run folder (its newest checkpoint) or pico; two"
     )

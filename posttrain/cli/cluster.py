@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -16,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from posttrain.cli.options import Parser
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.runtime.ray import LocalCluster, is_ray, state_file
 
@@ -36,7 +36,7 @@ def run(args: list[str]) -> int:
         return 0
     if args[0] not in COMMANDS:
         raise UsageError(f"there is no `posttrain cluster {args[0]}`; there are {', '.join(COMMANDS)}")
-    parser = argparse.ArgumentParser(prog=f"posttrain cluster {args[0]}", description=COMMANDS[args[0]])
+    parser = Parser(prog=f"posttrain cluster {args[0]}", description=COMMANDS[args[0]])
     if args[0] == "down":
         parser.parse_args(args[1:])
         return down()

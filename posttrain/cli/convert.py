@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.options import Parser
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
@@ -42,7 +43,7 @@ def joined(args: list[str]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="posttrain convert", description=TOOLS["convert"], allow_abbrev=False)
+    made = Parser(prog="posttrain convert", description=TOOLS["convert"], allow_abbrev=False)
     add = made.add_argument
     add("source", nargs="?", default="", help="folder to read")
     add("out", nargs="?", default="", help="folder to write; must not exist or be empty")

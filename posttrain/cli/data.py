@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.options import Parser
 from posttrain.errors import UsageError
 from posttrain.verbs import TRAINERS
 
@@ -73,7 +74,7 @@ def check(args: list[str]) -> int:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posttrain data check", description=COMMANDS["check"])
+    parser = Parser(prog="posttrain data check", description=COMMANDS["check"])
     parser.add_argument("files", nargs="+", metavar="FILE", help="files, folders, globs or hub names, as data.train")
     parser.add_argument("--verb", default="", help="the trainer they are for; default: all that take such rows")
     parser.add_argument("--model.path", dest="model", default="", help="the model whose tokenizer and template count")
@@ -146,8 +147,9 @@ def show(report: Report, options: argparse.Namespace, console: Console) -> None:
         show_lengths(report, options, out)
     for origin, samples in report.shown:
         out.line(f"\n  {origin}", "bold")
-        for number, pieces in enumerate(samples):
-            out.sample(pieces, f"{number + 1}: " if len(samples) > 1 else "")
+        names = ("better", "worse") if report.kind == "pair" else tuple(map(str, range(1, len(samples) + 1)))
+        for name, pieces in zip(names, samples, strict=False):
+            out.sample(pieces, f"{name}: " if len(samples) > 1 else "")
     if report.shown:
         out.line(f"\n  {out.legend}")
     if report.bad:

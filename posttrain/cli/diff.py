@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from posttrain.cli.options import Parser
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
 
 def run(args: list[str]) -> int:
     """Print differences; 0: none, 1: some, as `diff` does."""
-    parser = argparse.ArgumentParser(prog="posttrain diff", description=TOOLS["diff"])
+    parser = Parser(prog="posttrain diff", description=TOOLS["diff"])
     parser.add_argument("a", help="Hugging Face folder, Megatron checkpoint, run, checkpoint of a run, adapters")
     parser.add_argument("b", help="another one")
     parser.add_argument("--original", help="Hugging Face folder with config.json, for one that has none")

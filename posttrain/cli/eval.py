@@ -19,7 +19,7 @@ from posttrain.cli.generate import (
     model_of,
     sampling_of,
 )
-from posttrain.cli.options import add_rewards, parse, rewards_of
+from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
@@ -71,7 +71,7 @@ def run(args: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain eval", description=TOOLS["eval"])
+    found = Parser(prog="posttrain eval", description=TOOLS["eval"])
     found.add_argument("model", metavar="MODEL", help="folder, hub name, run folder (its newest checkpoint) or pico")
     found.add_argument("data", metavar="DATA", nargs="+", help="files, folders, globs or hub names with prompts")
     add_rewards(found)

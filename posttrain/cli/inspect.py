@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from posttrain.cli.options import Parser
 from posttrain.verbs import TOOLS
 
 
 def run(args: list[str]) -> int:
     """Print what is known of a folder."""
-    parser = argparse.ArgumentParser(prog="posttrain inspect", description=TOOLS["inspect"])
+    parser = Parser(prog="posttrain inspect", description=TOOLS["inspect"])
     parser.add_argument("folder", help="Hugging Face folder, Megatron checkpoint, run, checkpoint of a run, adapters")
     parser.add_argument("--original", help="Hugging Face folder with config.json, if this one has none")
     parser.add_argument("--tensors", action="store_true", help="a line for every tensor")

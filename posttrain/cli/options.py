@@ -6,11 +6,22 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from posttrain.errors import UsageError
 
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the list of all options in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized"):
+            wrong = next((word for word in message.split() if word.startswith("-")), "")
+            near = difflib.get_close_matches(wrong, self._option_string_actions, n=1, cutoff=0.5)
+            message = f"{wrong}: no such option. Did you mean {near[0]}?" if near else message
+        raise UsageError(f"{message}\n{self.prog} --help lists all options.")
 
 
 def parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.options import add_rewards, parse, rewards_of
+from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
 from posttrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(args: list[str]) -> int:
 
 
 def list_verifiers(args: list[str]) -> int:
-    argparse.ArgumentParser(prog="posttrain rewards list", description=COMMANDS["list"]).parse_args(args)
+    Parser(prog="posttrain rewards list", description=COMMANDS["list"]).parse_args(args)
     from posttrain.rewards.verifier import verifiers
 
     for name, found in verifiers().items():
@@ -69,7 +69,7 @@ def check(args: list[str]) -> int:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posttrain rewards check", description=COMMANDS["check"])
+    parser = Parser(prog="posttrain rewards check", description=COMMANDS["check"])
     parser.add_argument("file", metavar="FILE", help="rollouts of a run, or rows with a column text, completion ...")
     add_rewards(parser, models=False)
     parser.add_argument("--max_rows", type=int, default=None, help="only the first rows")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.options import Parser
 from posttrain.errors import UsageError
 from posttrain.rollout import record
 
@@ -48,7 +49,7 @@ def run(args: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain samples", description=ABOUT)
+    found = Parser(prog="posttrain samples", description=ABOUT)
     found.add_argument("run", metavar="RUN", help=f"run folder, or a {record.FILE}")
     found.add_argument("--step", type=int, default=None, help="of this step; default: the newest")
     found.add_argument("--best", type=count, default=0, metavar="K", help="answers with the highest reward")
@@ -114,7 +115,7 @@ def show_step(step: int, rows: Sequence[Row], options: argparse.Namespace) -> No
     both = not options.best and not options.worst
     chosen = {
         "best": scored[: SHOWN if both else options.best],
-        "worst": scored[::-1][: SHOWN if both else options.worst],
+        "worst": scored[SHOWN:][::-1][:SHOWN] if both else scored[::-1][: options.worst],  # none is shown twice
     }
     if options.json:
         as_json([row for part in chosen.values() for row in part])

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from posttrain.cli.generate import add_model, add_template, model_of
-from posttrain.cli.options import add_rewards, parse, rewards_of
+from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
 from posttrain.config import DataConfig
 from posttrain.verbs import TOOLS
 
@@ -61,7 +61,7 @@ def scoring_of(options: argparse.Namespace) -> Scoring:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain score", description=TOOLS["score"])
+    found = Parser(prog="posttrain score", description=TOOLS["score"])
     found.add_argument("file", metavar="FILE", help="answers of posttrain generate, or rows that posttrain sft reads")
     found.add_argument("--out", required=True, help="the .jsonl file to write")
     found.add_argument("--overwrite", action="store_true", help="replace it if it is there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from posttrain.cli.generate import add_condition_template
-from posttrain.cli.options import parse
+from posttrain.cli.options import Parser, parse
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
 
@@ -47,7 +47,7 @@ def values_of(options: argparse.Namespace) -> list[object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    found = Parser(
         prog="posttrain select",
         description=TOOLS["select"],
         epilog="\n".join(f"{name:<13} {text}" for name, text in METHODS.items()),

@@ -7,6 +7,7 @@ import os
 import sys
 
 from posttrain.cli.generate import add_model, add_template, model_of
+from posttrain.cli.options import Parser
 from posttrain.config import DataConfig
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS
@@ -83,7 +84,7 @@ def run(args: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="posttrain serve", description=TOOLS["serve"])
+    found = Parser(prog="posttrain serve", description=TOOLS["serve"])
     found.add_argument("model", metavar="MODEL", help="folder, hub name, run folder (its newest checkpoint) or pico")
     found.add_argument("--host", default="127.0.0.1", help="another than this machine alone needs --token (127.0.0.1)")
     found.add_argument("--port", type=int, default=8000, help="0: any free one (8000)")

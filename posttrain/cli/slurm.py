@@ -6,6 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from posttrain.cli.options import Parser
 from posttrain.config import Config, verb_of_file
 from posttrain.errors import UsageError
 from posttrain.verbs import TOOLS, TRAINERS
@@ -34,7 +35,7 @@ def run(args: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    found = Parser(
         prog="posttrain slurm",
         usage="posttrain slurm [VERB] CONFIG.yaml --nodes N [options] [--section.option value ...]",
         description=f"Prints {TOOLS['slurm']}. Save it and hand it to sbatch; options of training go into it.",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from posttrain.cli.options import Parser
 from posttrain.errors import UsageError
 from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
@@ -35,7 +36,7 @@ def run(verb: str, args: list[str]) -> int:
 
 
 def parser_for(verb: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"posttrain {verb}", description=TOOLS[verb])
+    return Parser(prog=f"posttrain {verb}", description=TOOLS[verb])
 
 
 def demo(args: list[str]) -> int:
@@ -115,7 +116,7 @@ def plan(args: list[str]) -> int:
     from posttrain.cli.train import read
     from posttrain.config import verb_of_file
 
-    parser = argparse.ArgumentParser(prog="posttrain plan", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="posttrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--device_gib", type=float, default=0.0)
     options, args = parser.parse_known_args(args)
     if args[0] in TRAINERS or args[0] in PIPELINES:
@@ -150,8 +151,11 @@ def export(args: list[str]) -> int:
 
     quiet_libraries()
     report = write(options.source, Path(options.out), merge=not options.no_merge, use_ema=options.ema)
-    for name, value in report.items():
-        print(f"{name}: {value}")
+    merged = ", adapters merged" * report["merged"] + ", average of the weights" * report["averaged"]
+    print(f"from: {report['source']}{merged}")
+    print(f"{report['architecture']}, {report['parameters']:,} parameters in {report['dtype']}")
+    if report["rounding"] > 1e-5:  # of half precision; else it is no more than another order of sums
+        print(f"rounding merged weights to {report['dtype']} changes outputs by {report['rounding']:.2g} of their size")
     print(f"done: {options.out} was read back and computes the same as {options.source}")
     return 0
 

@@ -150,7 +150,7 @@ def recognise(row: Row, kind: RowKind) -> Format:
         is_a = " or ".join(form.describe(row.values) for form in fitting)
         raise DataError(f"{row.origin}: this is {is_a}; data for {_named(takers)}. {wanted}")
     found = ", ".join(row.values) or "none"
-    rename = "data.map_keys gives columns other names."
+    rename = 'data.map_keys gives columns other names, as --data.map_keys \'{"prompt": "COLUMN"}\'.'
     raise DataError(f"{row.origin}: columns found: {found}; no known format has these; {rename} {wanted}")
 
 

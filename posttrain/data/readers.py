@@ -305,9 +305,11 @@ def _read_json(file: Path, stream: BufferedIOBase) -> Rows:
 
 def _elements(file: Path, window: Window) -> Rows:
     """The objects up to the end of the list; the window stands at the first."""
-    comma = True
+    comma, line, number = True, 0, 0
     while True:
-        origin = f"{file}:{window.line}"
+        number += 1
+        origin = f"{file}:{window.line}" if window.line != line else f"{file}:row {number}"  # several in a line
+        line = window.line
         values, end, reason = window.value()
         if end < 0:
             raise DataError(f"{origin}: {reason}")  # where the next row begins is not known

@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.algos import ALGORITHMS
 from posttrain.config import OnlineConfig
 from posttrain.engines.base import Sampling
-from posttrain.errors import DivergedError, PosttrainError, UsageError
+from posttrain.errors import DivergedError, PosttrainError, RewardError, UsageError
 from posttrain.loops.evaluate import Examination
 from posttrain.loops.helpers import Critic, Helpers, RewardModel, check_reward_model, fill_values
 from posttrain.loops.pretraining import Pretraining
@@ -163,7 +163,10 @@ class Trainer:
         """A batch of judged answers, filled with what the algorithm needs and scored."""
         self.run.places.step = self.step + 1
         self.helpers.renew_reference(self.run, self.step)
-        rollouts = self.rollouts.take()
+        try:
+            rollouts = self.rollouts.take()
+        except RewardError as error:
+            raise self.with_answers(error) from None
         samples = usable(rollouts, self.step + 1)
         with self.run.log.phase("logprobs"):
             self.helpers.fill(samples)
@@ -173,6 +176,17 @@ class Trainer:
                 fill_values(self.policy, samples)
         self.algo.score(samples)
         return rollouts
+
+    def with_answers(self, error: RewardError) -> RewardError:
+        """Records the answers that could not be judged, so that they can be looked at; a resume drops them."""
+        if not error.answers:
+            return error
+        self.records.write(record.as_lines(error.answers, self.step + 1).encode())
+        folder = self.run.folder.path
+        return RewardError(
+            f"{error}\n\nthe answers: posttrain samples {folder} --failed\n"
+            f"judge them again: posttrain rewards check {folder / record.FILE} --reward {' '.join(self.config.reward)}"
+        )
 
     def train_step(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Learn from a batch; its metrics."""

@@ -106,7 +106,7 @@ class Run:
             folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
             data = load_data(config, algo, tokenizer, vocabulary, folder.path)
-            check_lengths(models["model"], data, config)
+            too_long = check_lengths(models["model"], data, config)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
             fingerprints |= {name: fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
@@ -125,6 +125,8 @@ class Run:
             stack.enter_context(log)
             for line in (*data.train.verdicts, *ledger(config, data, folder.path)):
                 log.message(line)
+            if too_long:
+                log.warn(too_long)
             signals = stack.enter_context(StopSignals())
             places = Places(config.cluster, folder.logs)
             stack.callback(places.close)
@@ -174,7 +176,9 @@ class Run:
         found = cluster.of(role)
         layout = Layout(found.tensor_parallel, found.zero, frozenset(cluster.offload))
         pool = self.places.pool(role)
-        workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
+        self.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
+        with self.log.phase("load"):
+            workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
         return LearnerGroup(workers, found.tensor_parallel)
 
     def objective(self) -> Objective:
@@ -330,22 +334,29 @@ def helper_models(config: Config, algo: Algorithm) -> dict[str, str]:
     return found
 
 
-def check_lengths(model_folder: str, data: Data, config: Config) -> None:
-    """A model with a table of positions has no place for longer rows; one that computes them (RoPE) has."""
+def check_lengths(model_folder: str, data: Data, config: Config) -> str:
+    """A model with a table of positions has no place for longer rows; of one that computes them (RoPE), a warning."""
     if is_adapter(model_folder):
-        return
+        return ""
     described = read_config(model_folder, "token").get_text_config()
     limit = getattr(described, "max_position_embeddings", None)
-    if limit is None or hasattr(described, "rope_parameters"):
-        return
-    if isinstance(config, OnlineConfig):
-        longest, answer = int(data.train.rows.lengths().max()), config.rollout.max_tokens
+    if limit is None:
+        return ""
+    longest = max(int(part.rows.lengths().max()) for part in (data.train, data.eval) if part)
+    answer = config.rollout.max_tokens if isinstance(config, OnlineConfig) else 0
+    if hasattr(described, "rope_parameters"):
+        if longest + answer <= limit:
+            return ""
+        return (
+            f"sequences may have {longest + answer:,} tokens, but the model was made for {limit:,}: expect poor answers"
+        )
+    if answer:
         if longest + answer > limit:
             raise DataError(
                 f"the longest prompt has {longest} tokens and rollout.max_tokens is {answer}, but the model has places "
                 f"for {limit}: lower rollout.max_tokens, or data.max_tokens with data.on_long drop"
             )
-        return
+        return ""
     too_long = [part.rows for part in (data.train, data.eval) if part and part.rows.lengths().max() > limit]
     for sample in (sample for rows in too_long for row in rows for sample in row):
         if len(sample) > limit:
@@ -353,6 +364,7 @@ def check_lengths(model_folder: str, data: Data, config: Config) -> None:
                 f"{sample.origin}: {len(sample)} tokens, but the model has places for {limit}. "
                 f"Set data.max_tokens to {limit}; data.on_long says what happens to longer rows."
             )
+    return ""
 
 
 def step_edges(config: Config, rows: int, least_rows: int) -> list[int]:

@@ -207,7 +207,7 @@ class Servant:
     def _load(self, message: dict[str, Any]) -> None:
         spec = message["spec"]
         with Catch() as caught:
-            asked = load(spec, self.seconds)
+            asked = self.asked.get(spec["text"]) or load(spec, self.seconds)
             missing = asked.adapted.missing(message["columns"]) if asked.adapted and message["columns"] else []
             if missing:
                 there = ", ".join(message["columns"])

@@ -124,7 +124,7 @@ class Child:
 
     def load(self, spec: Spec, columns: Sequence[str] = ()) -> bool:
         """Whether it takes batches; UsageError if it cannot be loaded."""
-        if spec.text not in self.loaded:
+        if spec.text not in self.loaded or columns:  # which columns there are is known only later
             message = {"do": "load", "spec": dataclasses.asdict(spec), "columns": list(columns)}
             try:
                 (reply,) = self.ask(message, LOAD_SECONDS)

@@ -83,7 +83,7 @@ def test_best_and_worst_of_the_newest_step(run, capsys):
     assert found[0]["length"] == next(r for r in recorded if r["text"] == found[0]["text"])["mask"].count("1")
     text = shown(capsys, run)
     assert text.startswith("step 4: 6 answers, mean reward") and "best:" in text and "worst:" in text
-    assert len(re.findall(r"^ +4 ", text, re.MULTILINE)) == 5 + 5
+    assert len(re.findall(r"^ +4 ", text, re.MULTILINE)) == 6  # none is shown twice
     assert "worst:" not in shown(capsys, run, "--best", 1)
     assert shown(capsys, run, "--step", 2).startswith("step 2: ")
 

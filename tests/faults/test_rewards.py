@@ -331,6 +331,16 @@ def test_a_file_that_cannot_be_used_is_refused_before_anything_starts(code, mess
     assert message in str(refused.value) and str(file) in str(refused.value)
 
 
+def test_columns_are_checked_also_of_a_function_that_is_loaded_already(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("def score(text, difficulty): return 1\n", encoding="utf-8")
+    with Rewards([f"{file}:score"]) as rewards:
+        rewards.check()
+        rewards.check(columns=["question", "difficulty"])
+        with pytest.raises(UsageError, match="asks for difficulty"):
+            rewards.check(columns=["question", "answer"])
+
+
 def test_an_interrupt_waits_for_no_function(file):
     """Ctrl-C while a function hangs: the children are gone, and nobody waits for the deadline."""
     arrived = file.parent / "arrived"
