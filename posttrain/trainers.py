@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import from_mapping
 from posttrain.errors import UsageError
 from posttrain.loops.online import opened
 from posttrain.loops.run import Result
+from posttrain.options import from_mapping
 from posttrain.rollout.record import Rollout
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]

@@ -46,7 +46,7 @@ def entries_of_file(file: Path, parser: argparse.ArgumentParser) -> dict[str, An
     """Checked as if they were typed; errors name the line."""
     import yaml
 
-    from posttrain.config import read_yaml
+    from posttrain.options import read_yaml
 
     verb = parser.prog.split()[-1]
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from posttrain.config import ModelConfig, parse_plain
+from posttrain.config import ModelConfig
 from posttrain.data.handlers import PreprocessConfig
 from posttrain.errors import UsageError
+from posttrain.options import parse_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

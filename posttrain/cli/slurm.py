@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.config import Config, verb_of_file
+from posttrain.config import Config
 from posttrain.errors import UsageError
+from posttrain.options import verb_of_file
 from posttrain.verbs import TOOLS, TRAINERS
 
 SAVE_SECONDS = 300  # before the job's time is over it is asked to save and end

@@ -114,7 +114,7 @@ def plan(args: list[str]) -> int:
         return 0
     from posttrain.cli.plan import plan as show
     from posttrain.cli.train import read
-    from posttrain.config import verb_of_file
+    from posttrain.options import verb_of_file
 
     parser = Parser(prog="posttrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--device_gib", type=float, default=0.0)

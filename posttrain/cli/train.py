@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain import config as configs
-from posttrain.config import launched_size
+from posttrain import options
+from posttrain.config import Config, launched_size
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -21,7 +21,7 @@ def run(verb: str, args: list[str]) -> int:
     return 0
 
 
-def read(verb: str, args: list[str], *, data: bool = True) -> configs.Config:
+def read(verb: str, args: list[str], *, data: bool = True) -> Config:
     """`data`: whether there must be some."""
     from posttrain.algos import ALGORITHMS
 
@@ -31,7 +31,7 @@ def read(verb: str, args: list[str], *, data: bool = True) -> configs.Config:
 
         file = find_run(option(args, "--out"), verb) / "config.yaml"
         args = [str(file), *args]
-    config = configs.parse(verb, algorithm, args, data=data)
+    config = options.parse(verb, algorithm, args, data=data)
     algorithm(config.algo)  # checks its options
     return config
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def train(verb: str, /, **options: Any) -> Result:
     """`posttrain <verb>` from Python: options as nested dicts, as in the YAML file."""
     from posttrain.algos import ALGORITHMS
-    from posttrain.config import from_mapping
+    from posttrain.options import from_mapping
 
     return train_from(verb, from_mapping(verb, ALGORITHMS[verb], options))
 

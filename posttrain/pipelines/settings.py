@@ -7,19 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import (
-    ClusterConfig,
-    DataConfig,
-    Entry,
-    LogConfig,
-    ModelConfig,
-    SaveConfig,
-    UpdateConfig,
-    check_key,
-    flatten,
-    parse_plain,
-    read_entries,
-)
+from posttrain.config import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, UpdateConfig
+from posttrain.options import Entry, check_key, flatten, parse_plain, read_entries
 from posttrain.serve.model import CONDITION
 from posttrain.verbs import PIPELINES
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import Config, as_mapping, from_mapping
+from posttrain.config import Config, as_mapping
 from posttrain.config import check as check_config
 from posttrain.data.sources import find_files, read_rows
 from posttrain.errors import UsageError
@@ -19,6 +19,7 @@ from posttrain.loops import train_from
 from posttrain.models.checkpoint import holds_run, sync_folder
 from posttrain.models.export import export
 from posttrain.models.load import resolve_path
+from posttrain.options import from_mapping
 from posttrain.pipelines.stage import Figures, Stage
 from posttrain.rewards.specs import parse_specs
 from posttrain.serve.generate import Generation, check, generate

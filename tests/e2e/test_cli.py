@@ -13,8 +13,9 @@ import yaml
 
 import posttrain
 from posttrain.algos import ALGORITHMS
-from posttrain.config import option_keys, with_algorithm
+from posttrain.config import with_algorithm
 from posttrain.models.checkpoint import newest_valid, step_of
+from posttrain.options import option_keys
 from posttrain.verbs import TOOLS, TRAINERS
 from tests.e2e.commands import PATIENCE, command, rows_of, start, wait_until
 from tests.e2e.rows import write_rows

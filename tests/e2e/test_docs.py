@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.algos import ALGORITHMS
-from posttrain.config import DataConfig, ModelConfig, option_keys, verb_of_file, with_algorithm
+from posttrain.config import DataConfig, ModelConfig, with_algorithm
 from posttrain.data.dataset import Encoder
 from posttrain.data.formats import FORMATS, SourceFormat, recognise
 from posttrain.data.sources import Row
 from posttrain.models.load import load_tokenizer, vocabulary_size
+from posttrain.options import option_keys, verb_of_file
 from posttrain.pipelines.settings import start_of
 from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 from tests.e2e.commands import PATIENCE, command, rows_of, start

@@ -7,8 +7,9 @@ import yaml
 
 from posttrain import config as configs
 from posttrain.algos import ALGORITHMS
-from posttrain.config import as_mapping, as_yaml, check, check_key, flatten, from_mapping, option_keys, parse, value_of
+from posttrain.config import as_mapping, as_yaml, check, value_of
 from posttrain.errors import UsageError
+from posttrain.options import check_key, flatten, from_mapping, option_keys, parse, verb_of_file
 
 LEAST = {"model": {"path": "pico"}, "data": {"train": ["a.jsonl"]}}
 # Where what `another` finds would be out of bounds, or would not go with the rest.
@@ -293,7 +294,7 @@ def test_the_verb_of_a_file(tmp_path):
     file = tmp_path / "c.yaml"
     for text, verb in (("verb: dpo\nsteps: 1\n", "dpo"), ("steps: 1\n", ""), ("", "")):
         file.write_text(text)
-        assert configs.verb_of_file(file) == verb
+        assert verb_of_file(file) == verb
 
 
 def test_a_number_in_place_of_evaluation_files_is_the_part_to_set_aside():

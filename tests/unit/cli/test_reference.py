@@ -7,7 +7,8 @@ import pytest
 from posttrain.algos import ALGORITHMS
 from posttrain.algos.preference import CPO, SimPO
 from posttrain.cli.reference import escaped, meanings, page, shown, type_name
-from posttrain.config import option_keys, with_algorithm
+from posttrain.config import with_algorithm
+from posttrain.options import option_keys
 from posttrain.pipelines.settings import start_of
 from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
