@@ -62,8 +62,11 @@ def test_one_that_is_lost_while_it_generates(samplers, tmp_path, how, caplog):
     group = samplers(2)
     group.refresh_sampler()
     group.seats[0].pool.seconds = 2.0 if how == "stop" else SECONDS
-    (tmp_path / f"generate-{how}").touch()
-    group.seats[0].submit("misbehave", "generate")  # so that it is this one
+    fault = tmp_path / f"generate-{how}"
+    fault.touch()
+    group.seats[0].submit("misbehave", "generate")
+    while fault.exists():  # so that it is this one
+        time.sleep(0.01)
     assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "by the other, with its weights"
     assert asked(tmp_path) == REQUESTS
     assert "rollout worker, rank 0" in caplog.text and "another rollout worker takes its place" in caplog.text
