@@ -6,7 +6,8 @@ beginning: `share` is how many tokens must be alike, 0 for never. That does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from posttrain.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
 Places = npt.NDArray[np.int64]
 
 MOST_SHARERS = 16  # more would save little, and repeat the beginning's keys as often
+ALIGNED = 16  # bytes
 LEAST_SAVING = 1 / 16  # of a run's tokens: below, gathering the keys costs about what is saved
 
 
@@ -114,20 +116,13 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", share
     """Lay samples end to end. A stream that some samples lack is left out."""
     lengths = tuple(len(sample) for sample in samples)
     mask = np.concatenate([sample.mask for sample in samples])
-
-    def put(array: Any, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
-        if torch.device(device).type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(device, non_blocking=True)
-
     streams = {
         name: put(np.concatenate([getattr(sample, name) for sample in samples]), torch.float32)
         for name in STREAMS
         if all(getattr(sample, name) is not None for sample in samples)
     }
     scalars = {name: put([getattr(sample, name) for sample in samples], torch.float32) for name in SCALARS}
-    return Batch(
+    batch = Batch(
         tokens=put(np.concatenate([sample.tokens for sample in samples]), torch.long),
         positions=put(np.concatenate([np.arange(n) for n in lengths]), torch.long),
         sample_of=put(np.repeat(np.arange(len(samples)), lengths), torch.long),
@@ -135,15 +130,37 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", share
         lengths=lengths,
         mask=put(mask, torch.bool),
         counted=put(np.flatnonzero(mask), torch.long),
-        sharing=shared(samples, runs(samples, share), put) if share else None,
+        sharing=shared(samples, runs(samples, share)) if share else None,
         **streams,
         **scalars,
     )
+    return batch if torch.device(device).type == "cpu" else moved(batch, device)
 
 
-def shared(
-    samples: Sequence[Sample], found: list[Run], put: Callable[[Any, torch.dtype], torch.Tensor]
-) -> Sharing | None:
+def put(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
+
+
+def moved(batch: Batch, device: torch.device | str) -> Batch:
+    """With all its tensors on the device, in one copy that the host does not wait for."""
+    owners: list[Any] = [batch] if batch.sharing is None else [batch, batch.sharing]
+    tensors = [
+        (owner, field.name, value)
+        for owner in owners
+        for field in fields(owner)
+        if isinstance(value := getattr(owner, field.name), torch.Tensor)
+    ]
+    rooms = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, _, tensor in tensors]
+    here = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+    for room, (_, _, tensor) in zip(here.split(rooms), tensors, strict=True):
+        room.view(tensor.dtype)[: tensor.numel()] = tensor
+    there = here.to(device, non_blocking=True)
+    for room, (owner, name, tensor) in zip(there.split(rooms), tensors, strict=True):
+        setattr(owner, name, room.view(tensor.dtype)[: tensor.numel()])
+    return batch
+
+
+def shared(samples: Sequence[Sample], found: list[Run]) -> Sharing | None:
     """Lay out runs: the beginning of each, then what follows it in each sample. None where nobody shares."""
     if len(found) == len(samples):
         return None

@@ -386,6 +386,7 @@ class Picked(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         at_once = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
         size = max(1, at_once // len(weight))
+        size -= size % 128 if size > 128 else 0  # products of whole tiles
         back = HeadGradient(hidden, weight, ctx.needs_input_grad[1]) if slopes is not None else None
         parts = []
         for start in range(0, max(1, len(hidden)), size):

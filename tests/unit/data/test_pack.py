@@ -1,9 +1,12 @@
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.pack import collate, pack, runs
+from posttrain.data.pack import collate, moved, pack, runs
 from posttrain.types import Sample
 
 
@@ -68,6 +71,20 @@ def test_a_common_beginning_is_laid_out_once():
     assert batch.computed(batch.counted - 1).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 6]
     assert plain.sharing is None and plain.computed(plain.counted) is plain.counted
     assert collate(samples, share=4).sharing is None  # too short to be shared
+
+
+def test_all_tensors_of_a_batch_travel_together():
+    streams = {"advantages": np.array([0, 1, 2.5, 0, 0], dtype=np.float32), "label": 1.0, "reward": 3.0}
+    samples = [replace(each, **streams) for each in following([1, 2, 3], [4, 5], [6, 7])]
+    for share in (0, 3):
+        stayed, went = collate(samples, share=share), moved(collate(samples, share=share), "cpu")
+        for here, there in ((stayed, went), (stayed.sharing, went.sharing))[: 2 if share else 1]:
+            for field in fields(here):
+                one, other = getattr(here, field.name), getattr(there, field.name)
+                if isinstance(one, torch.Tensor):
+                    assert one.dtype == other.dtype and one.tolist() == other.tolist(), field.name
+                elif field.name != "sharing":
+                    assert one == other, field.name
 
 
 def test_a_beginning_that_saves_little_is_not_shared():
