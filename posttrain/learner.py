@@ -138,7 +138,7 @@ class Learner:
             self.follower.sleep()
         totals = Totals()
         with self.decided_dropout():
-            for batch in self.paced(self.batches(samples, objective.group_size)):
+            for batch in self.batches(samples, objective.group_size):
                 self.inside(self.scaled_loss, batch, objective, denominator, tokens, totals).backward()
         sums = totals.read()
         error, _ = sums.pop(SLOPE_ERROR, (0.0, None))
@@ -201,7 +201,7 @@ class Learner:
         """Loss and metrics without gradients."""
         self.model.eval()
         totals = Totals()
-        for batch in self.paced(self.batches(samples, objective.group_size)):
+        for batch in self.batches(samples, objective.group_size):
             pack = self.company() if batch is None else batch
             out = self.inside(forward, self.trunk, pack, objective.request, self.teacher)
             if batch is not None:
@@ -341,9 +341,11 @@ class Learner:
         self.model.train(was_training)
         return seen
 
-    def batches(self, samples: Sequence[Sample], group_size: int) -> list[Batch]:
-        packs = pack(samples, self.update.tokens_per_device, group_size, self.shared_tokens)
-        return [collate([samples[i] for i in indices], self.device, self.shared_tokens) for indices in packs]
+    def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[Batch | None]:
+        """Pack by pack, each laid out while the device is at work on the one before; None: see `paced`."""
+        share = self.shared_tokens
+        for indices in self.paced(pack(samples, self.update.tokens_per_device, group_size, share)):
+            yield None if indices is None else collate([samples[i] for i in indices], self.device, share)
 
     # Keeping in step with others, where there are some
 

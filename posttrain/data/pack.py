@@ -6,6 +6,7 @@ beginning: `share` is how many tokens must be alike, 0 for never. That does not 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -35,16 +36,25 @@ class Run(NamedTuple):
 def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1, share: int = 0) -> list[list[int]]:
     """Indices of samples, pack by pack; the `group_size` neighbours of a row stay together and in order.
 
-    Best fit, longest first. A row longer than the budget gets a pack of its own. What is shared counts once.
+    As few packs as best fit makes, longest first, and then all about as long. A row longer than the budget gets a pack
+    of its own. What is shared counts once.
     """
     assert len(samples) % group_size == 0, f"{len(samples)} samples are not whole groups of {group_size}"
     rows = [range(first, first + group_size) for first in range(0, len(samples), group_size)]
     if share and group_size == 1:
         rows = [piece for run in runs(samples, share) for piece in cut(samples, run, tokens_per_pack)]
     lengths = [computed_tokens([samples[i] for i in row], share) for row in rows]
+    longest_first = sorted(range(len(rows)), key=lambda r: -lengths[r])
+    packs = fewest(lengths, longest_first, tokens_per_pack)
+    packs = evened(lengths, longest_first, tokens_per_pack, len(packs)) or packs
+    return [[i for r in sorted(members) for i in rows[r]] for members in packs]
+
+
+def fewest(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int) -> list[list[int]]:
+    """Each row into the pack where it leaves the least room."""
     packs: list[list[int]] = []
     room: list[int] = []
-    for r in sorted(range(len(rows)), key=lambda r: -lengths[r]):
+    for r in order:
         fitting = [(free, p) for p, free in enumerate(room) if free >= lengths[r]]
         if fitting:
             _, best = min(fitting)
@@ -54,7 +64,23 @@ def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1, s
             room.append(max(tokens_per_pack, lengths[r]))
         packs[best].append(r)
         room[best] -= lengths[r]
-    return [[i for r in sorted(members) for i in rows[r]] for members in packs]
+    return packs
+
+
+def evened(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int, count: int) -> list[list[int]]:
+    """So many packs of about the same length: each row into the emptiest. None where one would be too long.
+
+    A short pack at the end would keep a device waiting for the host, and be of another length at every step.
+    """
+    packs: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, p) for p in range(count)]
+    for r in order:
+        total, p = heapq.heappop(filled)
+        if total and total + lengths[r] > tokens_per_pack:
+            return []
+        packs[p].append(r)
+        heapq.heappush(filled, (total + lengths[r], p))
+    return packs
 
 
 def runs(samples: Sequence[Sample], share: int) -> list[Run]:

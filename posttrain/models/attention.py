@@ -284,7 +284,8 @@ def ragged(
         key_starts, most_keys = packing.key_starts, packing.most_keys
         k, v = (Gather.apply(stream, packing.keys, *(packing.seen or ())) for stream in (k, v))
     ranges = (packing.starts, key_starts, packing.longest, most_keys)
-    if q.requires_grad and newer_kernel_serves(q, k, v, ranges, scaling, sliding_window):
+    generating = torch.is_inference_mode_enabled()  # prompts are short: starting its kernels would take longer
+    if not generating and newer_kernel_serves(q, k, v, ranges, scaling, sliding_window):
         return newer_kernel(q, k, v, ranges, scaling, sliding_window)
     return torchs_kernel(q, k, v, ranges, scaling, sliding_window)
 

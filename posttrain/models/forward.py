@@ -17,7 +17,7 @@ from posttrain.models import attention
 from posttrain.models.layers import PlainHead, Slopes, speed_up
 from posttrain.types import Batch, Objective, Outputs, Request, Sample
 
-LEAST_PADDED_TO = 256  # tokens
+ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class Trunk:
         """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share."""
         layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
-        whole = 1 if extra else padded_to(len(row.tokens))  # what a router thinks of padding must not count
+        whole = 1 if extra else ROW_MULTIPLE  # what a router thinks of padding must not count
         packing = attention.layout(batch, ragged_kernel=self.ragged_kernel, whole=whole)
         tokens, positions = (F.pad(stream, (0, packing.padding))[None] for stream in (row.tokens, row.positions))
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
@@ -67,11 +67,6 @@ class Trunk:
         """Hidden states [n, H] -> what the critic expects to gain from there: [n]."""
         head = self.model.score if self.value_head is None else self.value_head
         return head(hidden)[:, 0].float()
-
-
-def padded_to(tokens: int) -> int:
-    """Rows are padded to a multiple of this where a device is quicker for it: a sixteenth of the next power of two."""
-    return max(LEAST_PADDED_TO, 1 << max(0, (tokens - 1).bit_length() - 4))
 
 
 def forward(

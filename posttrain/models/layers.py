@@ -28,7 +28,7 @@ from posttrain.types import Drawing
 
 FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 log = logging.getLogger("posttrain")
-LOGITS_PER_CHUNK = 2**28  # half precision: 512 MiB
+LOGITS_PER_CHUNK = 2**29  # half precision: 1 GiB
 LOGITS_PER_CPU_CHUNK = 2**22  # float32: 16 MiB, which a CPU's cache holds while it is worked on
 MASTER = "float32_master"
 """Attribute of a half-precision weight: the float32 tensor that the optimizer updates, whose `grad` adds up."""
@@ -397,6 +397,7 @@ class Picked(torch.autograd.Function):
             if back is not None and slopes is not None:
                 known = (normalizer, entropy, *slopes.at(start, picked, entropy))
                 back.add(rows, steps.pick_backward(logits, targets[rows], temperature, *known))
+            del logits  # before the next ones are there
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
         ctx.save_for_backward(*(() if back is not None else (hidden, targets, normalizer, entropy)))
         ctx.weight, ctx.options, ctx.slopes, ctx.back = weight, (temperature, steps, size), slopes, back
@@ -419,6 +420,7 @@ class Picked(torch.autograd.Function):
                 more = None if d_entropy is None else d_entropy[rows].contiguous()
                 logits = hidden[rows] @ weight.t()
                 back.add(rows, steps.pick_backward(logits, targets[rows], temperature, *known, more))
+                del logits
         elif d_picked is not None:
             ctx.slopes.compare(d_picked)
         return back.d_hidden, back.d_weight, None, None, None, None, None
