@@ -70,7 +70,9 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
             stack.enter_context(environments).check()
         run = stack.enter_context(Run.open(verb, config, algo))
         rewards.check(sorted(run.data.train.rows[0][0].columns))  # which columns there are is known now
-        yield Trainer(run, rewards, environments)
+        trainer = Trainer(run, rewards, environments)
+        yield trainer
+        trainer.record.settle()
 
 
 def reward_functions(config: OnlineConfig) -> Rewards:
@@ -137,7 +139,7 @@ class Trainer:
         if self.rollouts.recorded is not None:
             for _ in range(self.step):
                 next(self.rollouts.recorded, None)
-        self.records = record.append_after(run.folder.path, self.step)
+        self.record = record.Record(run.folder.path, self.step)
 
     def train(self) -> Result:
         run, metrics = self.run, dict[str, float]()
@@ -156,6 +158,7 @@ class Trainer:
                 with run.log.phase("save"):
                     run.save(self.step, self.policy)
             run.stop_if_asked(self.step, self.policy)
+        self.record.settle()
         run.log.done(closing_words(run, metrics))
         return Result(run.folder.path, run.data.steps, metrics)
 
@@ -181,7 +184,8 @@ class Trainer:
         """Records the answers that could not be judged, so that they can be looked at; a resume drops them."""
         if not error.answers:
             return error
-        self.records.write(record.as_lines(error.answers, self.step + 1).encode())
+        self.record.add(error.answers, self.step + 1)
+        self.record.settle()
         folder = self.run.folder.path
         return RewardError(
             f"{error}\n\nthe answers: posttrain samples {folder} --failed\n"
@@ -204,7 +208,7 @@ class Trainer:
         if self.samplers is not None:
             metrics |= {"sync_bytes": float(self.samplers.moved.bytes), "sync_seconds": self.samplers.moved.seconds}
         with self.run.log.phase("record"):
-            self.records.write(record.as_lines(rollouts, self.step).encode())
+            self.record.add(rollouts, self.step)
         return metrics
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
@@ -276,6 +280,7 @@ class Trainer:
     # What a checkpoint holds besides weights
 
     def save(self, folder: Path) -> None:
+        self.record.settle()
         pending = self.rollouts.state()
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")

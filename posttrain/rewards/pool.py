@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from posttrain.errors import UsageError
 from posttrain.rewards.process import LOAD_SECONDS, Child, DeadError, LateError, Limits, RetiredError
@@ -17,6 +16,7 @@ from posttrain.rewards.verdict import Completion, Verdict
 __all__ = ["LOAD_SECONDS", "Child", "DeadError", "Job", "LateError", "Limits", "Pool", "RetiredError", "Worker"]
 
 CHUNK = 32  # completions a message; a batch function sees so many at once, whatever the number of workers
+ASKED = tuple(each.name for each in fields(Completion))
 GIVEN_UP = Verdict(value=None, kind="error", reason="not asked: too many before it gave no result in time")
 
 
@@ -115,7 +115,7 @@ class Worker:
             self.slow.add(job.spec.text)  # nobody hangs: it is only slow, so do not try a batch again
 
     def _replies(self, child: Child, job: Job, start: int, stop: int, singly: bool) -> Iterator[Verdict]:
-        asked = [dataclasses.asdict(completion) for completion in job.completions[start:stop]]
+        asked = [{name: getattr(completion, name) for name in ASKED} for completion in job.completions[start:stop]]
         message = {"do": "judge", "spec": job.spec.text, "completions": asked, "singly": singly}
         answered = 0
         for reply in child.ask(message, self.limits.seconds):

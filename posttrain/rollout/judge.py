@@ -30,15 +30,14 @@ class Judge:
     def judge(self, rollouts: Sequence[Rollout]) -> None:
         """Score them all; past what rewards.limits allows the run stops with what went wrong."""
         asked = [rollout for rollout in rollouts if not rollout.failure]
-        completions = [self.completion(rollout) for rollout in asked]
-        late = [place for place, rollout in enumerate(asked) if rollout.early is None]
-        scored = iter(self.rewards.score([completions[place] for place in late], len(asked)))
+        late = [rollout for rollout in asked if rollout.early is None]
+        scored = iter(self.rewards.score(self.completions(late), len(asked)))
         verdicts = [next(scored) if rollout.early is None else rollout.early for rollout in asked]
         for place, scores_of in self.models.items():
             for of_answer, score in zip(verdicts, scores_of(asked), strict=True):
                 of_answer[place] = Verdict(value=score, kind="ok")
         if self.models:
-            self.rewards.conclude(completions, verdicts)
+            self.rewards.conclude(self.completions(asked), verdicts)
         for rollout, of_answer in zip(asked, verdicts, strict=True):
             self.write(rollout, of_answer)
         try:
@@ -74,15 +73,20 @@ class Judge:
         buffer, whole, longest = self.overlong
         return whole * min(1.0, max(0, tokens - (longest - buffer)) / buffer) if buffer else 0.0
 
-    def completion(self, rollout: Rollout) -> Completion:
-        return Completion(
-            prompt=self.tokenizer.decode(rollout.prompt.tokens),
-            messages=rollout.messages or rollout.prompt.messages,
-            text=rollout.text,
-            finish=rollout.sample.finish,
-            tokens=rollout.answer_tokens,
-            columns=rollout.prompt.columns,
-        )
+    def completions(self, rollouts: Sequence[Rollout]) -> list[Completion]:
+        prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
+        texts = {key: self.tokenizer.decode(prompt.tokens) for key, prompt in prompts.items()}
+        return [
+            Completion(
+                prompt=texts[id(rollout.prompt)],
+                messages=rollout.messages or rollout.prompt.messages,
+                text=rollout.text,
+                finish=rollout.sample.finish,
+                tokens=rollout.answer_tokens,
+                columns=rollout.prompt.columns,
+            )
+            for rollout in rollouts
+        ]
 
 
 class Early:
@@ -120,6 +124,6 @@ class Early:
                 raise
 
     def ask(self, rollouts: Sequence[Rollout]) -> None:
-        verdicts = self.judge.rewards.score([self.judge.completion(rollout) for rollout in rollouts], self.count)
+        verdicts = self.judge.rewards.score(self.judge.completions(rollouts), self.count)
         for rollout, of_answer in zip(rollouts, verdicts, strict=True):
             rollout.early = of_answer

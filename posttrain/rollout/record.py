@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -124,10 +125,6 @@ def unjudged(rollout: Rollout) -> Rollout:
     return replace(rollout, sample=sample, parts=said, failure=rollout.failure if blamed else "", seconds=0.0)
 
 
-def as_lines(rollouts: Sequence[Rollout], step: int) -> str:
-    return "".join(as_line(as_row(rollout, step)) for rollout in rollouts)
-
-
 def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
     """The recorded batches of a run, step by step."""
     path, step = file_of(folder), -1
@@ -187,16 +184,46 @@ def newest_step(path: Path) -> int:
     return newest
 
 
-def append_after(folder: Path, step: int) -> BinaryIO:
-    """The record of a run that goes on after this step; what was written after it is dropped: it is done again."""
-    path = folder / FILE
-    if path.exists():
-        kept = 0
-        with path.open("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-                kept += len(line)
-        if kept < path.stat().st_size:
-            os.truncate(path, kept)
-    return path.open("ab", buffering=0)
+class Record:
+    """The answers of a run that goes on after a step; what was written after it is dropped: it is done again.
+
+    A thread writes them while the next ones are drawn. `settle` waits for it: a checkpoint must not be ahead of it.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / FILE
+        if path.exists():
+            keep_until(path, step)
+        self.file = path.open("ab", buffering=0)
+        self.writing: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def add(self, rollouts: Sequence[Rollout], step: int) -> None:
+        rows = [as_row(rollout, step) for rollout in rollouts]  # now: samples are free to change
+        self.settle()
+        self.writing = threading.Thread(target=self.write, args=(rows,), name="record")
+        self.writing.start()
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        try:
+            self.file.write("".join(map(as_line, rows)).encode())
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # raised again by whoever waits
+            self.error = error
+
+    def settle(self) -> None:
+        if self.writing is not None:
+            self.writing.join()
+            self.writing = None
+        if self.error is not None:
+            raise self.error
+
+
+def keep_until(path: Path, step: int) -> None:
+    kept = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            kept += len(line)
+    if kept < path.stat().st_size:
+        os.truncate(path, kept)

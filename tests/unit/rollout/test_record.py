@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.data.lines import as_line
 from posttrain.errors import DataError, UsageError
 from posttrain.rollout import record
-from posttrain.rollout.record import STREAMS, Rollout, as_lines, from_row, unjudged
+from posttrain.rollout.record import STREAMS, Rollout, as_row, from_row, unjudged
 from posttrain.types import Prompt, Sample
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
@@ -69,7 +70,7 @@ def plain(value):
 @settings(max_examples=150, deadline=None)
 @given(rollouts(), st.integers(0, 10**6))
 def test_there_and_back(rollout, step):
-    [line] = as_lines([rollout], step).encode().decode().split("\n")[:-1]
+    [line] = as_line(as_row(rollout, step)).encode().decode().split("\n")[:-1]
     row = json.loads(line)
     assert row["step"] == step and record.STEP.match(line.encode())[1] == b"%d" % step
     assert plain(from_row(row)) == plain(rollout)
@@ -85,9 +86,10 @@ def made(step, group=0, **options):
 
 @pytest.fixture
 def run(tmp_path):
-    with record.append_after(tmp_path, 0) as file:
-        for step in (1, 2, 3):
-            file.write(as_lines([made(step, group) for group in (0, 1)], step).encode())
+    written = record.Record(tmp_path, 0)
+    for step in (1, 2, 3):
+        written.add([made(step, group) for group in (0, 1)], step)
+    written.settle()
     return tmp_path
 
 
@@ -111,10 +113,24 @@ def test_a_batch_that_is_not_whole_is_left_out(run, lost):
 def test_going_on_drops_what_is_done_again(run):
     file = run / record.FILE
     file.write_bytes(file.read_bytes()[:-50])  # a kill
-    with record.append_after(run, 1) as going_on:
-        going_on.write(as_lines([made(2, 7)], 2).encode())
+    going_on = record.Record(run, 1)
+    going_on.add([made(2, 7)], 2)
+    going_on.settle()
     assert steps(run) == [(1, [0, 1]), (2, [7])]
     assert [row["step"] for _, row in record.read_rows(file)] == [1, 1, 2]
+
+
+def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
+    written, rollout = record.Record(tmp_path, 0), made(1)
+    written.add([rollout], 1)
+    rollout.sample.reward, rollout.text = 5.0, "later"
+    written.settle()
+    [(_, [read])] = record.read_steps(tmp_path)
+    assert read.text == "answer 1" and read.sample.reward == 0.0
+    written.file.close()
+    written.add([rollout], 2)
+    with pytest.raises(ValueError, match="closed file"):
+        written.settle()
 
 
 def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
@@ -147,5 +163,5 @@ def test_a_recorded_answer_is_one_line_for_every_reader():
     sample = Sample(tokens=np.array([1, 2], dtype=np.int32), mask=np.array([False, True]))
     said = "one\u2028two\x85three\x0bfour"
     rollout = Rollout(sample=sample, prompt=Prompt(tokens=np.array([1], dtype=np.int32), messages=[]), text=said)
-    (line,) = as_lines([rollout], 1).splitlines()
+    (line,) = as_line(as_row(rollout, 1)).splitlines()
     assert from_row(json.loads(line)).text == said
