@@ -327,13 +327,16 @@ def newer_kernel(
 
 
 trusted: dict[tuple[Any, ...], bool] = {}
-"""Kinds of attention -> whether the newer kernel gave what torch's gives; found out where one first occurs."""
+"""Kinds of attention, lengths among them -> whether the newer kernel gave what torch's gives."""
 
 
-def newer_kernel_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> bool:
-    kind = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, how[-1] is None)
+def newer_kernel_serves(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
+) -> bool:
+    longest = tuple((length - 1).bit_length() for length in ranges[2:])  # it has been wrong for long samples alone
+    kind = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, window is None, ranges[0] is ranges[1], longest)
     if kind not in trusted:
-        trusted[kind] = has_newer_kernel(q) and agree(q, k, v, *how)
+        trusted[kind] = has_newer_kernel(q) and agree(q, k, v, ranges, scaling, window)
     return trusted[kind]
 
 

@@ -129,3 +129,21 @@ def test_the_newer_kernel_gives_what_torchs_gives(window):
     ]
     assert attention.has_newer_kernel(streams[0])
     assert attention.agree(*streams, ranges, None, window)
+
+
+def test_the_newer_kernel_is_tried_again_where_samples_are_longer(monkeypatch):
+    tried = []
+
+    def agree(q, k, v, ranges, scaling, window):
+        tried.append(ranges[2])
+        return ranges[2] < 1000
+
+    monkeypatch.setattr(attention, "trusted", {})
+    monkeypatch.setattr(attention, "has_newer_kernel", lambda q: True)
+    monkeypatch.setattr(attention, "agree", agree)
+    streams, starts = [torch.zeros(8, 2, 64)] * 3, torch.zeros(2)
+    found = [
+        attention.newer_kernel_serves(*streams, (starts, starts, longest, longest), None, None)
+        for longest in (200, 256, 8000, 250, 7000)
+    ]
+    assert found == [True, True, False, True, False] and tried == [200, 8000]
