@@ -26,8 +26,9 @@ class ModelConfig:
     """Needed. Folder, hub name, run folder (its newest valid checkpoint) or `pico`, the built-in toy."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if not the model's own."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. auto: float32 on a CPU; bfloat16 with float32 masters on an accelerator."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights. auto: float32 on a CPU; bfloat16 with float32 masters on an accelerator. float16 is for
+    devices without bfloat16: with masters too, and a loss scale, so that small gradients survive."""
     lora_rank: int = 0
     """Train adapters of this rank instead of the weights; 0 trains the weights."""
     lora_alpha: float = 16.0
@@ -241,8 +242,9 @@ class RewardsConfig:
     """Child processes that run reward functions."""
     clip: float = 0.0
     """Hold the sum of rewards between -clip and clip; 0: leave it."""
-    normalize_models: bool = False
-    """Take a reward model's scores relative to the mean and deviation that were saved with it."""
+    normalize: Literal["none", "saved", "running"] = "none"
+    """saved: reward models' scores relative to the mean and deviation saved with them; running: the sum of rewards
+    divided by the deviation of all sums so far."""
     overlong: tuple[int, float] = (0, 1.0)
     """N and P: the last N tokens before rollout.max_tokens cost a penalty that grows from 0 to P (DAPO)."""
 

@@ -167,16 +167,17 @@ class Learner:
         self, batch: Batch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
     ) -> torch.Tensor:
         """What is differentiated of one pack; 0 of a pack for company."""
-        pack, slopes = self.company() if batch is None else batch, None
+        assert self.optimizer is not None, "this learner was loaded for inference"
+        pack, slopes, scale = self.company() if batch is None else batch, None, self.optimizer.loss_scale
         if batch is not None and objective.separable:
-            slopes = TokenSlopes(objective, batch, denominator, partial(totals.add, SLOPE_ERROR))
+            slopes = TokenSlopes(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
         out = forward(self.trunk, pack, objective.request, self.teacher, slopes)
         if batch is None:
             return touch(torch.zeros((), device=self.device), out)
         loss = objective.loss(out, batch)
-        scaled = loss.total / denominator
+        scaled = loss.total / (denominator / scale)
         if out.router_loss is not None:
-            scaled = scaled + objective.request.router_loss * out.router_loss / tokens
+            scaled = scaled + objective.request.router_loss * out.router_loss / (tokens / scale)
             totals.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
         totals.add("loss", loss.total)
         totals.add_all(loss.metrics)

@@ -133,7 +133,9 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the weights")
+    group.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the weights"
+    )
     group.add_argument("--load_in_4bit", action="store_true", help="weights in 4 bits; needs bitsandbytes")
 
 

@@ -15,6 +15,7 @@ from posttrain.data.encode import Encoded, Encoder
 from posttrain.data.examples import Chat, Example, Message, Text, fault, filled_text
 from posttrain.data.formats import SourceFormat
 from posttrain.data.indexed import Numbers, token_dtype
+from posttrain.data.sentences import sentences
 from posttrain.data.sources import Row
 from posttrain.errors import DataError, UsageError
 from posttrain.types import RowKind, Sample
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # the label of a token that does not count
 UNLIMITED = 2**31 - 1
 Columns = dict[str, Numbers]
+Document = dict[str, list[Numbers]]  # what is written of a row: a sequence a key, or several
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +60,9 @@ class PreprocessConfig:
     seq_length: int = 0
     """Rows of so many tokens or more are left out and counted (not by GeneralPretrainHandler); 0: no limit."""
     append_eod: bool = False
-    """End every sequence with the end token, if it does not end so already."""
+    """End every row with the end token, if it does not end so already."""
+    split_sentences: bool = False
+    """GeneralPretrainHandler: each sentence is a sequence of its document, in files named _sentence, not _document."""
     pack: bool = False
     """Instruction handlers: put rows together until they fill seq_length tokens."""
     neat_pack: bool = False
@@ -78,10 +82,19 @@ class PreprocessConfig:
 
 
 @dataclass(slots=True)
+class Written:
+    """A column of many rows."""
+
+    numbers: Numbers  # of all sequences, end to end
+    lengths: Numbers  # of the sequences
+    documents: Numbers  # how many sequences each row has
+
+
+@dataclass(slots=True)
 class Outcome:
     """What became of a chunk of rows."""
 
-    columns: dict[str, tuple[Numbers, Numbers]]  # key -> the numbers of all rows end to end, and the rows' lengths
+    columns: dict[str, Written]
     counts: dict[str, int]
     bad: list[dict[str, Any]] = field(default_factory=list)  # rows set aside, with the reason
 
@@ -92,6 +105,7 @@ class Handler:
     kind: RowKind | Literal["prompt"] = "chat"
     keys: tuple[str, ...] = ("attention_mask", "labels", "input_ids")  # the last is published last
     mark = "_packed"  # what other trainers look for in the names of post-training files
+    level = "document"  # what a sequence is: the end of the files' names
     can_pack = False
 
     def __init__(self, config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -133,7 +147,7 @@ class Handler:
         """All rows of a chunk, in their order."""
         counts = dict.fromkeys(("read", "kept", "dropped", "bad", "tokens", "quoted"), 0)
         counts["read"] = len(chunk)
-        written: list[Columns] = []
+        written: list[Document] = []
         bad: list[dict[str, Any]] = []
         try:
             written = self._encode(chunk, counts)
@@ -147,23 +161,28 @@ class Handler:
                 except DataError as error:
                     bad.append({"reason": str(error), "row": row.values})
         counts["kept"], counts["bad"] = len(written), len(bad)
-        columns: dict[str, tuple[Numbers, Numbers]] = {}
+        columns: dict[str, Written] = {}
         for key in self.keys:
-            parts = [row[key] for row in written]
+            parts = [part for row in written for part in row[key]]
             numbers = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-            columns[key] = (numbers.astype(self.dtype(key)), np.array([len(part) for part in parts], dtype=np.int32))
+            columns[key] = Written(
+                numbers.astype(self.dtype(key)),
+                np.array([len(part) for part in parts], dtype=np.int32),
+                np.array([len(row[key]) for row in written], dtype=np.int64),
+            )
             counts["tokens"] += len(numbers) if key.endswith("input_ids") or self.kind == "text" else 0
         return Outcome(columns, counts, bad)
 
-    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Columns]:
+    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Document]:
         source = SourceFormat(self.encoder.kind, self.config.placeholder_token)
         pairs = [(row, example) for row in chunk for example in self.examples(row, source)]
-        written: list[Columns] = []
+        written: list[Document] = []
         for (row, example), encoded in zip(pairs, self.samples([example for _, example in pairs]), strict=True):
             counts["quoted"] += encoded.quoted
             counts["dropped"] += encoded.dropped
             if not encoded.dropped:
-                written.append(self.columns(row, example, encoded.samples))
+                columns = self.columns(row, example, encoded.samples)
+                written.append({key: [numbers] for key, numbers in columns.items()})
         return written
 
     def samples(self, examples: Sequence[Example]) -> list[Encoded]:
@@ -207,18 +226,35 @@ class GeneralPretrainHandler(Handler):
             raise UsageError("json_keys is empty: name the columns to encode, as --json_keys text")
         super().__init__(config, tokenizer)
         self.keys = config.json_keys
+        self.level = "sentence" if config.split_sentences else "document"
         self.encoder.config.max_tokens = UNLIMITED
 
     def dtype(self, key: str) -> np.dtype[Any]:
         return token_dtype(len(self.tokenizer))
 
-    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Columns]:
-        texts = [Text(origin=row.origin, text=self._text(row, key)) for row in chunk for key in self.keys]
+    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Document]:
+        pieces = [{key: self._pieces(self._text(row, key)) for key in self.keys} for row in chunk]
+        texts = [
+            Text(origin=row.origin, text=piece)
+            for row, by_key in zip(chunk, pieces, strict=True)
+            for key in self.keys
+            for piece in by_key[key]
+        ]
         encoded = self.encoder.encode_all(texts)
         counts["quoted"] += sum(one.quoted for one in encoded)
         sequences = iter([one.samples[0].tokens for one in encoded])
-        end = None if self.config.append_eod else -1  # the encoder ends every text with the end token
-        return [{key: next(sequences)[:end] for key in self.keys} for _ in chunk]
+        return [{key: self._joined([next(sequences) for _ in by_key[key]]) for key in self.keys} for by_key in pieces]
+
+    def _pieces(self, text: str) -> list[str]:
+        return sentences(text) if self.config.split_sentences else [text]
+
+    def _joined(self, sequences: list[Numbers]) -> list[Numbers]:
+        """Of a document, which begins and ends once; the encoder begins and ends every text."""
+        begun, last = sequences[0][0] == self.encoder.bos_id, len(sequences) - 1
+        return [
+            numbers[int(begun and place > 0) : None if self.config.append_eod and place == last else -1]
+            for place, numbers in enumerate(sequences)
+        ]
 
     def _text(self, row: Row, key: str) -> str:
         if key not in row.values:

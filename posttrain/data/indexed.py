@@ -85,14 +85,14 @@ class IndexedWriter:
     def end_document(self) -> None:
         self.edges.append(len(self.lengths))
 
-    def add_all(self, numbers: Numbers, lengths: Numbers) -> None:
-        """Many sequences end to end, each a document."""
+    def add_all(self, numbers: Numbers, lengths: Numbers, documents: Numbers) -> None:
+        """Many sequences end to end; `documents` says how many of them each document has."""
         assert self.modes is None, "modes are given one by one"
-        assert len(numbers) == lengths.sum(), "the lengths do not add up"
+        assert len(numbers) == lengths.sum() and len(lengths) == documents.sum(), "the lengths do not add up"
         self.bin.write(self._fitting(numbers).tobytes())
         first = len(self.lengths)
         self.lengths.frombytes(lengths.astype(np.int32).tobytes())
-        self.edges.frombytes(np.arange(first + 1, len(self.lengths) + 1, dtype=np.int64).tobytes())
+        self.edges.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
 
     def add_index(self, prefix: str | Path) -> None:
         """All of another file, as if its sequences had been written here."""

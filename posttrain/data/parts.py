@@ -106,8 +106,8 @@ class Shop:
             self._writers = {
                 key: IndexedWriter(self.prefix(number, key), self.handler.dtype(key)) for key in self.handler.keys
             }
-        for key, (numbers, lengths) in outcome.columns.items():
-            self._writers[key].add_all(numbers, lengths)
+        for key, column in outcome.columns.items():
+            self._writers[key].add_all(column.numbers, column.lengths, column.documents)
         for name, count in outcome.counts.items():
             self._counts[name] = self._counts.get(name, 0) + count
         self._bad += outcome.bad
@@ -158,7 +158,7 @@ class Target:
         self.manifest = self.folder / f"{self.name}_manifest.json"
 
     def named(self, key: str) -> str:
-        return str(self.folder / f"{self.name}_{key}_document")
+        return str(self.folder / f"{self.name}_{key}_{self.handler.level}")
 
     def writer(self, key: str) -> IndexedWriter:
         return IndexedWriter(self.named(key), self.handler.dtype(key))

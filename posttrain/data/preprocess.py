@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import posttrain
-from posttrain.data.handlers import IGNORED, Handler, Outcome, PreprocessConfig, handler_class, make_handler
+from posttrain.data.handlers import (
+    IGNORED,
+    GeneralPretrainHandler,
+    Handler,
+    Outcome,
+    PreprocessConfig,
+    handler_class,
+    make_handler,
+)
 from posttrain.data.indexed import IndexedReader, Numbers
 from posttrain.data.parts import Shop, Target, file_hash, shop_of
 from posttrain.data.sources import BadRow, Meter, Part, Row, parts_of
@@ -93,6 +101,10 @@ def check(config: PreprocessConfig) -> None:
     refuse(not config.output_prefix, "output_prefix is not set. Say where to write: --output_prefix data/rows")
     packs = config.pack or config.neat_pack
     refuse(packs and not handler.can_pack, f"pack is for instruction handlers, not for {config.handler_name}.")
+    refuse(
+        config.split_sentences and handler is not GeneralPretrainHandler,
+        f"split_sentences is for GeneralPretrainHandler, not for {config.handler_name}.",
+    )
     refuse(packs and not config.seq_length, "pack needs to know how long a row is to be: --seq_length 4096, say.")
     for name, value, low in (
         ("workers", config.workers, 1),
@@ -277,7 +289,7 @@ def write_merged(handler: Handler, shop: Shop, target: Target) -> int:
         writer = target.writer(key)
         for number in range(len(shop.finished)):
             writer.add_index(shop.prefix(number, key))
-        rows = len(writer.lengths)
+        rows = len(writer.edges) - 1
         writer.write_index()
     return rows
 

@@ -52,7 +52,7 @@ class Examination:
             rollouts = conversation.play(asked, seeds)
         else:
             rollouts = answers(examinee, asked, seeds, self.sampling, self.tokenizer)
-        self.judge.judge(rollouts)
+        self.judge.judge(rollouts, training=False)
         return self.figures(rollouts)
 
     def figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:

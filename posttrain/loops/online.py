@@ -281,10 +281,14 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         self.record.settle()
-        pending = self.rollouts.state()
+        pending = self.rollouts.state()  # first: batches that are still being made change what the judge knows
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
-        state = {"algo": self.algo.state(), "pretraining": self.pretraining.position if self.pretraining else []}
+        state = {
+            "algo": self.algo.state(),
+            "pretraining": self.pretraining.position if self.pretraining else [],
+            "judge": self.judge.state(),
+        }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -292,11 +296,12 @@ class Trainer:
             self.rollouts.load_state([json.loads(line) for line in lines])
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.algo.load_state(state["algo"])
+        self.judge.load_state(state.get("judge", {}))  # absent in checkpoints of old
         if self.pretraining:
             self.pretraining.position = state["pretraining"]
 
     def make_judge(self, rewards: Rewards) -> Judge:
-        normalize = self.config.rewards.normalize_models
+        normalize = self.config.rewards.normalize == "saved"
         models: dict[int, Any] = {
             place: RewardModel(self.run, path, self.helpers, place=place, normalize=normalize)
             for place, path in rewards.models

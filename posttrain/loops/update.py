@@ -43,16 +43,18 @@ def update(
     tokens = sum(len(sample) for sample in samples)
     if not denominator:
         raise DataError(f"step {step}: no {objective.unit} of its rows counts; first row: {samples[0].origin}")
-    means = averages(learner.forward_backward(samples, objective, denominator, tokens), denominator)
-    for other in besides:
-        by = count(other.samples, other.objective.unit)
-        sums = learner.forward_backward(other.samples, other.objective, by, tokens)
-        means["pretrain_loss"] = means.get("pretrain_loss", 0.0) + averages(sums, by)["loss"]
-    finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
     warmup = round(config.warmup if config.warmup >= 1 else config.warmup * run.data.steps)
     peak = config.learning_rate if peak_rate is None else peak_rate
     rate = ops.learning_rate_at(step, run.data.steps, peak, config.shape, warmup, config.min_lr_ratio)
-    metrics = means | (learner.step(rate) if finite else learner.discard())
+    metrics: dict[str, float] = {"rescaled": 1.0}
+    while metrics.pop("rescaled", False):  # float16: once more with a smaller loss scale
+        means = averages(learner.forward_backward(samples, objective, denominator, tokens), denominator)
+        for other in besides:
+            by = count(other.samples, other.objective.unit)
+            sums = learner.forward_backward(other.samples, other.objective, by, tokens)
+            means["pretrain_loss"] = means.get("pretrain_loss", 0.0) + averages(sums, by)["loss"]
+        finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
+        metrics = means | (learner.step(rate) if finite else learner.discard())
     progress = run.progress
     if metrics["skipped"]:
         progress.skipped += 1

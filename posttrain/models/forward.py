@@ -141,7 +141,7 @@ class TokenSlopes:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, denominator: int, say_error: Callable[[torch.Tensor], None]
+        self, objective: Objective, batch: Batch, denominator: float, say_error: Callable[[torch.Tensor], None]
     ) -> None:
         """`say_error` is told how far they were from the gradients of the whole loss, as a part of those."""
         self.objective, self.batch, self.denominator, self.say_error = objective, batch, denominator, say_error

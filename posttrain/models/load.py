@@ -46,7 +46,7 @@ from posttrain.models.tensors import module_tensors, read_parts, some_of, stored
 from posttrain.types import Head
 
 AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 log = logging.getLogger("posttrain")

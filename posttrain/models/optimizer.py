@@ -3,14 +3,19 @@
 Weights in half precision stay at one address and are overwritten after each step; the masters, the accumulated
 gradients and Adam's state are float32. Weights in float32 are their own masters.
 
+In float16 gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients divided by it. The
+scale grows until they overflow; then it is halved and the step is made again, so that no row is lost.
+
 Where a model is held by many processes its parameters are float32, and a master is this process's part of one: AdamW
 works number by number, so only the norm of the gradients is asked of all.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +26,26 @@ from posttrain.models.shard import Shards, local, part_of
 from posttrain.models.tensor_files import TensorFiles, save_in_parts, save_tensors
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
+FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
+SCALE_FILE = "loss-scale.json"
+
+
+@dataclass(slots=True)
+class LossScale:
+    """What the loss is multiplied by: doubled after many steps without an overflow, halved at one."""
+
+    value: float = 1.0
+    good_steps: int = 0  # in a row
+
+    GROW_EVERY = 2000
+
+    def lower(self) -> None:
+        self.value, self.good_steps = max(1.0, self.value / 2), 0
+
+    def count(self) -> None:
+        self.good_steps += 1
+        if self.good_steps == self.GROW_EVERY:
+            self.value, self.good_steps = min(LARGEST_SCALE, self.value * 2), 0
 
 
 class Optimizer:
@@ -54,6 +79,12 @@ class Optimizer:
         )
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
         self.steps = 0  # that were applied
+        types = {shards.dtype} if shards is not None else {parameter.dtype for parameter in parameters.values()}
+        self.scale = LossScale(FIRST_SCALE) if torch.float16 in types else None
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
 
     def bytes_to_come(self, device: torch.device) -> int:
         """Of what a step needs on the device, and is not there now: it does not exist yet, or is in host memory."""
@@ -66,24 +97,37 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, float]:
-        """Clip, check and apply the gradients, then forget them. Not finite: nothing is applied, `skipped` is 1."""
-        norm_value = float(self.gradient_norm())
+        """Clip, check and apply the gradients, then forget them. Not finite: nothing is applied, `skipped` is 1.
+
+        Or `rescaled` is 1: they may be finite with the loss scale that there is now.
+        """
+        scale = self.loss_scale
+        norm_value = float(self.gradient_norm()) / scale
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
         finite = math.isfinite(norm_value)
+        if self.scale is not None and not finite and scale > 1.0:
+            self.scale.lower()
+            self.forget_gradients()
+            return {"rescaled": 1.0}
         if finite:
-            limit = self.config.max_grad_norm
+            limit, factor = self.config.max_grad_norm, 1 / scale
             if limit and norm_value > limit:
-                torch._foreach_mul_(grads, limit / (norm_value + 1e-6))
+                factor *= limit / (norm_value + 1e-6)
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
             for group in self.adam.param_groups:
                 group["lr"] = learning_rate
             self.adam.step()
             self.steps += 1
+            if self.scale is not None:
+                self.scale.count()
             self.write_weights()
             if self.average:
                 masters = [master.detach() for master in self.masters.values()]
                 torch._foreach_lerp_(list(self.average.values()), masters, 1 - self.config.ema_decay)
         self.forget_gradients()
-        return {"grad_norm": norm_value, "learning_rate": learning_rate, "skipped": float(not finite)}
+        scales = {"loss_scale": scale} if self.scale is not None else {}
+        return {"grad_norm": norm_value, "learning_rate": learning_rate, "skipped": float(not finite), **scales}
 
     def gradient_norm(self) -> torch.Tensor:
         if self.shards is None:
@@ -140,6 +184,8 @@ class Optimizer:
 
     def save(self, folder: Path) -> None:
         """What training needs to go on, besides the weights; the same tensors, however many processes hold them."""
+        if self.scale is not None and (self.shards is None or self.shards.rank == 0):
+            (folder / SCALE_FILE).write_text(json.dumps(asdict(self.scale)), encoding="utf-8")
         if self.shards is None:
             save_tensors(folder / "optimizer.safetensors", self.state())
             if self.average:
@@ -158,6 +204,8 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """The inverse of `save`, of any number of processes; call it after the weights themselves were loaded."""
         saved = TensorFiles(folder, "optimizer")
+        if self.scale is not None and (folder / SCALE_FILE).exists():  # not where the run was in another type before
+            self.scale = LossScale(**json.loads((folder / SCALE_FILE).read_text(encoding="utf-8")))
         self.steps = 0
         for name, master in self.masters.items():
             part = part_of(self.parameters[name])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,10 +27,14 @@ class Judge:
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
         self.weights = list(config.rewards.weights or rewards.weights)
         self.clip = config.rewards.clip
+        self.spread = Spread() if config.rewards.normalize == "running" else None
         self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
 
-    def judge(self, rollouts: Sequence[Rollout]) -> None:
-        """Score them all; past what rewards.limits allows the run stops with what went wrong."""
+    def judge(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
+        """Score them all; past what rewards.limits allows the run stops with what went wrong.
+
+        `training`: False leaves sums as they are where training divides them, so that they compare over a run.
+        """
         asked = [rollout for rollout in rollouts if not rollout.failure]
         late = [rollout for rollout in asked if rollout.early is None]
         scored = iter(self.rewards.score(self.completions(late), len(asked)))
@@ -40,6 +46,8 @@ class Judge:
             self.rewards.conclude(self.completions(asked), verdicts)
         for rollout, of_answer in zip(asked, verdicts, strict=True):
             self.write(rollout, of_answer)
+        if training or self.spread is None:
+            self.scale([rollout for rollout in asked if not rollout.failure])
         try:
             self.rewards.check_failures(verdicts)
         except RewardError as error:
@@ -66,7 +74,25 @@ class Judge:
         if penalty := self.penalty(len(rollout.sample) - len(rollout.prompt.tokens)):
             rollout.parts["overlong"] = -penalty
             total -= penalty
-        rollout.sample.reward = max(-self.clip, min(self.clip, total)) if self.clip else total
+        rollout.sample.reward = total
+
+    def scale(self, rollouts: Sequence[Rollout]) -> None:
+        """Divide by the deviation of all rewards so far, these among them, if asked for; then clip."""
+        deviation = 1.0
+        if self.spread is not None:
+            self.spread.add([rollout.sample.reward for rollout in rollouts])
+            deviation = self.spread.deviation or 1.0  # nothing has differed yet
+        for rollout in rollouts:
+            reward = rollout.sample.reward / deviation
+            rollout.sample.reward = max(-self.clip, min(self.clip, reward)) if self.clip else reward
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold so that later rewards are divided by the same."""
+        return {} if self.spread is None else asdict(self.spread)
+
+    def load_state(self, state: dict[str, float]) -> None:
+        if self.spread is not None:
+            self.spread = Spread(**state)
 
     def penalty(self, tokens: int) -> float:
         """DAPO's soft punishment (arXiv:2503.14476, eq. 13): from 0 up to the whole at the longest allowed answer."""
@@ -87,6 +113,31 @@ class Judge:
             )
             for rollout in rollouts
         ]
+
+
+@dataclass(slots=True)
+class Spread:
+    """The standard deviation of all numbers it was told of, without keeping them (Chan, Golub and LeVeque, 1979)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+
+    def add(self, values: Sequence[float]) -> None:
+        if not values:
+            return
+        new, count = len(values), self.count + len(values)
+        mean = math.fsum(values) / new
+        gap = mean - self.mean
+        self.squares += math.fsum((value - mean) * (value - mean) for value in values)
+        self.squares += gap * gap * self.count * new / count
+        self.mean += gap * new / count
+        self.count = count
+
+    @property
+    def deviation(self) -> float:
+        """The unbiased one; 0 where there are fewer than two numbers."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
 
 class Early:

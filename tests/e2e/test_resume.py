@@ -75,12 +75,20 @@ def bytes_of(folder):
 VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("sft", {"model": {"path": "pico", "lora_rank": 4, "lora_dropout": 0.3}}),
     ("dpo", {"model": {"path": "pico", "lora_rank": 4, "lora_dropout": 0.3}}),
+    ("sft", {"model": {"path": "pico", "dtype": "float16"}}),
     ("dpo", {"algo": {"precompute_reference": True}}),
     ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),
     ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
     ("grpo", {"rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6, "dynamic_sampling": 2}}),
     ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl": 0.1, "mini_batch_size": 4}}),
     ("ppo", {"algo": {"shared_trunk": 1.0, "pretrain_data": ["text.jsonl:0.05"]}}),
+    (
+        "rloo",
+        {
+            "rewards": {"normalize": "running", "clip": 2.0},
+            "rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6},
+        },
+    ),
 ]
 EVERY_STEP = ("grpo", "ppo")  # the loop of the other online ones is the same
 

@@ -280,6 +280,43 @@ def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
     assert not torch.equal(state["master/lm_head.weight"], weight.float())
 
 
+def gradients(dtype, path, scale=None):
+    """Of a sum divided by so much that float16 would lose most of it."""
+    learner = Learner(ModelConfig(path=path, dtype=dtype), UpdateConfig(max_grad_norm=0))
+    if scale is not None:
+        learner.optimizer.scale.value = scale
+    learner.forward_backward(samples(), objective(), 10**7, 1)
+    grads = torch.cat([master.grad.flatten() for master in learner.optimizer.masters.values()])
+    return learner, grads / learner.optimizer.loss_scale
+
+
+def test_small_gradients_survive_float16(folder):
+    _, wanted = gradients("float32", folder("llama"))
+    _, found = gradients("float16", folder("llama"))
+    _, lost = gradients("float16", folder("llama"), scale=1.0)
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+    assert (lost - wanted).norm() > 0.1 * wanted.norm(), "the scale is not needed"
+
+
+def test_an_overflow_lowers_the_scale_and_changes_nothing_else(folder, tmp_path):
+    learner, _ = gradients("float16", folder("llama"), scale=2.0**40)
+    before = tensors(learner)
+    assert learner.step(1e-2) == {"rescaled": 1.0}
+    assert learner.optimizer.loss_scale == 2.0**39 and learner.optimizer.steps == 0
+    assert all(torch.equal(before[name], now) for name, now in tensors(learner).items())
+    while True:
+        _, metrics = learn(learner, 0)
+        if "rescaled" not in metrics:
+            break
+    assert not metrics["skipped"] and learner.optimizer.steps == 1
+    assert metrics["loss_scale"] == learner.optimizer.loss_scale < 2.0**39
+    assert not torch.equal(before["lm_head.weight"], learner.model.lm_head.weight)
+    learner.save(tmp_path)
+    again = Learner(ModelConfig(path=folder("llama"), dtype="float16"), UpdateConfig())
+    again.load(tmp_path)
+    assert again.optimizer.scale == learner.optimizer.scale
+
+
 def test_values_are_of_the_state_before_a_token(folder):
     """With weights that read one number of the hidden state, a value can be told from the stock model's."""
     learner = Learner(ModelConfig(path=folder("llama", "score")), UpdateConfig(), head="score", trainable=False)

@@ -39,6 +39,7 @@ class Shape:
     rope_dim: int = 0
     value_dim: int = 0
     biased: frozenset[str] = frozenset()
+    embedding_norm: bool = False
     predictors: int = 0  # layers behind the last one that predict later tokens (DeepSeek-V3)
 
     def is_dense(self, layer: int) -> bool:
@@ -58,6 +59,7 @@ class Family:
     prefix: str = "model."
     layers: str = "layers."
     embed: str = "embed_tokens"
+    embedding_norm: str = ""
     norm: str = "norm"
     head: str = "lm_head"
     positions: str = ""
@@ -77,6 +79,12 @@ MLP_EXPERTS = {
     "mlp.experts.{e}.gate_proj": "expert.{e}.gate",
     "mlp.experts.{e}.up_proj": "expert.{e}.up",
     "mlp.experts.{e}.down_proj": "expert.{e}.down",
+}
+MIXTRAL_EXPERTS = {
+    "block_sparse_moe.gate": "router",
+    "block_sparse_moe.experts.{e}.w1": "expert.{e}.gate",
+    "block_sparse_moe.experts.{e}.w3": "expert.{e}.up",
+    "block_sparse_moe.experts.{e}.w2": "expert.{e}.down",
 }
 DEEPSEEK = NORMS | {
     "self_attn.q_proj": "q",  # without compression of queries
@@ -118,6 +126,11 @@ def llama_biases(config: Config) -> str:
     return " ".join((on("attention_bias", "q k v o")(config), on("mlp_bias", "gate up down")(config)))
 
 
+def phimoe_biases(config: Config) -> str:
+    layer = f"input_norm mlp_norm final_norm {on('attention_bias', 'q k v o')(config)}"
+    return f"{layer} {on('lm_head_bias', 'head')(config)}"
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(("llama",), LLAMA, DENSE, llama_biases),
     "qwen2": Family(("qwen2",), LLAMA, DENSE, lambda config: "q k v"),
@@ -137,17 +150,8 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "mistral": Family(("mistral",), LLAMA, DENSE),
-    "mixtral": Family(
-        ("mixtral",),
-        LLAMA,
-        DENSE,
-        experts={
-            "block_sparse_moe.gate": "router",
-            "block_sparse_moe.experts.{e}.w1": "expert.{e}.gate",
-            "block_sparse_moe.experts.{e}.w3": "expert.{e}.up",
-            "block_sparse_moe.experts.{e}.w2": "expert.{e}.down",
-        },
-    ),
+    "mixtral": Family(("mixtral",), LLAMA, DENSE, experts=MIXTRAL_EXPERTS),
+    "phimoe": Family(("phimoe",), LLAMA, DENSE, phimoe_biases, MIXTRAL_EXPERTS),
     "deepseek": Family(
         ("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED, predictor=PREDICTOR
     ),
@@ -191,6 +195,17 @@ FAMILIES: dict[str, Family] = {
         norm="ln_f",
         positions="wpe",
         transposed=True,
+    ),
+    "bloom": Family(
+        ("bloom",),
+        CHATGLM | {"self_attention.query_key_value": "grouped q k v"},
+        {"mlp.dense_h_to_4h": "up", "mlp.dense_4h_to_h": "down"},
+        lambda config: "input_norm mlp_norm final_norm q k v o up down",
+        prefix="transformer.",
+        layers="h.",
+        embed="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        norm="ln_f",
     ),
     "internlm2": Family(
         ("internlm2",),
@@ -247,7 +262,7 @@ def shape_of(config: Config, predictors: int = 0) -> Shape:
             raise UsageError(f"config.json: {names[0]} is missing or no whole number")
         return found
 
-    hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+    hidden, heads = first("n_embed", "hidden_size", "n_embd"), first("num_attention_heads", "n_head")
     layers = first("num_hidden_layers", "n_layer", "num_layers")
     mla = "kv_lora_rank" in config
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0) if family.experts else 0
@@ -282,6 +297,7 @@ def shape_of(config: Config, predictors: int = 0) -> Shape:
         rope_dim=config.get("qk_rope_head_dim") or 0,
         value_dim=config.get("v_head_dim") or 0,
         biased=frozenset(family.biased(config).split()) | biased_head,
+        embedding_norm=bool(family.embedding_norm),
         predictors=predictors,
     )
 
@@ -295,7 +311,7 @@ def dense_layers(config: Config, layers: int) -> frozenset[int]:
 
 def tied(config: Config) -> bool:
     """Families differ in what they mean when they do not say."""
-    return bool(config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "gemma", "gemma2")))
+    return bool(config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "gemma", "gemma2", "bloom")))
 
 
 def labels_of(config: Config) -> int:
@@ -307,6 +323,8 @@ def parts_of(shape: Shape) -> dict[str, Part]:
     """Every part of the model, in the model's order, with its size."""
     hidden = shape.hidden
     found = {"embed.weight": Part(shape.vocabulary, hidden)}
+    if shape.embedding_norm:
+        found |= {f"embedding_norm.{kind}": Part(hidden, vector=True) for kind in ("weight", "bias")}
     if shape.positions:
         found["positions.weight"] = Part(shape.positions, hidden)
     for layer in range(shape.layers + shape.predictors):
@@ -323,6 +341,8 @@ def parts_of(shape: Shape) -> dict[str, Part]:
             found["score.bias"] = Part(shape.labels, vector=True)
     elif not shape.tied:
         found["head.weight"] = Part(shape.vocabulary, hidden)
+        if "head" in shape.biased:
+            found["head.bias"] = Part(shape.vocabulary, vector=True)
     return found
 
 
@@ -437,6 +457,7 @@ def hf_stored(config: Config, shape: Shape, parts: dict[str, Part], file: str = 
 
     prefix = family.prefix
     add(prefix + family.embed, "embed")
+    add(prefix + family.embedding_norm, "embedding_norm")
     if family.positions:
         add(prefix + family.positions, "positions")
     for layer in range(shape.layers + shape.predictors):

@@ -193,6 +193,7 @@ class Shards:
     def chunk(self, file: str, tp: int, ep: int, layers: range, first: bool, last: bool) -> Iterator[Stored]:
         if first:
             yield self.vocabulary(file, "embedding.word_embeddings.weight", "embed.weight", tp)
+            yield from self.module(file, "embedding.word_embeddings.norm", ["embedding_norm"], "copy", tp)
             if "positions.weight" in self.parts:
                 yield from self.module(file, "embedding.position_embeddings", ["positions"], "copy", tp)
         for local, layer in enumerate(layers):
@@ -210,6 +211,8 @@ class Shards:
                 yield from self.module(file, "rm_head", ["score"], "copy", tp)
             elif "head.weight" in self.parts:
                 yield self.vocabulary(file, "output_layer.weight", "head.weight", tp)
+                if "head.bias" in self.parts:
+                    yield self.vocabulary(file, "output_layer.bias", "head.bias", tp)
             elif not first:  # tied: the last stage needs its own copy
                 yield self.vocabulary(file, "output_layer.weight", "embed.weight", tp)
 
@@ -267,7 +270,7 @@ class Shards:
             yield name, rows, columns
 
     def vocabulary(self, file: str, name: str, part_name: str, tp: int) -> Stored:
-        """A rank's rows of an embedding; beyond the vocabulary the last row is repeated."""
+        """A rank's rows of an embedding or of the head; beyond the vocabulary the last row is repeated."""
         part = self.parts[part_name]
         padded = self.layout.padded_vocabulary or part.rows
         start, end = share(padded, tp, self.layout.tp)
@@ -278,7 +281,8 @@ class Shards:
         if real < height:
             last = (part.rows - 1, part.rows)
             pieces.append(Piece(part_name, last, columns, (real, 0), repeat=height - real))
-        return Stored(file, name, (height, part.columns), (height, part.columns), tuple(pieces))
+        area = (height, part.columns)
+        return Stored(file, name, (height,) if part.vector else area, area, tuple(pieces))
 
     def grouped(self, file: str, prefix: str, layer: int, mine: range, tp: int) -> Iterator[Stored]:
         """weight1 is [experts, hidden, 2 ffn] and weight2 [experts, ffn, hidden] in memory, both shown as matrices."""
@@ -322,7 +326,7 @@ def share(size: int, rank: int, ranks: int) -> Span:
 def legacy_name(name: str) -> str:
     """Megatron core's name -> the legacy one, in its nested dicts."""
     if name.startswith("embedding."):
-        return "language_model/" + name.replace(".", "/")
+        return "language_model/" + name.replace(".", "/", 2)
     if name.startswith("output_layer."):
         return "language_model/" + name.replace(".", "/")
     if name.startswith("rm_head."):

@@ -112,12 +112,12 @@ def test_files_of_another_type_are_not_merged(tmp_path):
 
 
 def test_many_at_once_as_one_by_one(tmp_path):
-    sequences = [[1, 2], [3], [4, 5, 6]]
-    one_by_one = write(tmp_path / "a", [[sequence] for sequence in sequences], np.int32)
+    none = np.array([], dtype=np.int64)
+    one_by_one = write(tmp_path / "a", [[[1, 2]], [[3]], [[4, 5, 6], [7]], [], [[8]]], np.int32)
     with IndexedWriter(tmp_path / "b", np.int32) as writer:
-        writer.add_all(np.array([1, 2, 3]), np.array([2, 1]))
-        writer.add_all(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
-        writer.add_all(np.array([4, 5, 6]), np.array([3]))
+        writer.add_all(np.array([1, 2, 3]), np.array([2, 1]), np.array([1, 1]))
+        writer.add_all(none, none, none)
+        writer.add_all(np.array([4, 5, 6, 7, 8]), np.array([3, 1, 1]), np.array([2, 0, 1]))
     assert bytes_of(tmp_path / "b") == one_by_one
 
 

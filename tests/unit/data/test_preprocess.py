@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from posttrain.data.tokenized import is_indexed, load_indexed
 from posttrain.errors import DataError, UsageError
 from posttrain.models.pico import SPECIALS, build_tokenizer
 from tests.unit.data.made import byte_level
-from tests.unit.data.test_indexed import die_at
+from tests.unit.data.test_indexed import die_at, megatron, write_with_megatron
 
 PICO = build_tokenizer()
 NOT = -100
@@ -87,6 +88,32 @@ def test_pretraining_text_with_its_end(tmp_path):
 def test_pretraining_leaves_nothing_out(tmp_path):
     columns, _ = run(tmp_path, "GeneralPretrainHandler", [{"text": "abcdefgh"}], seq_length=4)
     assert columns == {"text": [ids("<s>", "abcdefgh")]}
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_sentences_are_the_sequences_of_their_document(tmp_path, append_eod):
+    rows = [{"text": "a. B! C", "title": "T"}, {"text": "d", "title": "Up. V"}] * 300  # several chunks
+    run(
+        tmp_path,
+        "GeneralPretrainHandler",
+        rows,
+        json_keys=("text", "title"),
+        split_sentences=True,
+        append_eod=append_eod,
+        n_subs=2,
+    )
+    end = ids("<|end|>") if append_eod else []
+    text = [[ids("<s>", "a."), ids("B!"), [*ids("C"), *end]], [[*ids("<s>", "d"), *end]]] * 300
+    title = [[[*ids("<s>", "T"), *end]], [ids("<s>", "Up."), [*ids("V"), *end]]] * 300
+    for key, documents in {"text": text, "title": title}.items():
+        theirs = megatron().IndexedDataset(str(tmp_path / f"out_{key}_sentence"))
+        edges = theirs.document_indices.tolist()
+        assert edges == [0, *np.cumsum([len(document) for document in documents]).tolist()]
+        found = [[theirs[i].tolist() for i in range(*pair)] for pair in pairwise(edges)]
+        assert found == documents
+        ours = [tmp_path / f"out_{key}_sentence.{end}" for end in ("bin", "idx")]
+        assert write_with_megatron(tmp_path / "theirs", documents) == [file.read_bytes() for file in ours]
+    assert not read(tmp_path)  # no file says that its sequences are documents
 
 
 def test_alpaca_instructions(tmp_path):
@@ -256,6 +283,7 @@ def test_a_line_that_is_no_row_is_set_aside(tmp_path):
         ({"output_prefix": ""}, "output_prefix is not set"),
         ({"pack": True}, "pack needs to know how long"),
         ({"handler_name": "GeneralPretrainHandler", "neat_pack": True}, "pack is for instruction handlers"),
+        ({"split_sentences": True}, "split_sentences is for GeneralPretrainHandler, not for Alpaca"),
         ({"workers": 0}, "workers is 0"),
         ({"seq_length": 2}, "seq_length is 2"),
         ({"map_keys": "{"}, "map_keys"),

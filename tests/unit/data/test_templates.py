@@ -20,6 +20,7 @@ CONTROL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
     "<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant｜>", "<reserved_106>", "<reserved_107>", "[gMASK]",
     "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>", "<tool_call>",
+    "<|extra_0|>", "<|extra_4|>", "<|eos|>",
 ]  # fmt: skip
 BARE = ["<pad>", "<s>", "</s>"]
 TOKENIZERS = {
@@ -37,17 +38,20 @@ AFTER_SPACE = (" ", "</s>", "</s>")
 TURNS = {
     **dict.fromkeys(("chatml", "chatml_de", "qwen", "qwen_r1", "qwen_math_r1", "intern2", "minicpm3"), CHATML),
     **dict.fromkeys(("default", "empty", "trl", "alpaca", "cpm", "zephyr", "deepseek3", "deepseek3_r1"), EOS),
+    "chatglm2": EOS,
     **dict.fromkeys(("mistral", "mixtral", "deepseek2", "deepseek2-lite"), AFTER_SPACE),
     "llama2": (" ", " </s>", " </s>"),
     "llama3": ("", "<|eot_id|>", "<|eot_id|>"),
     "gemma": ("", "<end_of_turn>", "<end_of_turn>"),
     "phi3": ("", "<|end|>", "<|end|>"),
     "baichuan2": ("", "<reserved_106>", "</s>"),
-    "chatglm3": ("\n ", "<|user|>", "</s>"),
+    **dict.fromkeys(("chatglm3", "chatglm3_system"), ("\n ", "<|user|>", "</s>")),
+    "hunyuan": ("", "<|eos|>", "<|eos|>"),
     "glm4": ("\n", "<|user|>", "</s>"),
 }
 STRIPS = ("llama2", "llama3", "gemma")
-ONE_QUESTION = ("empty", "trl")  # between two answers they write nothing that could end the first
+BEGIN_ANEW = ("llama2", "hunyuan")  # with each exchange
+ONE_QUESTION = ("empty", "trl", "chatglm2")  # between two answers they write nothing that could end the first
 WRITES_BOS = ("trl", "intern2", "minicpm3", "llama2", "llama3", "mistral", "mixtral", "gemma", "deepseek2",
               "deepseek2-lite", "cpm", "deepseek3", "deepseek3_r1")  # fmt: skip
 
@@ -114,7 +118,7 @@ def test_trained_tokens_are_the_answers_and_their_ends_and_nothing_else(name, ki
 
         everything = [token for of_segment in ids for token in of_segment]
         begins = [at for at, token in enumerate(everything) if token == tokenizer.bos_token_id]
-        if name == "llama2":
+        if name in BEGIN_ANEW:
             assert len(begins) == len(exchanges) and begins[0] == 0
         else:
             adds = machine(name, kind)[1].adds_bos
@@ -202,6 +206,10 @@ WORDING = {
     "chatglm3": "[gMASK]sop<|user|>\n Why?<|assistant|>\n So.",
     "glm4": "[gMASK]<sop><|user|>\nWhy?<|assistant|>\nSo.",
     "phi3": "<|user|>\nWhy?<|end|>\n<|assistant|>\nSo.<|end|>\n",
+    "chatglm2": "[gMASK]sop[Round 1]\n\n问：Why?\n\n答：So.",
+    "chatglm3_system": "[gMASK]sop<|system|>\n You are ChatGLM3, a large language model trained by Zhipu.AI. Follow "
+    "the user's instructions carefully. Respond using markdown.<|user|>\n Why?<|assistant|>\n So.",
+    "hunyuan": "<s>Why?<|extra_0|>So.<|eos|>",
 }
 WITH_SYSTEM = {
     "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhy? [/INST] So. </s>",
@@ -213,6 +221,14 @@ WITH_SYSTEM = {
     "alpaca": "Be brief.\n\n### Instruction:\nWhy?\n\n### Response:\nSo.</s>\n\n",
     "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\nSo.<|end|>\n",
     "deepseek3": "<s>Be brief.<｜User｜>Why?<｜Assistant｜>So.</s>",
+    "chatglm2": "[gMASK]sopBe brief.[Round 1]\n\n问：Why?\n\n答：So.",
+    "chatglm3_system": "[gMASK]sop<|system|>\n Be brief.<|user|>\n Why?<|assistant|>\n So.",
+    "hunyuan": "<s>Be brief.<|extra_4|>Why?<|extra_0|>So.<|eos|>",
+}
+SECOND_QUESTION = {
+    "chatglm2": "[gMASK]sopBe brief.[Round 1]\n\n问：Why?\n\n答：So.\n\n[Round 2]\n\n问：How?\n\n答：",
+    "chatglm3_system": "[gMASK]sop<|system|>\n Be brief.<|user|>\n Why?<|assistant|>\n So.<|user|>\n How?<|assistant|>",
+    "hunyuan": "<s>Be brief.<|extra_4|>Why?<|extra_0|>So.<|eos|><s>How?<|extra_0|>",
 }
 
 
@@ -223,6 +239,10 @@ def test_exact_wording(name):
     if name in WITH_SYSTEM:
         messages = conversation("Be brief.", [("Why?", "So.")])
         assert tokenizer.apply_chat_template(messages, tokenize=False) == WITH_SYSTEM[name]
+    if name in SECOND_QUESTION:
+        messages = [*conversation("Be brief.", [("Why?", "So.")]), user("How?")]
+        asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert asked == SECOND_QUESTION[name]
 
 
 def test_what_cannot_be_masked_is_refused():

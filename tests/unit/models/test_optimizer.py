@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from posttrain.config import UpdateConfig
-from posttrain.models.optimizer import Optimizer
+from posttrain.models.optimizer import LossScale, Optimizer
 
 
 def parameters(dtype=torch.float32):
@@ -104,3 +104,30 @@ def test_state_round_trip_is_exact(dtype, tmp_path):
     for name in first:
         assert torch.equal(first[name], second[name])
         assert torch.equal(one.masters[name], two.masters[name])
+
+
+def test_the_loss_scale_grows_after_many_good_steps():
+    scale = LossScale(2.0**23, good_steps=LossScale.GROW_EVERY - 2)
+    values = []
+    for _ in range(2 * LossScale.GROW_EVERY):
+        scale.count()
+        values.append(scale.value)
+    assert values[:2] == [2.0**23, 2.0**24] and values[-1] == 2.0**24, "there is a largest one"
+    scale.lower()
+    assert scale == LossScale(2.0**23, 0)
+    scale.value = 1.0
+    scale.lower()
+    assert scale.value == 1.0
+
+
+def test_what_stays_not_finite_is_skipped_in_float16_too():
+    params = parameters(torch.float16)
+    optimizer = Optimizer(params, UpdateConfig())
+    tries = 0
+    while True:
+        give_gradients(params, 0, scale=float("inf"))
+        found = optimizer.step(0.1)
+        if "rescaled" not in found:
+            break
+        tries += 1
+    assert found["skipped"] and tries == 16 and optimizer.steps == 0

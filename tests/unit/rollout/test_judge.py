@@ -1,5 +1,7 @@
 """Rewards in numbers: weights, the clip, the penalty of long answers; a failure is never a 0."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -79,6 +81,49 @@ def test_the_clip_holds_the_sum(rewards):
     rollouts = [rollout("a b c"), rollout("a")]
     judge(rewards, rewards__weights=(1.0, -2.0), rewards__clip=3.0).judge(rollouts)
     assert [r.sample.reward for r in rollouts] == [-3.0, -1.0]
+
+
+def slowly_scaled(batches, clip):
+    """Each reward over the deviation of all rewards up to the end of its batch, then clipped."""
+    for end in range(1, len(batches) + 1):
+        seen = [reward for batch in batches[:end] for reward in batch]
+        mean = sum(seen) / max(1, len(seen))
+        deviation = (sum((reward - mean) ** 2 for reward in seen) / (len(seen) - 1)) ** 0.5 if len(seen) > 1 else 1.0
+        for reward in batches[end - 1]:
+            scaled = reward / deviation if deviation > 0 else reward
+            yield min(max(scaled, -clip), clip) if clip else scaled
+
+
+REWARD = st.integers(-4000, 4000).map(lambda number: number / 16)  # such that equal ones have a mean without rounding
+
+
+@given(st.lists(st.lists(REWARD, max_size=5), max_size=6), st.sampled_from([0.0, 1.5]), st.integers(0, 6))
+def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
+    specs = ("model:somewhere/judge",)
+    config = online(reward=specs, rewards__normalize="running", rewards__clip=clip)
+    given_out, found, examined = [], [], []
+    with Rewards(specs) as rewards:
+        scores = {0: lambda asked: given_out[-1]}
+        running = Judge(rewards, scores, config, TOKENIZER)
+        for number, batch in enumerate(batches):
+            given_out.append(batch)
+            rollouts = [rollout("a") for _ in batch]
+            running.judge(rollouts, training=False)  # an evaluation between: neither scaled nor remembered
+            examined += [r.sample.reward for r in rollouts]
+            running.judge(rollouts)
+            found += [r.sample.reward for r in rollouts]
+            if number == stopped_after:  # a run that is resumed
+                state = json.loads(json.dumps(running.state()))
+                running = Judge(rewards, scores, config, TOKENIZER)
+                running.load_state(state)
+    assert found == pytest.approx(list(slowly_scaled(batches, clip)), rel=1e-9)
+    assert examined == [reward for batch in batches for reward in batch]
+
+
+def test_failures_are_not_in_the_running_deviation(rewards):
+    rollouts = [rollout("a"), rollout("bad"), rollout("a b c d")]
+    judge(rewards, rewards__normalize="running", rewards__weights=(1.0, 0.0)).judge(rollouts)
+    assert [r.sample.reward for r in rollouts if not r.failure] == pytest.approx([1 / 4.5**0.5, 4 / 4.5**0.5])
 
 
 def test_a_failure_is_never_a_zero(rewards):

@@ -58,6 +58,10 @@ STOCK = {
     "hunyuan_v1_dense": COMMON,
     "mistral": COMMON,
     "mixtral": COMMON | {"num_local_experts": 4},
+    "phimoe": COMMON | {"num_local_experts": 4},
+    "phimoe-biased": COMMON
+    | {"model_type": "phimoe", "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True},
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 4, "n_head": 4},
     "deepseek_v2": COMMON | DEEPSEEK,
     "deepseek_v2-lite": COMMON | DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None},
     "deepseek_v3": COMMON | DEEPSEEK,

@@ -128,6 +128,38 @@ def test_what_megatron_core_saved_becomes_a_hugging_face_model(name, tmp_path, o
     assert (logits_of(model) - found).abs().max() < 1e-4
 
 
+def test_bloom_has_the_names_and_shapes_that_megatron_core_gives(tiny, tmp_path, one_rank):
+    """But for the norm of its embeddings, which only MindSpeed-LLM's has; nor does Megatron core know its attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        normalization="LayerNorm",
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+        vocab_size=101,
+        max_sequence_length=32,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=True,
+    )
+    converted(tiny("bloom"), tmp_path / "core", Layout("mcore"))
+    written = core(tmp_path / "core", single="mp_rank_00")["model"]
+    norm = {f"embedding.word_embeddings.norm.{kind}": torch.Size([16]) for kind in ("weight", "bias")}
+    expected = {name: tensor.shape for name, tensor in tensors(model.state_dict()).items()}
+    assert {name: tensor.shape for name, tensor in written.items()} == expected | norm
+
+
 def test_deepseek_has_the_names_and_shapes_that_megatron_core_gives(tiny, tmp_path, one_rank, monkeypatch):
     """With the layer for later tokens. Its attention does not run on a CPU; it can be built."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec

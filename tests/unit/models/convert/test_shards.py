@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from posttrain.errors import UsageError
+from posttrain.models.convert.families import shape_of
 from posttrain.models.convert.megatron import Layout, chunks
 from posttrain.models.convert.pieces import fault_in_cover
+from posttrain.models.convert.source import read_json
 from tests.unit.models.convert.models import assert_equal, converted, core, weights
 
 # the tiny models: hidden 16, 4 heads of 4 in 2 groups, feed-forward 24, vocabulary 101, 4 layers
@@ -149,6 +152,44 @@ def test_fused_families_are_taken_apart_in_the_right_order(tiny, tmp_path):
             q, k, v = fused.split([16, 8, 8])
             fused = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
         assert torch.equal(found, fused)
+
+
+def test_bloom_keeps_its_order_and_the_norm_of_its_embeddings(tiny, tmp_path):
+    hf = weights(tiny("bloom"))
+    converted(tiny("bloom"), tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    for tp in (0, 1):
+        first, last = (core(tmp_path / "core", tp, pp, None)["model"] for pp in (0, 1))
+        for kind in ("weight", "bias"):
+            fused = hf[f"transformer.h.1.self_attention.query_key_value.{kind}"]  # q k v of each head, as Megatron's
+            found = first[f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
+            assert torch.equal(found, fused[tp * 24 : tp * 24 + 24])
+            norm = hf[f"transformer.word_embeddings_layernorm.{kind}"]
+            assert torch.equal(first[f"embedding.word_embeddings.norm.{kind}"], norm)
+        assert not any("word_embeddings.norm" in name for name in last)
+        assert torch.equal(last["output_layer.weight"], first["embedding.word_embeddings.weight"])  # tied
+    model = AutoModelForCausalLM.from_pretrained(tiny("bloom"))
+    read_as = model.transformer.h[1].self_attention._reshape(
+        hf["transformer.h.1.self_attention.query_key_value.weight"].T[None]
+    )
+    converted(tiny("bloom"), tmp_path / "one", Layout("mcore"))
+    whole = core(tmp_path / "one", single="mp_rank_00")["model"]["decoder.layers.1.self_attention.linear_qkv.weight"]
+    for place, theirs in enumerate(read_as):  # [1, heads, hidden, head_dim]
+        assert torch.equal(theirs[0].transpose(1, 2), whole.view(4, 3, 4, 16)[:, place])
+    written = {"model_type": "bloom", "n_embed": 16, "n_layer": 4, "num_attention_heads": 4, "vocab_size": 101}
+    assert shape_of(written) == shape_of(read_json(tiny("bloom") / "config.json"))  # as the first ones wrote it
+    converted(tiny("bloom"), tmp_path / "legacy", Layout("legacy"))
+    embeddings = core(tmp_path / "legacy", single="mp_rank_00")["model"]["language_model"]["embedding"]
+    assert embeddings["word_embeddings"].keys() == {"weight", "norm.weight", "norm.bias"}
+
+
+def test_a_bias_of_the_head_is_shared_and_padded_like_the_head(tiny, tmp_path):
+    converted(tiny("phimoe-biased"), tmp_path / "core", Layout("mcore", tp=2), vocabulary_multiple=8)
+    bias = weights(tiny("phimoe-biased"))["lm_head.bias"]
+    padded = torch.cat([bias, bias[100:].repeat(11)])
+    for tp in (0, 1):
+        rank = core(tmp_path / "core", single=f"mp_rank_{tp:02d}")["model"]
+        assert torch.equal(rank["output_layer.bias"], padded[tp * 56 : tp * 56 + 56])
+        assert len(rank["output_layer.weight"]) == 56
 
 
 def test_legacy_names_are_nested(tiny, tmp_path):
