@@ -14,8 +14,8 @@ from posttrain.types import Floats, Sample
 
 PROBE_TOKENS = 24
 # How far log-probabilities may lie apart on average: another engine computes in another order than the trainer does.
-OTHER_ENGINE = {torch.float32: 0.01, torch.bfloat16: 0.25}
-SAME_ENGINE = {torch.float32: 0.0001, torch.bfloat16: 0.1}
+OTHER_ENGINE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
+SAME_ENGINE = {torch.float32: 0.0001, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 def probe(vocabulary: int) -> Sample:

@@ -166,6 +166,30 @@ def test_evaluation_counts_and_repeats_itself(tmp_path):
     assert 0 <= first["eval/accuracy"] <= first["eval/pass@2"] <= first["eval/pass@4"] <= 1
 
 
+def test_rewards_over_their_running_deviation_are_trained_on_and_evaluation_is_as_it_is(tmp_path):
+    (tmp_path / "size.py").write_text("def size(text, answer): return 10.0 * len(text) + len(str(answer))\n")
+    evaluated = []
+    for normalize in ("running", "none"):
+        run = options(
+            tmp_path,
+            reward=[f"{tmp_path / 'size.py'}:size"],
+            rewards={"normalize": normalize},
+            update={"learning_rate": 0.0},
+            data={"eval": [write_rows("prompt", tmp_path)]},
+            eval={"every": 1, "max_rows": 3},
+            out=str(tmp_path / normalize),
+        )
+        result = train("ppo", **run)
+        evaluated.append(result.metrics["eval/reward"])
+    records = [json.loads(line) for line in (tmp_path / "running/rollouts.jsonl").read_text().splitlines()]
+    for step in (1, 2):
+        seen = [row["rewards"]["size.size"] for row in records if row["step"] <= step]
+        found = [row["reward"] for row in records if row["step"] == step]
+        assert found == pytest.approx([reward / np.std(seen, ddof=1) for reward in seen[-len(found) :]])
+        assert np.std(seen) > 1  # so that dividing does something
+    assert evaluated[0] == evaluated[1] > 1
+
+
 def judged(text, answer):
     return sum(ord(letter) % 7 for letter in text) / 20 + (answer in text)
 
