@@ -304,7 +304,7 @@ class Learner:
         """Mean and deviation of a reward model's scores, as saved with it."""
         mean, deviation = (getattr(self.model.config, name, None) for name in ("score_mean", "score_std"))
         if mean is None or not deviation:
-            raise UsageError("rewards.normalize_models: the reward model was saved without score_mean and score_std")
+            raise UsageError("rewards.normalize: the reward model was saved without score_mean and score_std")
         return float(mean), float(deviation)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
