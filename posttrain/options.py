@@ -26,6 +26,10 @@ from posttrain.verbs import TRAINERS
 
 DEFAULTS = "defaults"  # the entry of a file that names files to read before it
 SPELLINGS = {"shuffle_minibatch": "shuffle_mini_batch"}  # options of other libraries that differ in a letter
+RENAMED = {  # in files of old
+    ("rewards.normalize_models", "False"): ("rewards.normalize", "none"),
+    ("rewards.normalize_models", "True"): ("rewards.normalize", "saved"),
+}
 ELSEWHERE = {  # options of other libraries -> what does the same here, to be named when one is typed
     "lr": "update.learning_rate",
     "batch_size": "update.rows_per_step",
@@ -302,9 +306,11 @@ def entries_of_file(file: Path, start: Config, verb: str, inside: tuple[Path, ..
         for key, node, value in pairs:
             where = f"{file}:{node.start_mark.line + 1}: "
             key = respelled(key)
-            check_key(key, start, where)
             try:
-                entries.append(Entry(where, key, constructor.construct_object(value, deep=True)))
+                said = constructor.construct_object(value, deep=True)
+                key, said = RENAMED.get((key, str(said)), (key, said))
+                check_key(key, start, where)
+                entries.append(Entry(where, key, said))
             except (yaml.YAMLError, ValueError) as error:
                 raise UsageError(f"{where}{key}: cannot be read: {str(error).splitlines()[0]}") from None
     return entries

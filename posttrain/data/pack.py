@@ -68,7 +68,7 @@ def fewest(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int) -
 
 
 def evened(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int, count: int) -> list[list[int]]:
-    """So many packs of about the same length: each row into the emptiest. None where one would be too long.
+    """So many packs of about the same length: each row into the emptiest. Nothing where one would be too long.
 
     A short pack at the end would keep a device waiting for the host, and be of another length at every step.
     """

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from posttrain.engines import plain
 from posttrain.models import steps as layer_steps
@@ -31,43 +30,67 @@ class SlotCache:
         self.slots, self.capacity, self.device = slots, capacity, device
         self.decoding = False
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.source = self.target = self.positions = torch.empty(0, dtype=torch.long, device=device)
+        self.source = self.slot = self.place = self.positions = torch.empty(0, dtype=torch.long, device=device)
         self.longest = 0
+        self.bags: dict[tuple[int | None, int, int], plain.Bags] = {}  # of this step, by window and numbers of heads
 
     def layer(
         self, index: int, key: Sequence[int], value: Sequence[int], like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer; `key` and `value` are (heads, d) of one token."""
         if index not in self.layers:
-            rooms = (like.new_zeros(self.slots, self.capacity, *shape) for shape in (key, value))
-            self.layers[index] = (next(rooms), next(rooms))
+            self.layers[index] = (self.room(key, like), self.room(value, like))
         return self.layers[index]
+
+    def room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        if not self.head_by_head(like):
+            return like.new_zeros(self.slots, self.capacity, *shape)
+        heads, width = shape
+        return like.new_zeros(self.slots, heads, self.capacity, width).transpose(1, 2)
 
     def begin_prefill(self, lengths: Sequence[int], sharing: Sequence[Sequence[int]]) -> None:
         """The next pass runs prompts of these lengths end to end, each for the slots that share it."""
         self.decoding = False
-        source, target, start = [], [], 0
+        kept, start = [], 0  # (token of the pass, slot, place in it)
         for length, slots in zip(lengths, sharing, strict=True):
             places = np.arange(length)
-            for slot in slots:
-                source.append(places + start)
-                target.append(places + slot * self.capacity)
+            kept += [np.stack([places + start, np.full(length, slot), places]) for slot in slots]
             start += length
-        self.source, self.target = (
-            torch.as_tensor(np.concatenate(parts), device=self.device) for parts in (source, target)
-        )
+        self.source, self.slot, self.place = torch.as_tensor(np.concatenate(kept, 1), device=self.device)
 
     def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Remember a pack's keys and values: [1, kv_heads, T, d]."""
         streams = [stream[0].transpose(0, 1) for stream in (key, value)]
         rooms = self.layer(layer, streams[0].shape[1:], streams[1].shape[1:], key)
         for room, stream in zip(rooms, streams, strict=True):
-            room.flatten(0, 1).index_copy_(0, self.target, stream.index_select(0, self.source))
+            room[self.slot, self.place] = stream.index_select(0, self.source)
 
     def begin_step(self, positions: torch.Tensor, longest: int) -> None:
         """The next pass runs one token in each of the first slots, at these positions."""
         self.decoding = True
         self.positions, self.longest = positions, longest
+        self.bags.clear()
+
+    def attend_plainly(
+        self,
+        query: torch.Tensor,  # [n, heads, d]
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """As plain.attend; what layers have in common is found out once a step."""
+        if not self.head_by_head(query):
+            return plain.attend(query, keys, values, self.positions, self.longest, scaling, window)
+        kind = (window, query.shape[1], values.shape[2])
+        if kind not in self.bags:
+            parts = plain.parts_of(self.positions, self.longest, window, query.dtype)
+            self.bags[kind] = plain.Bags(parts, query.shape[1], values)
+        return self.bags[kind].attend(query, keys, values, scaling)
+
+    def head_by_head(self, like: torch.Tensor) -> bool:
+        """Whether what belongs to one head lies side by side in memory: where it is read one head at a time."""
+        return self.device.type == "cpu" and like.dtype == torch.float32
 
     def attend(
         self,
@@ -86,7 +109,7 @@ class SlotCache:
         keys[rows, self.positions] = key[0].transpose(0, 1)
         values[rows, self.positions] = value[0].transpose(0, 1)
         if softcap is None and sinks is None:
-            return plain.attend(q, keys, values, self.positions, self.longest, scaling, sliding_window)[None]
+            return self.attend_plainly(q, keys, values, scaling, sliding_window)[None]
         mask = plain.visible(self.positions, self.longest, sliding_window)[:, None, None]
         k, v = (stream[: len(q), : self.longest].transpose(1, 2) for stream in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
@@ -94,10 +117,12 @@ class SlotCache:
 
     def widen(self, capacity: int) -> None:
         """More positions for every slot. Addresses change, so no graph may know them."""
-        more = (0, 0, 0, 0, 0, capacity - self.capacity)
-        for index, (keys, values) in self.layers.items():
-            self.layers[index] = (F.pad(keys, more), F.pad(values, more))
-        self.capacity = capacity
+        before, self.capacity = self.capacity, capacity
+        olds, self.layers = self.layers, {}
+        for index, (keys, values) in olds.items():
+            rooms = self.layer(index, keys.shape[2:], values.shape[2:], keys)
+            for room, old in zip(rooms, (keys, values), strict=True):
+                room[:, :before] = old
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Sequences change their slots."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from posttrain.engines import plain
 from posttrain.engines.cache import SlotCache
 from posttrain.models import attention
 from posttrain.models.layers import head_norms, knows, lay_together, window_of
@@ -21,6 +23,8 @@ from posttrain.types import Batch
 
 Attend = Callable[[int, "Layer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """(layer's index, layer, queries and keys and values, cos and sin) -> [n, heads, d]."""
+
+TYPICAL_ROWS = 64  # of a step on a CPU
 
 
 class Joined:
@@ -30,6 +34,7 @@ class Joined:
         self.modules = modules
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
+        self.packed: torch.Tensor | None = None
         linears: list[Any] = [module for module in modules if type(module) is torch.nn.Linear]
         biased = [linear.bias is not None for linear in linears]
         if len(linears) == len(modules) and len(set(biased)) == 1:  # adapters and quantized maps keep their own code
@@ -37,9 +42,20 @@ class Joined:
             self.bias = lay_together([linear.bias for linear in linears]) if biased[0] else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight is None:
-            return torch.cat([module(x) for module in self.modules], -1)
-        return F.linear(x, self.weight, self.bias)
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], None)
+        if self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        parts = [module(x) for module in self.modules]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def pack(self) -> None:
+        """Keep a copy of the weight in the order in which oneDNN reads it."""
+        if self.weight is not None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
+
+    def unpack(self) -> None:
+        self.packed = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +64,9 @@ class Layer:
 
     module: Any
     qkv: Joined
+    out: Joined
     gate_up: Joined
+    down: Joined
     norms: tuple[torch.Tensor | None, torch.Tensor | None, float]  # of queries and keys, and their epsilon
     window: int | None
     kv_shape: tuple[int, int]
@@ -59,9 +77,11 @@ class FusedDecoder:
 
     def __init__(self, model: Any, steps: ModuleType) -> None:
         self.body = getattr(model, model.base_model_prefix)
-        self.head = model.get_output_embeddings()
+        self.head = Joined([model.get_output_embeddings()])
         self.steps = steps
         self.layers = [self.parts(layer) for layer in self.body.layers]
+        of_layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers]
+        self.maps = [*chain.from_iterable(of_layers), self.head]
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -73,14 +93,16 @@ class FusedDecoder:
         return Layer(
             module=layer,
             qkv=Joined([own.q_proj, own.k_proj, own.v_proj]),
+            out=Joined([own.o_proj]),
             gate_up=Joined([mlp.gate_proj, mlp.up_proj]),
+            down=Joined([mlp.down_proj]),
             norms=head_norms(layer),
             window=window_of(layer),
             kv_shape=(own.config.num_key_value_heads, own.head_dim),
         )
 
-    def prefill(self, batch: Batch, packing: attention.Packing, cache: SlotCache) -> torch.Tensor:
-        """Run whole prompts, packed; the hidden states behind the last norm: [T, H]."""
+    def prefill(self, batch: Batch, packing: attention.Packing, cache: SlotCache, wanted: torch.Tensor) -> torch.Tensor:
+        """Run whole prompts, packed; the hidden states behind the last norm at the wanted places: [n, H]."""
         alone = torch.zeros_like(batch.positions)  # each token's key and value go into a row of its own
 
         def attend(
@@ -93,7 +115,7 @@ class FusedDecoder:
             how = {"packing": packing, "cache": cache, "scaling": own.scaling, "sliding_window": layer.window}
             return attention.packed_attention(own, query, key, value, None, **how)[0][0]
 
-        return self.walk(batch.tokens, batch.positions, attend)
+        return self.walk(batch.tokens, batch.positions, attend, wanted)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Run one token in each of the first slots; the hidden states behind the last norm: [n, H]."""
@@ -104,12 +126,16 @@ class FusedDecoder:
             keys, values = cache.layer(index, layer.kv_shape, layer.kv_shape, qkv)
             query = self.steps.rotate_and_store(qkv, *angles, positions, keys, values, *layer.norms)
             scaling = layer.module.self_attn.scaling
+            if self.steps is plain:
+                return cache.attend_plainly(query, keys, values, scaling, layer.window)
             return self.steps.attend(query, keys, values, positions, cache.longest, scaling, layer.window)
 
         return self.walk(tokens, positions, attend)
 
-    def walk(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """All layers, whatever attention does."""
+    def walk(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All layers, whatever attention does; behind the last attention only the wanted places are computed."""
         steps = self.steps
         x = self.body.embed_tokens(tokens)
         cos, sin = (angle[0] for angle in self.body.rotary_emb(x, positions[None]))
@@ -118,10 +144,26 @@ class FusedDecoder:
             norm, next_norm = layer.module.input_layernorm, layer.module.post_attention_layernorm
             normed, total = steps.add_norm(x, total, norm.weight, norm.variance_epsilon)
             heads = attend(index, layer, layer.qkv(normed), (cos, sin))
-            x = layer.module.self_attn.o_proj(heads.flatten(1))
+            if wanted is not None and layer is self.layers[-1]:
+                heads, total = heads[wanted], total[wanted]
+            x = layer.out(heads.flatten(1))
             normed, total = steps.add_norm(x, total, next_norm.weight, next_norm.variance_epsilon)
-            x = layer.module.mlp.down_proj(steps.gated(layer.gate_up(normed)))
+            x = layer.down(steps.gated(layer.gate_up(normed)))
         return steps.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
+
+    def pack(self) -> None:
+        """Copy all weights, as they are now, for quicker products on a CPU. Who changes them must pack again."""
+        for joined in self.maps:
+            joined.pack()
+
+    @property
+    def packed(self) -> bool:
+        return any(joined.packed is not None for joined in self.maps)
+
+    def unpack(self) -> None:
+        """Give that memory back; products take the weights themselves again."""
+        for joined in self.maps:
+            joined.unpack()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V] in the weights' own precision: these families put no scaling behind their head."""

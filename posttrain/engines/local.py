@@ -9,7 +9,10 @@ graph and the host looks every few steps; on a CPU the same step runs as it is.
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,12 @@ from posttrain.models.forward import Trunk
 from posttrain.types import Sample
 
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
+KEEP_BLOCKS = 2**25 - 2**16
+"""Bytes. Having freed such a block, glibc's malloc keeps smaller ones for reuse. Else it returns those of logits to the
+system after every step, and gets them back page by page, which takes longer than filling them."""
+
+WORTH_PACKING = (4, 256)  # answers, tokens of all of them: packing takes as long as a few steps
+PACKING_SHARE = 1 / 16  # of the machine's memory, at most; not of what is free, so that equal runs compute equally
 
 log = logging.getLogger("posttrain")
 
@@ -33,10 +42,16 @@ class LocalEngine:
     """Continuous batching over a Hugging Face module."""
 
     def __init__(
-        self, trunk: Trunk, tokenizer: Any, *, slots: int | None = None, leave: Callable[[], int] = lambda: 0
+        self,
+        trunk: Trunk,
+        tokenizer: Any,
+        *,
+        slots: int | None = None,
+        leave: Callable[[], int] = lambda: 0,
+        frozen: bool = False,
     ) -> None:
-        """`leave`: bytes of the device that others will want."""
-        self.trunk, self.tokenizer, self.leave = trunk, tokenizer, leave
+        """`leave`: bytes of the device that others will want; `frozen`: there are none, and weights never change."""
+        self.trunk, self.tokenizer, self.leave, self.frozen = trunk, tokenizer, leave, frozen
         self.device = next(trunk.model.parameters()).device
         self.most = slots or most_slots(self.device)
         self.addresses: tuple[int, ...] = ()
@@ -68,9 +83,13 @@ class LocalEngine:
                 for request in requests:
                     session.submit(request, sampling)
                 ended: dict[int, Sample] = {}
+                packed: int | None = None  # version of the weights
                 while session.busy:
                     if between is not None:
                         session.version = between()
+                    if session.version != packed:
+                        self.pack(len(requests), sampling.max_tokens)
+                        packed = session.version
                     complete = session.step()
                     if on_answer is not None:
                         for index, sample in complete.items():
@@ -79,7 +98,7 @@ class LocalEngine:
                 return [ended[index] for index in range(len(requests))]
         finally:
             self.trunk.model.train(was_training)
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and not self.frozen:
                 self.sleep()
 
     def session(self, longest: int, answer: int, hear: Hear) -> Session:
@@ -93,11 +112,25 @@ class LocalEngine:
         self.make_room(self.most, self.rounded(longest if on_gpu else min(longest, 256)), self.rounded(answer))
         assert self.slots is not None
         self.slots.begin(self.slots.answer, None)
+        self.pack(self.most, answer)
         return Session(self, hear, mixed=True)
 
     def sleep(self) -> None:
-        """Give the cache's memory back. The next call takes it again, and captures its graphs again."""
+        """Give the memory of cache and packed weights back. The next call takes it again, and captures graphs again."""
         self.cache = self.slots = self.graphs = self.logits = None
+        if self.decoder is not None:
+            self.decoder.unpack()
+
+    def pack(self, answers: int, tokens: int) -> None:
+        """Pack the weights as they are now, if so many answers of so many tokens are worth it and memory is plenty."""
+        if self.decoder is None or answers < WORTH_PACKING[0] or answers * tokens < WORTH_PACKING[1]:
+            return
+        if self.frozen and self.decoder.packed:
+            return
+        self.decoder.unpack()
+        weights = list(self.trunk.model.parameters())
+        if can_pack(weights) and sum(weight.nbytes for weight in weights) < host_memory() * PACKING_SHARE:
+            self.decoder.pack()
 
     def prepare(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Room for these requests. What is there is kept if it is large enough: graphs hold its addresses."""
@@ -115,6 +148,8 @@ class LocalEngine:
             self.sleep()
             self.room = wanted
             count = self.affordable(count, capacity)
+            if self.device.type == "cpu":
+                torch.empty(KEEP_BLOCKS, dtype=torch.uint8)  # freed at once: see there
             self.cache = SlotCache(count, capacity, self.device)
             self.slots = Slots(count, answer, self.device)
             self.graphs = Graphs() if self.can_capture() else None
@@ -175,3 +210,18 @@ def rung(count: int) -> int:
         return next(size for size in (1, 8, 32, 64) if count <= size)
     size = 1 << (count - 1).bit_length()
     return size * 3 // 4 if size >= 256 and count <= size * 3 // 4 else size
+
+
+def can_pack(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether there are products that like packed weights: in float32, on such a CPU."""
+    on_cpu = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
+    return on_cpu and torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the container if that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (most := limit.read_text(encoding="utf-8").strip()).isdigit():
+        total = min(total, int(most))
+    return total

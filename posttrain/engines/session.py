@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,9 @@ class Session:
         on_gpu = engine.graphs is not None
         self.patience = LOOK_EVERY if on_gpu else 1
         self.worth_a_prefill = max(1, self.cache.slots // 4) if on_gpu else 1  # launching one costs several steps
-        self.prefill_tokens = 32768 if self.device.type == "cuda" else 8192
+        on_cuda = self.device.type == "cuda"
+        self.admit_tokens = 32768 if on_cuda else 8192
+        self.pass_tokens = 32768 if on_cuda else 1024  # what a CPU works on should stay in its cache
 
     @property
     def busy(self) -> bool:
@@ -127,41 +129,58 @@ class Session:
 
     def admit(self) -> None:
         """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
-        free = deque(slot for slot in range(self.cache.slots) if slot not in self.live)
-        prompts: list[Sample] = []
-        sharing: list[list[int]] = []  # slots of each prompt
-        newcomers: dict[int, Answer] = {}
-        room = self.prefill_tokens
-        longest = 0
-        while self.waiting and free:
+        free = [slot for slot in range(self.cache.slots) if slot not in self.live]
+        chosen: list[Answer] = []
+        room = self.admit_tokens
+        while self.waiting and len(chosen) < len(free):
             prompt = self.waiting[0].request.prompt
-            if not prompts or not np.array_equal(prompts[-1].tokens, prompt):
-                if prompts and len(prompt) > room:
+            if not chosen or not np.array_equal(chosen[-1].request.prompt, prompt):
+                if chosen and len(prompt) > room:
                     break
                 room -= len(prompt)
-                prompts.append(Sample(tokens=prompt, mask=np.zeros(len(prompt), dtype=np.bool_)))
-                sharing.append([])
-            sharing[-1].append(free[0])
-            longest = max(longest, len(prompt) + self.waiting[0].sampling.max_tokens)
-            newcomers[free.popleft()] = self.waiting.popleft()
-        for answer in newcomers.values():
+            chosen.append(self.waiting.popleft())
+        chosen.sort(key=lambda answer: len(answer.request.prompt))  # neighbours attend together: see plain.Part
+        newcomers = dict(zip(free, chosen, strict=False))
+        for answer in chosen:
             answer.version = self.version
+        longest = max(len(answer.request.prompt) + answer.sampling.max_tokens for answer in chosen)
         if longest > self.cache.capacity:
             self.cache.widen(max(self.engine.rounded(longest), 2 * self.cache.capacity))
+        hidden = torch.cat([self.run_prompts(part) for part in self.passes(newcomers)])
+        asked = [answer.request for answer in chosen]
+        rows = self.slots.admit(list(newcomers), [r.prompt.tolist() for r in asked], [r.seed for r in asked])
+        self.choose(rows, self.logits_of(hidden), chosen)
+        self.live |= newcomers
+
+    def passes(self, newcomers: dict[int, Answer]) -> Iterator[list[tuple[Ints, list[int]]]]:
+        """Prompts that run together, each with the slots that share it."""
+        part: list[tuple[Ints, list[int]]] = []
+        tokens = 0
+        for slot, answer in newcomers.items():
+            prompt = answer.request.prompt
+            if part and np.array_equal(part[-1][0], prompt):
+                part[-1][1].append(slot)
+                continue
+            if part and tokens + len(prompt) > self.pass_tokens:
+                yield part
+                part, tokens = [], 0
+            part.append((prompt, [slot]))
+            tokens += len(prompt)
+        yield part
+
+    def run_prompts(self, part: list[tuple[Ints, list[int]]]) -> torch.Tensor:
+        """Fill the cache; the hidden states behind the prompts, one a slot: [n, H]."""
+        prompts = [Sample(tokens=prompt, mask=np.zeros(len(prompt), dtype=np.bool_)) for prompt, _ in part]
         batch = collate(prompts, self.device)
-        self.cache.begin_prefill(batch.lengths, sharing)
+        self.cache.begin_prefill(batch.lengths, [slots for _, slots in part])
+        last = batch.starts[1:].long() - 1
         if self.engine.decoder is not None:
             packing = attention.layout(batch, ragged_kernel=self.trunk.ragged_kernel)
-            hidden = self.engine.decoder.prefill(batch, packing, self.cache)
+            hidden = self.engine.decoder.prefill(batch, packing, self.cache, last)
         else:
-            hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0]
-        hidden = hidden[batch.starts[1:].long() - 1]
-        asked = [answer.request for answer in newcomers.values()]
-        rows = self.slots.admit(list(newcomers), [r.prompt.tolist() for r in asked], [r.seed for r in asked])
-        repeats = torch.tensor([len(slots) for slots in sharing], device=self.device)
-        hidden = hidden.repeat_interleave(repeats, 0, output_size=len(rows))
-        self.choose(rows, self.logits_of(hidden), list(newcomers.values()))
-        self.live |= newcomers
+            hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0][last]
+        repeats = torch.tensor([len(slots) for _, slots in part], device=self.device)
+        return hidden.repeat_interleave(repeats, 0, output_size=sum(len(slots) for _, slots in part))
 
     def advance(self) -> None:
         """A few steps: as many as nobody can end before, and no more than the host likes to wait."""

@@ -71,6 +71,7 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
         run = stack.enter_context(Run.open(verb, config, algo))
         rewards.check(sorted(run.data.train.rows[0][0].columns))  # which columns there are is known now
         trainer = Trainer(run, rewards, environments)
+        stack.callback(trainer.record.wait)  # before others may write to the folder
         yield trainer
         trainer.record.settle()
 

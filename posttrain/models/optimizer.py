@@ -36,13 +36,20 @@ class LossScale:
 
     value: float = 1.0
     good_steps: int = 0  # in a row
+    before: float = 0.0  # the tries of this step; 0: there was none
 
     GROW_EVERY = 2000
 
     def lower(self) -> None:
+        self.before = self.before or self.value
         self.value, self.good_steps = max(1.0, self.value / 2), 0
 
+    def give_up(self) -> None:
+        """No scale helps: it was not the scale that was wrong."""
+        self.value, self.before = self.before or self.value, 0.0
+
     def count(self) -> None:
+        self.before = 0.0
         self.good_steps += 1
         if self.good_steps == self.GROW_EVERY:
             self.value, self.good_steps = min(LARGEST_SCALE, self.value * 2), 0
@@ -109,6 +116,8 @@ class Optimizer:
             self.scale.lower()
             self.forget_gradients()
             return {"rescaled": 1.0}
+        if self.scale is not None and not finite:
+            self.scale.give_up()
         if finite:
             limit, factor = self.config.max_grad_norm, 1 / scale
             if limit and norm_value > limit:

@@ -51,11 +51,12 @@ def rotate_and_store(
     """Rotate queries and keys, put keys and values into the cache; the queries: [n, heads, d]."""
     rows, (kv_heads, width) = len(qkv), keys.shape[2:]
     heads = qkv.shape[1] // width - 2 * kv_heads
-    query, key, value = qkv.view(rows, -1, width).split([heads, kv_heads, kv_heads], 1)
+    turned, value = qkv.view(rows, -1, width).split([heads + kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
-        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
-    cos, sin = cos[:, None], sin[:, None]
-    query, key = (stream * cos + rotate_half(stream) * sin for stream in (query, key))
+        query, key = turned.split([heads, kv_heads], 1)
+        turned = torch.cat([rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)], 1)
+    turned = turned * cos[:, None] + rotate_half(turned) * sin[:, None]
+    query, key = turned.split([heads, kv_heads], 1)
     slots = torch.arange(rows, device=qkv.device)
     keys[slots, positions] = key
     values[slots, positions] = value

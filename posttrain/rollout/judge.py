@@ -136,8 +136,9 @@ class Spread:
 
     @property
     def deviation(self) -> float:
-        """The unbiased one; 0 where there are fewer than two numbers."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        """The unbiased one; 0 where there are fewer than two numbers, or nothing but rounding between them."""
+        found = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        return found if found > 1e-9 * abs(self.mean) else 0.0
 
 
 class Early:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from posttrain.data.lines import as_line
 from posttrain.errors import DataError, UsageError
+from posttrain.log import append, cut_after
 from posttrain.rewards.verdict import Verdict
 from posttrain.types import Prompt, Sample
 
@@ -56,7 +56,7 @@ def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
         "finish": sample.finish,
         "reward": sample.reward,
         "baseline": sample.baseline,
-        "rewards": rollout.parts,
+        "rewards": dict(rollout.parts),
         "failure": rollout.failure,
         "seconds": round(rollout.seconds, 6),
         "turns": rollout.turns,
@@ -192,11 +192,10 @@ class Record:
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / FILE
-        if path.exists():
-            keep_until(path, step)
+        cut_after(path, step)
         self.file = path.open("ab", buffering=0)
         self.writing: threading.Thread | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
         rows = [as_row(rollout, step) for rollout in rollouts]  # now: samples are free to change
@@ -206,24 +205,18 @@ class Record:
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         try:
-            self.file.write("".join(map(as_line, rows)).encode())
-        except (OSError, ValueError, TypeError, RecursionError) as error:  # raised again by whoever waits
+            append(self.file, "".join(map(as_line, rows)))
+        except BaseException as error:  # raised again by whoever waits
             self.error = error
+            if not isinstance(error, Exception):
+                raise
 
     def settle(self) -> None:
-        if self.writing is not None:
-            self.writing.join()
-            self.writing = None
+        self.wait()
         if self.error is not None:
             raise self.error
 
-
-def keep_until(path: Path, step: int) -> None:
-    kept = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            kept += len(line)
-    if kept < path.stat().st_size:
-        os.truncate(path, kept)
+    def wait(self) -> None:
+        if self.writing is not None:
+            self.writing.join()
+            self.writing = None

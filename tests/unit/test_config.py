@@ -130,6 +130,13 @@ def test_what_is_typed_wins_over_the_file(tmp_path):
     assert config.model.lora_rank == 4
 
 
+@pytest.mark.parametrize(("old", "new"), [("false", "none"), ("true", "saved")])
+def test_a_run_of_old_goes_on_with_the_name_that_an_option_had(old, new, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"model: {{path: a}}\nrewards:\n  normalize_models: {old}\n")
+    more = ("--data.train", "z", "--reward", "acc")
+    assert typed("grpo", tmp_path / "c.yaml", *more).rewards.normalize == new
+
+
 def test_a_file_begins_with_those_it_names(tmp_path):
     """What is written nearer to the user wins, wherever in the file `defaults` stands."""
     (tmp_path / "model").mkdir()

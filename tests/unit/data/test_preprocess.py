@@ -13,7 +13,7 @@ from posttrain.data import preprocess as module
 from posttrain.data.handlers import HANDLERS, PreprocessConfig
 from posttrain.data.indexed import IndexedReader
 from posttrain.data.preprocess import fill_packs, preprocess
-from posttrain.data.tokenized import is_indexed, load_indexed
+from posttrain.data.tokenized import is_indexed, load_indexed, open_files
 from posttrain.errors import DataError, UsageError
 from posttrain.models.pico import SPECIALS, build_tokenizer
 from tests.unit.data.made import byte_level
@@ -114,6 +114,9 @@ def test_sentences_are_the_sequences_of_their_document(tmp_path, append_eod):
         ours = [tmp_path / f"out_{key}_sentence.{end}" for end in ("bin", "idx")]
         assert write_with_megatron(tmp_path / "theirs", documents) == [file.read_bytes() for file in ours]
     assert not read(tmp_path)  # no file says that its sequences are documents
+    (tmp_path / "out_title_sentence.idx").unlink()
+    [found] = open_files(str(tmp_path / "out")).readers.values()  # one is left, so the prefix names it
+    assert len(found) == len([sentence for document in text for sentence in document])
 
 
 def test_alpaca_instructions(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from posttrain.data.pack import collate
+from posttrain.engines import local
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.fused import FusedDecoder
 from posttrain.engines.local import LocalEngine, rung
@@ -232,6 +233,69 @@ def test_weights_that_moved_are_found_again():
     assert [s.tokens.tolist() for s in first] != [s.tokens.tolist() for s in second]
     out = forward(engine.trunk, collate(second), Wanted())
     assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in second])).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_packed_weights_give_the_same(name, monkeypatch):
+    model = tiny_model(name).eval()
+    engine = engine_for(model)
+    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    expected = engine.generate(requests, Sampling(max_tokens=12))
+    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    packed = []
+    found = engine.generate(requests, Sampling(max_tokens=12), on_token=lambda *_: packed.append(is_packed(engine)))
+    assert all(packed) and not is_packed(engine)  # the copy is gone when all is said
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and np.abs(one.logprobs - other.logprobs).max() < 1e-5
+
+
+def is_packed(engine):
+    return engine.decoder.packed
+
+
+def test_what_never_changes_is_packed_once(monkeypatch):
+    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    model = tiny_model("llama").eval()
+    engine = engine_for(model)
+    request = Request(prompt=prompts()[0], seed=3)
+    (expected,) = engine.generate([request], Sampling(max_tokens=9))
+    engine.frozen, copies, samples = True, [], []
+    for length in (9, 9, 200):  # the last one needs more room
+        samples += engine.generate([request], Sampling(max_tokens=length))
+        copies.append(engine.decoder.head.packed)
+    assert copies[0] is copies[1] and all(copy is not None for copy in copies)
+    assert all(sample.tokens[: len(expected.tokens)].tolist() == expected.tokens.tolist() for sample in samples)
+
+
+def test_weights_that_change_are_packed_again(monkeypatch):
+    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    model = tiny_model("qwen2_untied").eval()
+    engine = engine_for(model)
+    versions = []
+
+    def louder():
+        model.lm_head.weight.data.mul_(1.5)  # in place, as an optimizer writes it; nothing in the cache depends on it
+        versions.append(len(versions) + 1)
+        return versions[-1]
+
+    for between in (None, louder):  # before an answer, and in the middle of one
+        louder()
+        (sample,) = engine.generate([Request(prompt=prompts()[0], seed=1)], Sampling(max_tokens=6), between=between)
+        out = forward(engine.trunk, collate([sample]), Wanted()).logprobs.detach().numpy()
+        error = np.abs(out - sample.logprobs)[-6:]
+        assert error[-1] < 1e-5 and (error[:-1].max() < 1e-5) == (between is None)
+
+
+def test_packing_leaves_memory_to_others(monkeypatch):
+    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    engine = engine_for(tiny_model("llama").eval())
+    size = sum(parameter.nbytes for parameter in engine.trunk.model.parameters())
+    for memory, packs in ((size * 15, False), (size * 17, True)):
+        monkeypatch.setattr(local, "host_memory", lambda memory=memory: memory)
+        found = set()
+        note = lambda *_, found=found: found.add(is_packed(engine))  # noqa: E731
+        engine.generate([Request(prompt=prompts()[0])], Sampling(max_tokens=2), on_token=note)
+        assert found == {packs}
 
 
 def test_joined_weights_are_saved_as_before(tmp_path):

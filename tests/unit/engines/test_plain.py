@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain import ops
-from posttrain.engines.plain import BLOCK, draw, uniforms
+from posttrain.engines.plain import BLOCK, PART, Bags, attend, draw, parts_of, uniforms
 
 
 def splitmix(seed, place):
@@ -31,6 +31,26 @@ def test_random_numbers_are_even_and_independent():
         assert numbers.min() >= 0 and numbers.max() < 1
         assert np.histogram(numbers, 10, (0, 1))[0].min() > 65
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 1), (4, 1)])
+def test_attention_of_a_step_is_the_formula_row_by_row(kv_heads, group, window):
+    generator = torch.Generator().manual_seed(0)
+    slots, rows, capacity, width, value_width = 2 * PART + 9, 2 * PART + 3, 24, 8, 4
+    keys = torch.randn(slots, kv_heads, capacity, width, generator=generator).transpose(1, 2)
+    values = torch.randn(slots, kv_heads, capacity, value_width, generator=generator).transpose(1, 2)
+    query = torch.randn(rows, kv_heads * group, width, generator=generator)
+    positions = torch.randint(0, capacity - 1, (rows,), generator=generator)
+    longest = int(positions.max()) + 1
+    bags = Bags(parts_of(positions, longest, window, query.dtype), kv_heads * group, values)
+    both = attend(query, keys, values, positions, longest, None, window), bags.attend(query, keys, values, None)
+    for row, last in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, last + 1 - window)
+        for head in range(kv_heads * group):
+            k, v = (stream[row, first : last + 1, head // group] for stream in (keys, values))
+            expected = (k @ query[row, head] * width**-0.5).softmax(0) @ v
+            assert all((found[row, head] - expected).abs().max() < 1e-6 for found in both)
 
 
 def test_a_draw_is_where_the_cumulative_probability_passes_the_random_number():

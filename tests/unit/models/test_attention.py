@@ -131,6 +131,27 @@ def test_the_newer_kernel_gives_what_torchs_gives(window):
     assert attention.agree(*streams, ranges, None, window)
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2, 3])
+def test_a_kernel_whose_result_or_gradient_is_not_a_number_is_not_trusted(broken, monkeypatch):
+    def torchs(q, k, v, *how):
+        return q + 2 * k + 3 * v
+
+    def newer(q, k, v, *how):
+        if not broken:
+            return torchs(q, k, v) * torch.nan
+        streams = [q, k, v]
+        streams[broken - 1] = streams[broken - 1] * 1.0
+        streams[broken - 1].register_hook(lambda gradient: gradient * torch.nan)
+        return torchs(*streams)
+
+    monkeypatch.setattr(attention, "torchs_kernel", torchs)
+    monkeypatch.setattr(attention, "newer_kernel", torchs)
+    streams = [torch.ones(4, 2, 8)] * 3
+    assert attention.agree(*streams)
+    monkeypatch.setattr(attention, "newer_kernel", newer)
+    assert not attention.agree(*streams)
+
+
 def test_the_newer_kernel_is_tried_again_where_samples_are_longer(monkeypatch):
     tried = []
 

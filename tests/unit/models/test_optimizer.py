@@ -114,7 +114,7 @@ def test_the_loss_scale_grows_after_many_good_steps():
         values.append(scale.value)
     assert values[:2] == [2.0**23, 2.0**24] and values[-1] == 2.0**24, "there is a largest one"
     scale.lower()
-    assert scale == LossScale(2.0**23, 0)
+    assert scale == LossScale(2.0**23, 0, before=2.0**24)
     scale.value = 1.0
     scale.lower()
     assert scale.value == 1.0
@@ -131,3 +131,4 @@ def test_what_stays_not_finite_is_skipped_in_float16_too():
             break
         tries += 1
     assert found["skipped"] and tries == 16 and optimizer.steps == 0
+    assert optimizer.scale == LossScale(2.0**16), "what no scale helps must not lower it for all that follows"

@@ -89,12 +89,13 @@ def slowly_scaled(batches, clip):
         seen = [reward for batch in batches[:end] for reward in batch]
         mean = sum(seen) / max(1, len(seen))
         deviation = (sum((reward - mean) ** 2 for reward in seen) / (len(seen) - 1)) ** 0.5 if len(seen) > 1 else 1.0
+        deviation = 0.0 if len(set(seen)) == 1 else deviation  # not what rounding the mean leaves of it
         for reward in batches[end - 1]:
             scaled = reward / deviation if deviation > 0 else reward
             yield min(max(scaled, -clip), clip) if clip else scaled
 
 
-REWARD = st.integers(-4000, 4000).map(lambda number: number / 16)  # such that equal ones have a mean without rounding
+REWARD = st.integers(-400, 400).map(lambda number: number / 10)
 
 
 @given(st.lists(st.lists(REWARD, max_size=5), max_size=6), st.sampled_from([0.0, 1.5]), st.integers(0, 6))
@@ -118,6 +119,22 @@ def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
                 running.load_state(state)
     assert found == pytest.approx(list(slowly_scaled(batches, clip)), rel=1e-9)
     assert examined == [reward for batch in batches for reward in batch]
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, -1e-3, 1e6 + 0.1])
+def test_rewards_that_are_all_alike_have_no_deviation(value):
+    specs = ("model:somewhere/judge",)
+    with Rewards(specs) as rewards:
+        running = Judge(
+            rewards,
+            {0: lambda asked: [value] * len(asked)},
+            online(reward=specs, rewards__normalize="running"),
+            TOKENIZER,
+        )
+        for size in (6, 3, 7):
+            rollouts = [rollout("a") for _ in range(size)]
+            running.judge(rollouts)
+            assert [r.sample.reward for r in rollouts] == [value] * size
 
 
 def test_failures_are_not_in_the_running_deviation(rewards):
