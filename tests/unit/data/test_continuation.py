@@ -49,7 +49,7 @@ def test_turn_by_turn_gives_the_tokens_of_the_whole(name):
     tokenizer = build_tokenizer()  # one token a byte: text that is cut anywhere has the same tokens
     apply_template(tokenizer, name)
     chat, tokens = machinery(tokenizer)
-    lead, end = around(chat) if name not in ("empty", "trl") else ("", "")
+    lead, end = around(chat) if name not in ("empty", "trl", "chatglm2") else ("", "")  # of which answers have no end
 
     @settings(max_examples=15, deadline=None)
     @given(TALKS, WORDS)
