@@ -119,8 +119,8 @@ class Files:
 def _columns(name: str, mark: str) -> dict[str, str]:
     """Key -> prefix of the files that hold it."""
     place = Path(f"{name}{mark}")
-    files = list(place.parent.glob(f"{escape(place.name)}_*_document.idx")) if place.name else []
-    files = files or (list(place.parent.glob(f"{escape(place.name)}_*_sentence.idx")) if place.name else [])
+    found = ([*place.parent.glob(f"{escape(place.name)}_*_{level}.idx")] for level in ("document", "sentence"))
+    files = next(filter(None, found), []) if place.name else []
     keys = {file.stem[len(place.name) + 1 :].rsplit("_", 1)[0]: str(file)[: -len(".idx")] for file in files}
     return {key: prefix for key, prefix in sorted(keys.items()) if mark or not key.startswith(f"{MARK[1:]}_")}
 

@@ -36,7 +36,7 @@ class LossScale:
 
     value: float = 1.0
     good_steps: int = 0  # in a row
-    before: float = 0.0  # the tries of this step; 0: there was none
+    before: float = 0.0  # its value before this step overflowed; 0: it has not
 
     GROW_EVERY = 2000
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.lines import as_line
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, PosttrainError, UsageError
 from posttrain.rollout import record
 from posttrain.rollout.record import STREAMS, Rollout, as_row, from_row, unjudged
 from posttrain.types import Prompt, Sample
@@ -128,9 +128,10 @@ def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
     [(_, [read])] = record.read_steps(tmp_path)
     assert read.text == "answer 1" and read.sample.reward == 0.0
     written.file.close()
-    written.add([rollout], 2)
-    with pytest.raises(ValueError, match="closed file"):
-        written.settle()
+    with open("/dev/full", "ab", buffering=0) as written.file:  # noqa: PTH123
+        written.add([rollout], 2)
+        with pytest.raises(PosttrainError, match="cannot write: No space left"):
+            written.settle()
 
 
 def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
