@@ -38,6 +38,7 @@ from posttrain.models.load import (
     trainable_parameters,
 )
 from posttrain.models.optimizer import Optimizer
+from posttrain.models.replay import Passes
 from posttrain.models.shard import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
 from posttrain.models.tensor_files import load_tensors, save_tensors
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
@@ -119,6 +120,8 @@ class Learner:
             self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
+        if trainable and self.shards is None:
+            self.trunk.passes = Passes.of(self.model, update.tokens_per_device)
         self.config, self.head = model, head
         LEARNERS.add(self)
         self.version = 0  # of the weights
@@ -136,6 +139,9 @@ class Learner:
         """Add the gradient of (sum of losses) / denominator. `tokens`: of the whole step, for the router's balance."""
         if self.follower is not None and not self.own_sampler:
             self.follower.sleep()
+        assert self.optimizer is not None, "this learner was loaded for inference"
+        self.optimizer.stay_put = self.trunk.passes is not None and not self.trunk.passes.given_up
+        self.optimizer.begin()
         totals = Totals()
         with self.decided_dropout():
             for batch in self.batches(samples, objective.group_size):
@@ -410,6 +416,9 @@ class Learner:
         in_host_memory = self.shards is not None and "parameters" in self.shards.layout.offload
         if self.device.type == "cpu" or in_host_memory:
             return
+        self.trunk.passes = None  # they would keep memory
+        if self.optimizer is not None:
+            self.optimizer.places = {}
         if part == "model":
             (self.model if self.shards is None else self.shards.root).to(device)
         if self.optimizer is not None:

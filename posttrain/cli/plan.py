@@ -245,9 +245,9 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
     if config.cluster.of("rollout").place != "actor":
         return 0
     answers = config.update.rows_per_step * config.rollout.samples_per_prompt
-    slots = min(most_slots(device), -(-answers // division_of(config).data))
     longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
-    return slots * longest * bytes_per_position(model.get_text_config(), dtype)
+    a_slot = longest * bytes_per_position(model.get_text_config(), dtype)
+    return min(most_slots(device, a_slot), -(-answers // division_of(config).data)) * a_slot
 
 
 def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:

@@ -112,9 +112,9 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
     if config.generate.engine[0] != "local":
         yield "keys and values", "?", "vLLM takes the rest of its share, gpu_memory_utilization"
         return
-    at_once = min(most_slots(device), config.generate.batch, sizes.answers)
     room = int(sizes.prompts.max()) + config.generate.max_tokens
-    size = at_once * room * bytes_per_position(model.config.get_text_config(), dtype)
+    a_slot = room * bytes_per_position(model.config.get_text_config(), dtype)
+    at_once = min(most_slots(device, a_slot), config.generate.batch, sizes.answers)
     fewer = "; fewer where they do not fit" * (device.type == "cuda")
     note = f"{at_once:,} answers at once, each of at most {room:,} tokens with its prompt{fewer}"
-    yield "keys and values", amount(size), note
+    yield "keys and values", amount(at_once * a_slot), note

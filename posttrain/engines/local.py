@@ -28,6 +28,7 @@ from posttrain.models.forward import Trunk
 from posttrain.types import Sample
 
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
+MORE_SLOTS, MORE_SHARE = 2048, 0.25  # a small model fills a GPU with so many; of its memory, for more than the usual
 KEEP_BLOCKS = 2**25 - 2**16
 """Bytes. Having freed such a block, glibc's malloc keeps smaller ones for reuse. Else it returns those of logits to the
 system after every step, and gets them back page by page, which takes longer than filling them."""
@@ -53,7 +54,8 @@ class LocalEngine:
         """`leave`: bytes of the device that others will want; `frozen`: there are none, and weights never change."""
         self.trunk, self.tokenizer, self.leave, self.frozen = trunk, tokenizer, leave, frozen
         self.device = next(trunk.model.parameters()).device
-        self.most = slots or most_slots(self.device)
+        self.most = slots or usual_slots(self.device)
+        self.may_take_more = slots is None
         self.addresses: tuple[int, ...] = ()
         self.decoder: FusedDecoder | None = None
         self.room = (0, 0, 0)  # slots, positions of each, tokens of an answer: what the cache was made for
@@ -136,8 +138,9 @@ class LocalEngine:
         """Room for these requests. What is there is kept if it is large enough: graphs hold its addresses."""
         self.find_weights()
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
-        count = min(self.most, self.bucket(len(requests)))
-        self.make_room(count, self.rounded(longest), self.rounded(sampling.max_tokens))
+        capacity = self.rounded(longest)
+        most = most_slots(self.device, self.bytes_per_slot(capacity)) if self.may_take_more else self.most
+        self.make_room(min(most, self.bucket(len(requests))), capacity, self.rounded(sampling.max_tokens))
         assert self.slots is not None
         self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
 
@@ -186,22 +189,34 @@ class LocalEngine:
             return count
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0] - self.leave()
-        a_slot = capacity * bytes_per_position(self.trunk.model.config, next(self.trunk.model.parameters()).dtype)
-        found = max(1, min(count, int(free * MEMORY_SHARE) // a_slot))
-        if found < count:
+        found = max(1, min(count, int(free * MEMORY_SHARE) // self.bytes_per_slot(capacity)))
+        wanted = min(count, self.most)
+        if found < wanted:
             log.warning(
-                f"generation: memory has room for {found} sequences of {capacity:,} tokens at a time, not {count}."
+                f"generation: memory has room for {found} sequences of {capacity:,} tokens at a time, not {wanted}."
             )
         return found
+
+    def bytes_per_slot(self, capacity: int) -> int:
+        return capacity * bytes_per_position(self.trunk.model.config, next(self.trunk.model.parameters()).dtype)
 
     def bucket(self, count: int) -> int:
         """How many slots a step computes for so many sequences: a graph serves one size, so there are few sizes."""
         return rung(count) if self.device.type == "cuda" else count
 
 
-def most_slots(device: torch.device) -> int:
+def usual_slots(device: torch.device) -> int:
     """Sequences under way at a time, if nothing else is said."""
     return 512 if device.type == "cuda" else 64
+
+
+def most_slots(device: torch.device, bytes_per_slot: int) -> int:
+    """The same, where all requests are known when generation begins."""
+    usual = usual_slots(device)
+    if device.type != "cuda":
+        return usual
+    cheap = int(torch.cuda.get_device_properties(device).total_memory * MORE_SHARE) // bytes_per_slot
+    return max(usual, min(MORE_SLOTS, cheap))
 
 
 def rung(count: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from posttrain.data.pack import collate
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import attention
 from posttrain.models.layers import PlainHead, Slopes, speed_up
+from posttrain.models.replay import Passes
 from posttrain.types import Batch, Objective, Outputs, Request, Sample
 
 ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
@@ -29,6 +31,7 @@ class Trunk:
     shares: bool = False  # whether a beginning that samples have in common may be computed once; see prove
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
     plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
+    passes: Passes | None = None  # where training passes are worth CUDA graphs
 
     @classmethod
     def of(cls, model: Any) -> Trunk:
@@ -42,6 +45,10 @@ class Trunk:
 
     def hidden(self, batch: Batch, **extra: Any) -> Any:
         """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share."""
+        if self.passes is not None and torch.is_grad_enabled() and not extra:
+            replayed = self.passes.hidden(batch)
+            if replayed is not None:
+                return SimpleNamespace(last_hidden_state=replayed[None])
         layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
         whole = 1 if extra else ROW_MULTIPLE  # what a router thinks of padding must not count

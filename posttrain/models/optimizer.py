@@ -86,6 +86,8 @@ class Optimizer:
         )
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
         self.steps = 0  # that were applied
+        self.stay_put = False  # whether gradients have the same addresses in every step; see begin
+        self.places: dict[str, torch.Tensor] = {}  # where they were, between steps
         types = {shards.dtype} if shards is not None else {parameter.dtype for parameter in parameters.values()}
         self.scale = LossScale(FIRST_SCALE) if torch.float16 in types else None
 
@@ -96,9 +98,10 @@ class Optimizer:
     def bytes_to_come(self, device: torch.device) -> int:
         """Of what a step needs on the device, and is not there now: it does not exist yet, or is in host memory."""
         wanted = 0
-        for master in self.masters.values():
+        for name, master in self.masters.items():
             state = self.adam.state.get(master, {})
-            for tensor in (master, master.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+            gradient = self.places.get(name, master.grad)
+            for tensor in (master, gradient, state.get("exp_avg"), state.get("exp_avg_sq")):
                 wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
         return wanted
 
@@ -158,7 +161,17 @@ class Optimizer:
             if self.has_own_master(name):
                 parameter.data.copy_(self.masters[name])
 
+    def begin(self) -> None:
+        """Before gradients are added: where they must stay at their addresses, which graphs know, put zeros there."""
+        if self.places and all(master.grad is None for master in self.masters.values()):
+            torch._foreach_zero_(list(self.places.values()))
+            for name, gradient in self.places.items():
+                self.masters[name].grad = gradient
+            self.places = {}
+
     def forget_gradients(self) -> None:
+        there = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        self.places = (there or self.places) if self.stay_put else {}
         for name, master in self.masters.items():
             master.grad = self.parameters[name].grad = None
 

@@ -176,4 +176,4 @@ def gather_backward(gradient: torch.Tensor, places: torch.Tensor, first: torch.T
     """The sum of gradient[places[first[i] : first[i + 1]]] for each i, added up in float32."""
     owner = torch.repeat_interleave(torch.arange(len(first) - 1, device=first.device), first.diff())
     total = gradient.new_zeros(len(first) - 1, *gradient.shape[1:], dtype=torch.float32)
-    return total.index_add_(0, owner, gradient[places].float()).to(gradient.dtype)
+    return total.index_add_(0, owner, gradient[places[: len(owner)]].float()).to(gradient.dtype)

@@ -1,0 +1,235 @@
+"""Training passes through the layers as CUDA graphs, for models whose kernels run faster than a host launches them.
+
+A graph reads and writes fixed tensors, so packs are padded to few sizes: tokens by samples that are nobody's, samples
+by empty ones. One graph goes forward and one backward, and adds gradients where the masters' always lie (see
+Optimizer.begin). The head and the loss between the two run as they are. Without a GPU the same work is done unrecorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from posttrain.models import attention
+from posttrain.models.layers import MASTER, knows
+from posttrain.types import Batch
+
+LEAST_OFTEN = 2  # packs of a size, before it is worth a graph
+MOST_GRAPHS = 24
+MOST_WASTE = 1.13  # times the size of a pack, for using a graph that is there already
+MOST_WORK = 1e13  # parameters times tokens of a pack: above, a device needs longer for it than a host
+SPARE_MEMORY = 3  # times what a pass keeps must be free: graphs do not give it back between passes
+log = logging.getLogger("posttrain")
+
+
+@dataclass(slots=True, frozen=True)
+class Room:
+    """What a pack is padded to."""
+
+    tokens: int
+    pieces: int
+    longest: int
+    keys: int = 0  # 0: nobody shares a beginning
+    most_keys: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch) -> Room:
+        row, sharing = batch.sharing or batch, batch.sharing
+        used = sum(row.lengths)
+        tokens, longest = stepped(used, 256), stepped(max(row.lengths), 64)
+        pieces = stepped(len(row.lengths) + -(-(tokens - used) // longest) + 1, 16)
+        if sharing is None:
+            return cls(tokens, pieces, longest)
+        keys = stepped(sum(sharing.key_lengths) + tokens - used, 256)
+        return cls(tokens, pieces, longest, keys, max(longest, stepped(max(sharing.key_lengths), 64)))
+
+    def serves(self, other: Room) -> bool:
+        """Whether a pack of the other size fits in, and wastes little."""
+        fits = all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        size, wanted = self.tokens + self.keys, other.tokens + other.keys
+        return fits and bool(self.keys) == bool(other.keys) and size <= MOST_WASTE * wanted
+
+
+def stepped(size: int, least: int) -> int:
+    """Rounded up to an eighth of the next power of two, at least to a multiple of `least`."""
+    step = max(least, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+class Pass:
+    """Tensors that stay where they are, and the two graphs that use them."""
+
+    def __init__(self, model: Any, room: Room) -> None:
+        self.room = room
+        self.body = getattr(model, model.base_model_prefix)
+        weight = model.get_input_embeddings().weight
+        device = weight.device
+
+        def ints(size: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.tokens, self.positions = ints(room.tokens), ints(room.tokens)
+        self.packing = attention.Packing(ints(room.pieces + 1, torch.int32), room.longest)
+        if room.keys:
+            self.packing.keys, self.packing.key_starts = ints(room.keys), ints(room.pieces + 1, torch.int32)
+            self.packing.most_keys = room.most_keys
+            self.packing.seen = (ints(room.keys), ints(room.tokens + 1))
+        self.d_hidden = torch.zeros(room.tokens, weight.shape[1], dtype=weight.dtype, device=device)
+        self.hidden: torch.Tensor | None = None
+        self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+
+    # What the graphs do
+
+    def forward(self) -> None:
+        with torch.enable_grad():
+            hidden = self.body.embed_tokens(self.tokens[None])
+            angles = self.body.rotary_emb(hidden, position_ids=self.positions[None])
+            for layer in self.body.layers:
+                hidden = layer(hidden, position_embeddings=angles, packing=self.packing)
+            self.hidden = self.body.norm(hidden).squeeze(0)
+
+    def backward(self) -> None:
+        assert self.hidden is not None
+        torch.autograd.backward(self.hidden, self.d_hidden)
+        self.hidden = self.hidden.detach()
+
+    def capture(self, pool: Any) -> None:
+        """Out of memory: where there is too little for it."""
+        self.d_hidden.zero_()  # what is tried out here adds nothing
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                before = torch.cuda.memory_allocated()
+                self.forward()
+                kept = torch.cuda.memory_allocated() - before
+                self.backward()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * kept:
+            raise torch.OutOfMemoryError(f"a pass keeps {kept / 2**30:.1f} GiB")
+        there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(there, pool=pool, capture_error_mode="thread_local"):  # answers may be under way
+            self.forward()
+        with torch.cuda.graph(back, pool=pool, capture_error_mode="thread_local"):
+            self.backward()
+        self.graphs = there, back
+
+    # A pack
+
+    def fill(self, batch: Batch) -> None:
+        row, sharing = batch.sharing or batch, batch.sharing
+        used, pieces, room = len(row.tokens), len(row.lengths), self.room
+        for mine, theirs in ((self.tokens, row.tokens), (self.positions, row.positions)):
+            mine[:used] = theirs
+            mine[used:] = 0
+        # Padding: samples of at most the longest length, and then empty ones.
+        ends = [*range(used + room.longest, room.tokens, room.longest), room.tokens]
+        ends += [room.tokens] * (room.pieces - pieces - len(ends))
+        tail = torch.tensor(ends, dtype=torch.int32).to(row.starts.device, non_blocking=True)
+        self.packing.starts[: pieces + 1] = row.starts
+        self.packing.starts[pieces + 1 :] = tail
+        if sharing is None:
+            return
+        packing = self.packing
+        assert packing.keys is not None and packing.key_starts is not None and packing.seen is not None
+        own = torch.arange(used, room.tokens, device=sharing.keys.device)
+        keys = torch.cat([sharing.keys, own.to(sharing.keys.dtype)])
+        places, first = attention.where_each_is(keys, room.tokens)
+        packing.keys[: len(keys)] = keys
+        packing.keys[len(keys) :] = 0  # nobody looks there, and nobody asks for their gradients
+        packing.key_starts[: pieces + 1] = sharing.key_starts
+        packing.key_starts[pieces + 1 :] = tail + (len(sharing.keys) - used)
+        packing.seen[0][: len(keys)] = places
+        packing.seen[1][:] = first
+
+    def run(self, number: int) -> None:
+        if self.graphs is not None:
+            self.graphs[number].replay()
+        else:
+            (self.forward, self.backward)[number]()
+
+
+class Passes:
+    """Passes by size. They share their memory, so one must have gone back before the next goes forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.on_gpu = next(model.parameters()).device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.anchor = torch.zeros((), requires_grad=True)  # for autograd, which else sees nothing to differentiate
+        self.seen: Counter[Room] = Counter()
+        self.passes: dict[Room, Pass] = {}
+        self.addresses: tuple[int, ...] = ()
+        self.number = 0  # of the pass that is under way
+        self.given_up = False
+
+    @classmethod
+    def of(cls, model: Any, tokens: int) -> Passes | None:
+        """None where a graph cannot be captured, or is not worth it for packs of so many tokens."""
+        parameters = list(model.parameters())
+        fused = knows(model) and attention.has_ragged_kernel(model) and not model.is_gradient_checkpointing
+        whole = all(p.requires_grad and hasattr(p, MASTER) for p in parameters)  # no adapters, nothing frozen
+        worth = sum(p.numel() for p in parameters) * tokens <= MOST_WORK
+        return cls(model) if fused and whole and worth else None
+
+    def hidden(self, batch: Batch) -> torch.Tensor | None:
+        """Last hidden states [U, H], or None: there is no graph for such a pack."""
+        one = self.pass_for(batch)
+        if one is None:
+            return None
+        one.fill(batch)
+        return Replayed.apply(self.anchor, self, one, len((batch.sharing or batch).tokens))
+
+    def pass_for(self, batch: Batch) -> Pass | None:
+        if self.given_up:
+            return None
+        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        if addresses != self.addresses:
+            self.passes, self.addresses = {}, addresses
+        wanted = Room.of(batch)
+        fitting = [room for room in self.passes if room.serves(wanted)]
+        if fitting:
+            return self.passes[min(fitting, key=lambda room: room.tokens + room.keys)]
+        self.seen[wanted] += 1
+        if self.seen[wanted] < LEAST_OFTEN or len(self.passes) == MOST_GRAPHS:
+            return None
+        one = Pass(self.model, wanted)
+        one.fill(batch)
+        if self.on_gpu:
+            try:
+                one.capture(self.pool)
+            except torch.OutOfMemoryError as error:
+                log.info("training passes run without CUDA graphs, for want of memory (%s): more slowly", error)
+                self.given_up, self.passes = True, {}
+                return None
+        self.passes[wanted] = one
+        return one
+
+
+class Replayed(torch.autograd.Function):
+    """Hidden states of a pack. The weights' gradients are added on the way back; there is nothing left for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, passes: Passes, one: Pass, used: int) -> torch.Tensor:
+        passes.number += 1
+        ctx.passes, ctx.one, ctx.used, ctx.number = passes, one, used, passes.number
+        one.run(0)
+        assert one.hidden is not None
+        return one.hidden.detach()[:used]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        assert ctx.number == ctx.passes.number, "another pack went forward before this one went back"
+        one: Pass = ctx.one
+        one.d_hidden[: ctx.used] = gradients[0]
+        one.d_hidden[ctx.used :] = 0
+        one.run(1)
+        return None, None, None, None
+
+
+__all__ = ["Passes"]

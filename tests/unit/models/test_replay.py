@@ -1,0 +1,206 @@
+"""Training passes over tensors that stay where they are: losses and gradients are those of the plain passes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.attention.varlen
+
+from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.data.pack import collate
+from posttrain.learner import Learner
+from posttrain.models import attention, layers, replay, steps
+from posttrain.models.forward import Trunk
+from posttrain.models.replay import Passes, Room
+from posttrain.types import Loss, Objective, Request, Sample, count
+from tests.tiny import tiny_folder
+from tests.unit.models.test_layers import model_of
+from tests.unit.models.test_sharing import rows, twin_of_the_kernel
+
+GROUPS = [(20, (5, 12, 1)), (30, (4,)), (16, (0, 7, 16)), (40, (17, 17)), (20, (32, 32))]
+SLIGHTLY_LESS = [(20, (5, 12, 1)), (29, (4,)), (16, (0, 7, 15)), (40, (17, 16)), (20, (32, 32))]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """What stands behind the last piece is garbage, as a kernel leaves it."""
+    twin = twin_of_the_kernel(behind=True)
+
+    def varlen_attn(q, k, v, starts, key_starts, *most, **how):
+        end = int(key_starts[-1])
+        behind = torch.full_like(k[end:], torch.nan)
+        for stream in (k, v):
+            if stream.requires_grad:
+                stream.register_hook(lambda gradient: torch.cat([gradient[:end], behind]))
+        return twin(q, k, v, starts, key_starts, *most, **how)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "newer_kernel_serves", lambda *_: False)
+
+
+def trunk_of(model) -> Trunk:
+    layers.speed_up(model, steps)
+    return Trunk(model, True, shares=True, plain_head=layers.PlainHead.of(model, steps))
+
+
+def outcome(trunk: Trunk, batch) -> dict[str, torch.Tensor]:
+    trunk.model.zero_grad()
+    hidden = trunk.hidden(batch).last_hidden_state[0]
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    (hidden * weights).sum().backward()
+    return {n: p.grad.clone() for n, p in trunk.model.named_parameters() if p.grad is not None} | {"": hidden.detach()}
+
+
+@pytest.mark.parametrize("share", [0, 8])
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "qwen3", "mistral"])
+def test_gradients_are_those_of_plain_passes(family, share, kernel):
+    model = model_of(family).train()
+    trunk = trunk_of(model)
+    batches = [collate(rows(g, seed), "cpu", share) for g, seed in ((GROUPS, 0), (SLIGHTLY_LESS, 1), (GROUPS, 2))]
+    expected = [outcome(trunk, batch) for batch in batches]
+    trunk.passes = Passes(model)
+    assert trunk.passes.hidden(batches[0]) is None, "a size that may never come again is not worth a graph"
+    for batch, wanted in zip(batches, expected, strict=True):
+        found = outcome(trunk, batch)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+    assert len(trunk.passes.passes) == 1, "all of them fit into one"
+    assert trunk.passes.number == 3
+
+
+def test_a_pack_uses_a_graph_that_is_a_little_too_large_and_no_other():
+    room = Room(tokens=4096, pieces=32, longest=512)
+    assert room.serves(Room(tokens=3840, pieces=16, longest=512))
+    assert not room.serves(Room(tokens=2048, pieces=16, longest=512)), "it would compute twice as much"
+    assert not room.serves(Room(tokens=4096, pieces=48, longest=512))
+    assert not room.serves(Room(tokens=4096, pieces=32, longest=576))
+    assert not Room(4096, 32, 512, keys=4096, most_keys=512).serves(Room(4096, 32, 512)), "another attention"
+
+
+@pytest.mark.parametrize("longest", [1, 63, 700])
+@pytest.mark.parametrize("pieces", [1, 15, 90])
+def test_padding_always_fits(pieces, longest, kernel):
+    """Its samples are no longer than the longest, and there are places for all of them."""
+    batch = collate([Sample(tokens=np.ones(longest, np.int32), mask=np.arange(longest) > 0)] * pieces, "cpu")
+    room = Room.of(batch)
+    one = replay.Pass(model_of("llama"), room)
+    one.fill(batch)
+    starts = one.packing.starts
+    assert int(starts[-1]) == room.tokens
+    assert int(starts.diff().min()) >= 0
+    assert int(starts.diff().max()) <= room.longest
+
+
+def test_a_pass_must_go_back_before_the_next_goes_forward(kernel):
+    model = model_of("llama").train()
+    passes = Passes(model)
+    batch = collate(rows(GROUPS), "cpu")
+    assert passes.hidden(batch) is None
+    first = passes.hidden(batch)
+    assert first is not None
+    passes.hidden(batch)
+    with pytest.raises(AssertionError, match="another pack"):
+        first.sum().backward()
+
+
+def test_weights_that_have_moved_are_found_again(kernel):
+    model = model_of("llama").train()
+    trunk = trunk_of(model)
+    trunk.passes = Passes(model)
+    batch = collate(rows(GROUPS), "cpu")
+    for _ in range(3):
+        outcome(trunk, batch)
+    before = list(trunk.passes.passes.values())
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
+    outcome(trunk, batch)
+    assert list(trunk.passes.passes.values()) != before
+
+
+def total() -> Objective:
+    return Objective(request=Request(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
+
+
+def trained(learner: Learner, passes: int, offset: int = 0) -> list[float]:
+    losses = []
+    for step in range(passes):
+        made = rows(GROUPS if step % 3 else SLIGHTLY_LESS, seed=offset + step)
+        found = learner.forward_backward(made, total(), count(made, "token"), 1)
+        losses.append(found["loss"][0])
+        learner.step(1e-2)
+    return losses
+
+
+def test_a_learner_trains_as_without(tmp_path, kernel):
+    folder = str(tiny_folder("llama", tmp_path))
+    plain, fast = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=256)) for _ in range(2))
+    for learner in (plain, fast):
+        layers.speed_up(learner.model, steps)
+        learner.trunk.ragged_kernel = True
+    fast.trunk.passes = Passes(fast.model)
+    np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=1e-5)
+    assert fast.trunk.passes.passes
+    for one, other in zip(fast.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path, kernel):
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
+    optimizer = learner.optimizer
+    assert optimizer is not None
+    learner.trunk.passes = Passes(learner.model)
+    made = rows(GROUPS)
+    learner.forward_backward(made, total(), count(made, "token"), 1)
+    first = {name: (master.grad.data_ptr(), master.grad.clone()) for name, master in optimizer.masters.items()}
+    optimizer.forget_gradients()
+    weights = copy.deepcopy(learner.model.state_dict())
+    learner.step(1e-2)
+    assert all(torch.equal(weights[name], value) for name, value in learner.model.state_dict().items())
+    learner.forward_backward(made, total(), count(made, "token"), 1)
+    for name, master in optimizer.masters.items():
+        address, gradient = first[name]
+        assert master.grad.data_ptr() == address
+        torch.testing.assert_close(master.grad, gradient, rtol=1e-4, atol=1e-6)
+    learner.forward_backward(made, total(), count(made, "token"), 1)
+    torch.testing.assert_close(
+        optimizer.masters[name].grad, 2 * first[name][1], rtol=1e-4, atol=1e-6
+    )  # a second call adds
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
+    """Both in half precision, against float32, after steps that the graphs must have seen."""
+    folder = str(tiny_folder(name, tmp_path))
+    fast, plain = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=2048)) for _ in range(2))
+    plain.trunk.passes = None
+    assert fast.trunk.passes is not None
+    for learner in (fast, plain):
+        learner.trunk.shares = learner.trunk.shares and share
+    np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=0.01)
+    assert fast.trunk.passes.passes and fast.trunk.passes.number >= 5
+    exact = Learner(ModelConfig(path=folder, dtype="float32"), UpdateConfig())
+    made = rows(GROUPS, seed=99)
+    for learner in (plain, exact):  # the same weights for all
+        learner.model.load_state_dict(fast.model.state_dict())
+    gradients = []
+    for learner in (fast, plain, exact):
+        learner.forward_backward(made, total(), count(made, "token"), 1)
+        assert learner.optimizer is not None
+        gradients.append({key: master.grad.clone() for key, master in learner.optimizer.masters.items()})
+    quick, slow, right = gradients
+    for key, value in right.items():
+        errors = [float((found[key] - value).norm() / value.norm()) for found in (quick, slow)]
+        assert errors[0] < 1.5 * errors[1] + 0.01, (key, errors)
+
+
+@pytest.mark.gpu
+def test_without_memory_to_spare_there_are_no_graphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "SPARE_MEMORY", 1e9)
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
+    losses = trained(learner, 6)
+    assert learner.trunk.passes is not None and learner.trunk.passes.given_up
+    assert losses[-1] < losses[0]
+    assert learner.optimizer is not None and not learner.optimizer.places
