@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from posttrain.algos import ALGORITHMS
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.learner import Learner
+from posttrain.log import memory_gib
 from posttrain.types import Objective, Sample, count
 
 GPU = torch.cuda.is_available()
@@ -199,7 +200,7 @@ def free() -> None:
 
 
 def peak() -> str:
-    return f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if GPU else ""
+    return f", {memory_gib():.1f} GiB" if GPU else ""
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def memory_gib() -> float:
     """Most memory held so far: of the accelerator if there is one, else of this process."""
     torch = sys.modules.get("torch")  # whoever has a model has imported it
     if torch is not None and torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != "mps":
-        return float(torch.accelerator.max_memory_allocated()) / 2**30
+        replay = sys.modules.get("posttrain.models.replay")
+        held = replay.memory_held() if replay is not None else 0
+        return float(torch.accelerator.max_memory_allocated() + held) / 2**30
     status = Path("/proc/self/status")
     if status.exists():
         peak = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -81,6 +82,7 @@ class Pass:
         self.d_hidden = torch.zeros(room.tokens, weight.shape[1], dtype=weight.dtype, device=device)
         self.hidden: torch.Tensor | None = None
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self.held = 0  # bytes of memory that the graphs took
 
     # What the graphs do
 
@@ -98,7 +100,7 @@ class Pass:
         self.hidden = self.hidden.detach()
 
     def capture(self, pool: Any) -> None:
-        """Out of memory: where there is too little for it."""
+        """OutOfMemoryError: where there is too little for it."""
         self.d_hidden.zero_()  # what is tried out here adds nothing
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -112,12 +114,14 @@ class Pass:
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * kept:
             raise torch.OutOfMemoryError(f"a pass keeps {kept / 2**30:.1f} GiB")
+        before = torch.cuda.memory_reserved()
         there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(there, pool=pool, capture_error_mode="thread_local"):  # answers may be under way
             self.forward()
         with torch.cuda.graph(back, pool=pool, capture_error_mode="thread_local"):
             self.backward()
         self.graphs = there, back
+        self.held = torch.cuda.memory_reserved() - before
 
     # A pack
 
@@ -167,6 +171,7 @@ class Passes:
         self.addresses: tuple[int, ...] = ()
         self.number = 0  # of the pass that is under way
         self.given_up = False
+        ALIVE.add(self)
 
     @classmethod
     def of(cls, model: Any, tokens: int) -> Passes | None:
@@ -203,12 +208,20 @@ class Passes:
         if self.on_gpu:
             try:
                 one.capture(self.pool)
-            except torch.OutOfMemoryError as error:
-                log.info("training passes run without CUDA graphs, for want of memory (%s): more slowly", error)
+            except RuntimeError as error:  # too little memory, or a kernel that cannot be captured
+                log.info("training passes run without CUDA graphs: the same numbers, more slowly (%s)", error)
                 self.given_up, self.passes = True, {}
                 return None
         self.passes[wanted] = one
         return one
+
+
+ALIVE: WeakSet[Passes] = WeakSet()
+
+
+def memory_held() -> int:
+    """Bytes that graphs hold between passes, and torch does not count as allocated."""
+    return sum(one.held for passes in ALIVE for one in passes.passes.values())
 
 
 class Replayed(torch.autograd.Function):
@@ -232,4 +245,4 @@ class Replayed(torch.autograd.Function):
         return None, None, None, None
 
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "memory_held"]

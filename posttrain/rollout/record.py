@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ FILE = "rollouts.jsonl"
 ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
+GIVE_WAY = 5e-4  # seconds that a thread may keep others waiting: answers are drawn beside it, a few tokens at a time
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
@@ -194,6 +196,7 @@ class Record:
         path = folder / FILE
         cut_after(path, step)
         self.file = path.open("ab", buffering=0)
+        sys.setswitchinterval(min(GIVE_WAY, sys.getswitchinterval()))
         self.writing: threading.Thread | None = None
         self.error: BaseException | None = None
 
