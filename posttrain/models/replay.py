@@ -21,7 +21,7 @@ from posttrain.types import Batch
 
 LEAST_OFTEN = 2  # packs of a size, before it is worth a graph
 MOST_GRAPHS = 24
-MOST_WASTE = 1.13  # times the size of a pack, for using a graph that is there already
+MOST_WASTE = 1.07  # times the size of a pack, for using a graph that is there already
 MOST_WORK = 1e13  # parameters times tokens of a pack: above, a device needs longer for it than a host
 SPARE_MEMORY = 3  # times what a pass keeps must be free: graphs do not give it back between passes
 log = logging.getLogger("posttrain")
@@ -56,8 +56,8 @@ class Room:
 
 
 def stepped(size: int, least: int) -> int:
-    """Rounded up to an eighth of the next power of two, at least to a multiple of `least`."""
-    step = max(least, 1 << max(0, (size - 1).bit_length() - 3))
+    """Rounded up to a sixteenth of the next power of two, at least to a multiple of `least`."""
+    step = max(least, 1 << max(0, (size - 1).bit_length() - 4))
     return -(-size // step) * step
 
 
