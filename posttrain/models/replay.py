@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -42,17 +42,33 @@ class Room:
         row, sharing = batch.sharing or batch, batch.sharing
         used = sum(row.lengths)
         tokens, longest = stepped(used, 256), stepped(max(row.lengths), 64)
-        pieces = stepped(len(row.lengths) + -(-(tokens - used) // longest) + 1, 16)
+        pieces = stepped(len(row.lengths) + padding_pieces(tokens - used, longest), 16)
         if sharing is None:
             return cls(tokens, pieces, longest)
         keys = stepped(sum(sharing.key_lengths) + tokens - used, 256)
         return cls(tokens, pieces, longest, keys, max(longest, stepped(max(sharing.key_lengths), 64)))
 
-    def serves(self, other: Room) -> bool:
-        """Whether a pack of the other size fits in, and wastes little."""
-        fits = all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
-        size, wanted = self.tokens + self.keys, other.tokens + other.keys
-        return fits and bool(self.keys) == bool(other.keys) and size <= MOST_WASTE * wanted
+    def holds(self, batch: Batch) -> bool:
+        """Whether the pack fits in, with the padding that fills the rest."""
+        row, sharing = batch.sharing or batch, batch.sharing
+        spare = self.tokens - sum(row.lengths)
+        if spare < 0 or max(row.lengths) > self.longest:
+            return False
+        if len(row.lengths) + padding_pieces(spare, self.longest) > self.pieces:
+            return False
+        if sharing is None or not self.keys:
+            return sharing is None and not self.keys
+        return sum(sharing.key_lengths) + spare <= self.keys and max(sharing.key_lengths) <= self.most_keys
+
+    @property
+    def size(self) -> int:
+        """What it costs."""
+        return self.tokens + self.keys
+
+
+def padding_pieces(tokens: int, longest: int) -> int:
+    """Samples that so many tokens of padding are; where there is nothing to pad, one that is empty."""
+    return max(1, -(-tokens // longest))
 
 
 def stepped(size: int, least: int) -> int:
@@ -197,9 +213,9 @@ class Passes:
         if addresses != self.addresses:
             self.passes, self.addresses = {}, addresses
         wanted = Room.of(batch)
-        fitting = [room for room in self.passes if room.serves(wanted)]
+        fitting = [room for room in self.passes if room.size <= MOST_WASTE * wanted.size and room.holds(batch)]
         if fitting:
-            return self.passes[min(fitting, key=lambda room: room.tokens + room.keys)]
+            return self.passes[min(fitting, key=lambda room: room.size)]
         self.seen[wanted] += 1
         if self.seen[wanted] < LEAST_OFTEN or len(self.passes) == MOST_GRAPHS:
             return None

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.attention.varlen
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.data.pack import collate
@@ -19,6 +21,7 @@ from tests.unit.models.test_layers import model_of
 from tests.unit.models.test_sharing import rows, twin_of_the_kernel
 
 GROUPS = [(20, (5, 12, 1)), (30, (4,)), (16, (0, 7, 16)), (40, (17, 17)), (20, (32, 32))]
+TINY = model_of("llama")
 SLIGHTLY_LESS = [(20, (5, 12, 1)), (29, (4,)), (16, (0, 7, 15)), (40, (17, 16)), (20, (32, 32))]
 
 
@@ -70,27 +73,51 @@ def test_gradients_are_those_of_plain_passes(family, share, kernel):
     assert trunk.passes.number == 3
 
 
-def test_a_pack_uses_a_graph_that_is_a_little_too_large_and_no_other():
-    room = Room(tokens=4096, pieces=32, longest=512)
-    assert room.serves(Room(tokens=3840, pieces=16, longest=512))
-    assert not room.serves(Room(tokens=2048, pieces=16, longest=512)), "it would compute twice as much"
-    assert not room.serves(Room(tokens=4096, pieces=48, longest=512))
-    assert not room.serves(Room(tokens=4096, pieces=32, longest=576))
-    assert not Room(4096, 32, 512, keys=4096, most_keys=512).serves(Room(4096, 32, 512)), "another attention"
+def pack_of(*lengths: int):
+    return collate([Sample(tokens=np.ones(n, np.int32), mask=np.arange(n) > 0) for n in lengths], "cpu")
 
 
-@pytest.mark.parametrize("longest", [1, 63, 700])
-@pytest.mark.parametrize("pieces", [1, 15, 90])
-def test_padding_always_fits(pieces, longest, kernel):
-    """Its samples are no longer than the longest, and there are places for all of them."""
-    batch = collate([Sample(tokens=np.ones(longest, np.int32), mask=np.arange(longest) > 0)] * pieces, "cpu")
-    room = Room.of(batch)
-    one = replay.Pass(model_of("llama"), room)
-    one.fill(batch)
-    starts = one.packing.starts
-    assert int(starts[-1]) == room.tokens
-    assert int(starts.diff().min()) >= 0
-    assert int(starts.diff().max()) <= room.longest
+def test_what_fits_into_a_room():
+    room = Room(tokens=1024, pieces=16, longest=128)
+    assert room.holds(pack_of(*[128] * 8))
+    assert not room.holds(pack_of(*[128] * 8, 1)), "too many tokens"
+    assert not room.holds(pack_of(129)), "too long"
+    assert room.holds(pack_of(*[60] * 12)), "12 samples, 304 tokens of padding are 3"
+    assert not room.holds(pack_of(*[10] * 9)), "9 samples, 934 tokens of padding are 8"
+    shared = collate(rows(GROUPS), "cpu", 8)
+    assert shared.sharing is not None
+    assert not Room(1024, 64, 128).holds(shared), "another attention"
+    assert not Room(1024, 64, 128, keys=4096, most_keys=128).holds(pack_of(128))
+    keys = sum(shared.sharing.key_lengths) + 1024 - len(shared.sharing.tokens)
+    assert Room(1024, 64, 128, keys=keys, most_keys=128).holds(shared)
+    assert not Room(1024, 64, 128, keys=keys - 1, most_keys=128).holds(shared)
+    assert not Room(1024, 64, 128, keys=keys, most_keys=max(shared.sharing.key_lengths) - 1).holds(shared)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 2**32), st.booleans())
+def test_whatever_a_room_holds_can_be_filled_in(lengths, seed, share):
+    """Into the room that was made for it, and into those that were made for others."""
+    rng = np.random.default_rng(seed)
+
+    def batch_of(scale: float):
+        groups = [(int(max(1, n * scale)), tuple(rng.integers(0, 40, 2))) for n in lengths]
+        return collate(rows(groups, seed), "cpu", 8 if share else 0)
+
+    batches = [batch_of(scale) for scale in (1.0, *rng.uniform(0.6, 1.0, 3))]
+    room = Room.of(batches[0])
+    one = replay.Pass(TINY, room)
+    assert room.holds(batches[0])
+    for batch in filter(room.holds, batches):
+        one.fill(batch)
+        starts = one.packing.starts
+        assert int(starts[-1]) == room.tokens
+        assert int(starts.diff().min()) >= 0
+        assert int(starts.diff().max()) <= room.longest
+        if room.keys:
+            many = one.packing.key_starts.diff()
+            assert torch.all(many >= starts.diff())
+            assert int(many.max()) <= room.most_keys
 
 
 def test_a_pass_must_go_back_before_the_next_goes_forward(kernel):
