@@ -15,7 +15,7 @@ from posttrain.errors import UsageError
 
 Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-LAYOUT_KEYS = ("devices", "tp", "zero")
+LAYOUT_KEYS = ("devices", "tp", "cp", "zero")
 INFLIGHT = "inflight"  # among rollout.engine
 ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
 
@@ -149,7 +149,13 @@ class RoleLayout:
     place: str  # the role whose devices it is on: itself, where it has devices of its own, or `actor`
     devices: int
     tensor_parallel: int
+    context_parallel: int
     zero: int
+
+    @property
+    def alike(self) -> int:
+        """Devices that see the same samples."""
+        return self.tensor_parallel * self.context_parallel
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,7 +165,7 @@ class ClusterConfig:
     ray: str = ""
     """Place the workers on a Ray cluster: `auto`, or its address."""
     layout: tuple[str, ...] = ()
-    """How models are divided, for all (`tp=2 zero=2`) or for one role (`rollout.devices=4 reference.tp=2`)."""
+    """How models are divided, for all (`tp=2 cp=2 zero=2`) or for one role (`rollout.devices=4 reference.tp=2`)."""
     offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
     """Keep these in host memory while they are not used."""
     limits: tuple[int, float] = (0, 1800.0)
@@ -177,7 +183,8 @@ class ClusterConfig:
             size = int(devices)
         else:
             place, size = "actor", self.devices - sum(map(int, own.values()))
-        return RoleLayout(place, size, int(found["tp"] or 1), 3 if found["zero"] == "" else int(found["zero"]))
+        zero = 3 if found["zero"] == "" else int(found["zero"])
+        return RoleLayout(place, size, int(found["tp"] or 1), int(found["cp"] or 1), zero)
 
     def entry(self, role: str, key: str) -> str:
         """Of reward-0: its own, or that of all reward models, or that of all models."""
@@ -419,6 +426,10 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
         )
         refuse(value.isdigit() and int(value) < (2 if name == "zero" else 1), f"{bad}; {value} is too small.")
         refuse(name == "zero" and int(value) > 3, f"{bad}; zero is 2 or 3.")
+        refuse(
+            name == "cp" and role == "rollout",
+            f"cluster.layout has {entry!r}: tokens of answers are made one after the other, by one device.",
+        )
         joined = cluster.entry(value, "devices") if joins else ""
         refuse(joined in roles, f"{bad}; {value} has no devices of its own to share.")
     left = cluster.devices - sum(map(int, cluster.own_devices().values()))
@@ -430,8 +441,10 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
     for role in roles:
         found = cluster.of(role)
         refuse(
-            bool(found.devices % found.tensor_parallel),
-            f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel} does not divide.",
+            bool(found.devices % found.alike),
+            f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel}"
+            + f" times cp={found.context_parallel}" * (found.context_parallel > 1)
+            + " does not divide.",
         )
     restarts, seconds = cluster.limits
     refuse(

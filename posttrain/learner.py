@@ -27,7 +27,7 @@ from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.probe import probe
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.models import lora, memory
+from posttrain.models import lora, memory, replay
 from posttrain.models.forward import TokenSlopes, Trunk, check_router, forward, prove
 from posttrain.models.load import (
     compute_dtype,
@@ -38,7 +38,6 @@ from posttrain.models.load import (
     trainable_parameters,
 )
 from posttrain.models.optimizer import Optimizer
-from posttrain.models.replay import Passes
 from posttrain.models.shard import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
 from posttrain.models.tensor_files import load_tensors, save_tensors
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
@@ -109,6 +108,10 @@ class Learner:
             self.inside(prove, self.teacher)
             check_teacher(self.trunk, self.teacher)
         self.let_go()
+        if self.shards is not None and self.shards.context is not None:
+            for trunk in filter(None, (self.trunk, self.teacher)):
+                self.shards.context.check(trunk.model.config.get_text_config(), self.shards.layout.tensor_parallel)
+                trunk.context = self.shards.context
         self.trunk.value_head = valued
         self.own_sampler = sampler_copy
         self.sampler = self.trunk
@@ -120,8 +123,9 @@ class Learner:
             self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
-        if trainable and self.shards is None:
-            self.trunk.passes = Passes.of(self.model, update.tokens_per_device)
+        lends = engine[0] == "vllm" or bool(layout and layout.offload)  # memory that is free now and then
+        if trainable and self.shards is None and not lends:
+            self.trunk.passes = replay.Passes.of(self.model, update.tokens_per_device)
         self.config, self.head = model, head
         LEARNERS.add(self)
         self.version = 0  # of the weights
@@ -140,7 +144,7 @@ class Learner:
         if self.follower is not None and not self.own_sampler:
             self.follower.sleep()
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.optimizer.stay_put = self.trunk.passes is not None and not self.trunk.passes.given_up
+        self.optimizer.stay_put = self.trunk.passes is not None and self.trunk.passes.alive
         self.optimizer.begin()
         totals = Totals()
         with self.decided_dropout():
@@ -338,7 +342,7 @@ class Learner:
         was_training = self.model.training  # not so where answers are under way
         self.model.eval()
         seen = []
-        for indices in self.paced(pack(samples, self.update.tokens_per_device, share=self.shared_tokens)):
+        for indices in self.paced(pack(samples, self.tokens_per_pack, share=self.shared_tokens)):
             if indices is None:
                 self.inside(forward, self.trunk, self.company(), request)
                 continue
@@ -351,8 +355,14 @@ class Learner:
     def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[Batch | None]:
         """Pack by pack, each laid out while the device is at work on the one before; None: see `paced`."""
         share = self.shared_tokens
-        for indices in self.paced(pack(samples, self.update.tokens_per_device, group_size, share)):
+        for indices in self.paced(pack(samples, self.tokens_per_pack, group_size, share)):
             yield None if indices is None else collate([samples[i] for i in indices], self.device, share)
+
+    @property
+    def tokens_per_pack(self) -> int:
+        """Where context ranks divide packs, these are so much larger."""
+        ranks = 1 if self.shards is None else self.shards.layout.context_parallel
+        return self.update.tokens_per_device * ranks
 
     # Keeping in step with others, where there are some
 
@@ -472,7 +482,7 @@ def memory_to_come() -> int:
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
     passes = [memory.full_pack(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
     wanted = [one.optimizer.bytes_to_come(one.device) for one in trained if one.optimizer]
-    return sum(wanted) + max(passes, default=0)
+    return sum(wanted) + max(0, max(passes, default=0) - replay.memory_held())
 
 
 def check_teacher(student: Trunk, teacher: Trunk) -> None:

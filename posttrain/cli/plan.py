@@ -17,7 +17,7 @@ from posttrain.cli.doctor import device_memory
 from posttrain.config import Config, ModelConfig, OnlineConfig
 from posttrain.data.pack import pack
 from posttrain.engines.cache import bytes_per_position
-from posttrain.engines.local import most_slots
+from posttrain.engines.local import usual_slots
 from posttrain.errors import UsageError
 from posttrain.learner import default_device
 from posttrain.log import quiet_libraries
@@ -83,8 +83,9 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     edges = data.rows_at[: STEPS_LOOKED_AT + 1]
     for before, after in pairwise(edges):
         samples, most = taken(config, data, after - before), 0
-        for share in cut(samples, division_of(config).data, algo.group_size):  # the longest queue decides
-            places = pack(share, config.update.tokens_per_device, algo.group_size)
+        division = division_of(config)
+        for share in cut(samples, division.shares, algo.group_size):  # the longest queue decides
+            places = pack(share, config.update.tokens_per_device * division.context, algo.group_size)
             parts = [[share[i] for i in part] for part in places]
             most = max(most, len(parts))
             packs.largest = max([packs.largest, *parts], key=lambda part: sum(map(len, part)))
@@ -110,7 +111,8 @@ def taken(config: Config, data: Data, rows: int) -> list[Sample]:
 def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
     """The most that a pack may hold: rows of the greatest length, all of whose tokens count."""
     longest = config.data.max_tokens
-    rows = max(1, config.update.tokens_per_device // (longest * algo.group_size))
+    tokens = config.update.tokens_per_device * division_of(config).context
+    rows = max(1, tokens // (longest * algo.group_size))
     sample = Sample(tokens=np.zeros(longest, dtype=np.int32), mask=np.arange(longest) > 0)
     return [sample] * (rows * algo.group_size)
 
@@ -118,7 +120,8 @@ def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
 def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Packs) -> Iterator[Row]:
     update, division = config.update, division_of(config)
     if division.devices > 1:
-        note = f"{division.data} of them see different samples"
+        note = f"{division.shares} of them see different samples"
+        note += f", {division.context} divide the tokens of each" if division.context > 1 else ""
         note += f", {division.tensor} divide each layer" if division.tensor > 1 else ""
         yield "devices", f"{division.devices:,}", f"{note}; zero {division.zero}"
     if data is None:
@@ -159,15 +162,16 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""
     spread = f"{min(packs.counts)} to {max(packs.counts)}, " if min(packs.counts) < max(packs.counts) else ""
     yield (
-        f"packs a step{' each' * (division.data > 1)}",
+        f"packs a step{' each' * (division.shares > 1)}",
         f"{mean:.1f}",
-        f"{spread}of at most {update.tokens_per_device:,} tokens{seen}",
+        f"{spread}of at most {update.tokens_per_device * division.context:,} tokens{seen}",
     )
     largest = sum(map(len, packs.largest))
     yield (
         "largest pack",
         f"{largest:,}",
-        "tokens" + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device),
+        "tokens"
+        + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device * division.context),
     )
     if data.eval is not None:
         yield "evaluation rows", f"{len(data.eval.rows):,}", ""
@@ -194,7 +198,7 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
         # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
         with suppress(RuntimeError, NotImplementedError):
             how = {"kernels": device.type == "cuda", "divided": division_of(config).devices > 1}
-            passing = memory.passing(model, largest, request, teacher, **how)
+            passing = memory.passing(model, shortened(largest, division_of(config).context), request, teacher, **how)
 
     def weights(other: Any, role: str) -> int:
         if other is None:
@@ -228,7 +232,15 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
 def division_of(config: Config, role: str = "actor") -> Division:
     """How the devices of a role divide its model."""
     found = config.cluster.of(role)
-    return Division(found.devices // found.tensor_parallel, found.tensor_parallel, found.zero)
+    data, tensor, context = found.devices // found.tensor_parallel, found.tensor_parallel, found.context_parallel
+    return Division(data, tensor, found.zero, context)
+
+
+def shortened(samples: list[Sample], ranks: int) -> list[Sample]:
+    """What one of several context ranks computes: so many fewer tokens of each."""
+    if ranks == 1:
+        return samples
+    return [Sample(tokens=s.tokens[:n], mask=s.mask[:n]) for s in samples for n in [max(2, -(-len(s) // ranks))]]
 
 
 def has_sampler(config: Config, division: Division) -> bool:
@@ -247,7 +259,7 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
     answers = config.update.rows_per_step * config.rollout.samples_per_prompt
     longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
     a_slot = longest * bytes_per_position(model.get_text_config(), dtype)
-    return min(most_slots(device, a_slot), -(-answers // division_of(config).data)) * a_slot
+    return min(usual_slots(device), -(-answers // division_of(config).devices)) * a_slot
 
 
 def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
@@ -327,12 +339,17 @@ def memory_ledger(
     if needs.sampler:
         yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
     if needs.cache:
-        yield "keys and values", amount(needs.cache), "of answers under way; fewer at a time where memory is short"
+        yield (
+            "keys and values",
+            amount(needs.cache),
+            "of answers under way; as many as memory has room for",
+        )
     note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"
         return
-    yield "activations", amount(step.kept), f"of {sum(map(len, largest)):,} tokens; {note}"
+    tokens = -(-sum(map(len, largest)) // division_of(config).context)
+    yield "activations", amount(step.kept), f"of {tokens:,} tokens; {note}"
     yield "passing", amount(step.peak - step.kept), "a chunk of logits, gradients on their way"
 
 

@@ -16,7 +16,7 @@ from posttrain.data.dataset import load_dataset
 from posttrain.data.encode import Encoder
 from posttrain.data.sources import read_rows
 from posttrain.engines.cache import bytes_per_position
-from posttrain.engines.local import most_slots
+from posttrain.engines.local import usual_slots
 from posttrain.learner import default_device
 from posttrain.log import quiet_libraries
 from posttrain.models import memory
@@ -114,7 +114,7 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
         return
     room = int(sizes.prompts.max()) + config.generate.max_tokens
     a_slot = room * bytes_per_position(model.config.get_text_config(), dtype)
-    at_once = min(most_slots(device, a_slot), config.generate.batch, sizes.answers)
+    at_once = min(usual_slots(device), config.generate.batch, sizes.answers)
     fewer = "; fewer where they do not fit" * (device.type == "cuda")
     note = f"{at_once:,} answers at once, each of at most {room:,} tokens with its prompt{fewer}"
     yield "keys and values", amount(at_once * a_slot), note

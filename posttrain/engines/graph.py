@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from posttrain.models.replay import CAPTURING
+
 
 class Graphs:
     """Runs a function that reads and writes fixed tensors: the first time as it is, then captured."""
@@ -25,7 +27,8 @@ class Graphs:
             return
         if key not in self.captured:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # a trainer may be at work
+            # A trainer may be at work, on another thread.
+            with CAPTURING, torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 function()
             self.captured[key] = graph
         self.captured[key].replay()

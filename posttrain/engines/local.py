@@ -29,6 +29,7 @@ from posttrain.types import Sample
 
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
 MORE_SLOTS, MORE_SHARE = 2048, 0.25  # a small model fills a GPU with so many; of its memory, for more than the usual
+LOGIT_BYTES = 8  # in half precision, and in float32 where they are changed before a draw
 KEEP_BLOCKS = 2**25 - 2**16
 """Bytes. Having freed such a block, glibc's malloc keeps smaller ones for reuse. Else it returns those of logits to the
 system after every step, and gets them back page by page, which takes longer than filling them."""
@@ -138,9 +139,13 @@ class LocalEngine:
         """Room for these requests. What is there is kept if it is large enough: graphs hold its addresses."""
         self.find_weights()
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
-        capacity = self.rounded(longest)
-        most = most_slots(self.device, self.bytes_per_slot(capacity)) if self.may_take_more else self.most
-        self.make_room(min(most, self.bucket(len(requests))), capacity, self.rounded(sampling.max_tokens))
+        slots, *had = self.room if self.cache is not None else (0, 0, 0)  # so that short and long ones can take turns
+        capacity, answer = map(max, had, (self.rounded(longest), self.rounded(sampling.max_tokens)))
+        most = self.most
+        if self.may_take_more and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            most = most_slots(self.device, self.bytes_per_slot(capacity), total)
+        self.make_room(min(most, max(slots, self.bucket(len(requests)))), capacity, answer)
         assert self.slots is not None
         self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
 
@@ -198,7 +203,9 @@ class LocalEngine:
         return found
 
     def bytes_per_slot(self, capacity: int) -> int:
-        return capacity * bytes_per_position(self.trunk.model.config, next(self.trunk.model.parameters()).dtype)
+        """Keys, values and logits."""
+        dtype = next(self.trunk.model.parameters()).dtype
+        return capacity * bytes_per_position(self.trunk.model.config, dtype) + LOGIT_BYTES * self.trunk.vocabulary
 
     def bucket(self, count: int) -> int:
         """How many slots a step computes for so many sequences: a graph serves one size, so there are few sizes."""
@@ -210,13 +217,11 @@ def usual_slots(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 64
 
 
-def most_slots(device: torch.device, bytes_per_slot: int) -> int:
-    """The same, where all requests are known when generation begins."""
+def most_slots(device: torch.device, bytes_per_slot: int, memory: int) -> int:
+    """The same, where all requests are known when generation begins; `memory`: bytes of the device."""
     usual = usual_slots(device)
-    if device.type != "cuda":
-        return usual
-    cheap = int(torch.cuda.get_device_properties(device).total_memory * MORE_SHARE) // bytes_per_slot
-    return max(usual, min(MORE_SLOTS, cheap))
+    cheap = int(memory * MORE_SHARE) // bytes_per_slot
+    return max(usual, min(MORE_SLOTS, cheap)) if device.type == "cuda" else usual
 
 
 def rung(count: int) -> int:

@@ -174,12 +174,13 @@ class Run:
         """A model on the devices of its role."""
         cluster, update = self.config.cluster, self.config.update
         found = cluster.of(role)
-        layout = Layout(found.tensor_parallel, found.zero, frozenset(cluster.offload))
+        offload, context = frozenset(cluster.offload), found.context_parallel
+        layout = Layout(found.tensor_parallel, found.zero, offload, context_parallel=context)
         pool = self.places.pool(role)
         self.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
         with self.log.phase("load"):
             workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
-        return LearnerGroup(workers, found.tensor_parallel)
+        return LearnerGroup(workers, layout.alike)
 
     def objective(self) -> Objective:
         request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)

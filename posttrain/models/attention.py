@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from posttrain.models.context import Context
 from posttrain.models.steps import steps_for
 from posttrain.types import Batch, Sharing
 
@@ -65,8 +66,11 @@ class Packing:
     most_keys: int = 0
     seen: tuple[torch.Tensor, torch.Tensor] | None = None  # where in `keys` each token is, and [U + 1] from where on
     padding: int = 0  # tokens behind the last sample that belong to none
+    padded: bool = False  # there may be empty samples, and keys behind those of the last
     buckets: list[Bucket] | None = None  # None: the ragged kernel is used
     order: torch.Tensor | None = None  # brings the buckets' tokens back into the pack's order
+    context: Context | None = None  # whose ranks divide the row
+    tokens: int = 0  # of the row that they divide
 
 
 def layout(batch: Batch, *, ragged_kernel: bool, whole: int = 1) -> Packing:
@@ -161,10 +165,31 @@ def packed_attention(
         cache.keep(module.layer_idx, key, value)
     assert packing is not None, "packed attention was called without a layout: use models.forward"
     assert attention_mask is None, "packed attention takes no mask: samples are kept apart by the layout"
+    if packing.context is None:
+        return attended(query, key, value, packing, scaling, sliding_window, softcap, s_aux), None
+    sinks, context = packing.context.my_heads(s_aux), packing.context
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attended(q, k, v, packing, scaling, sliding_window, softcap, sinks)
+
+    return context.attend(attend, query, key, value, packing.tokens), None
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same, of a whole row."""
     if packing.buckets is None:
-        return ragged(query, key, value, packing, scaling, sliding_window)[None], None
+        return ragged(query, key, value, packing, scaling, sliding_window)[None]
     if query.is_meta and softcap is None and s_aux is None:
-        return FlashLike.apply(query, key, value), None
+        return FlashLike.apply(query, key, value)
     parts = []
     for bucket in packing.buckets:
         keys = bucket.source if bucket.keys is None else bucket.keys
@@ -174,8 +199,8 @@ def packed_attention(
         flat = out.transpose(1, 2).reshape(bucket.rows * bucket.width, out.shape[1], out.shape[3])
         parts.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
     if packing.order is None:
-        return parts[0][None], None
-    return torch.cat(parts).index_select(0, packing.order)[None], None
+        return parts[0][None]
+    return torch.cat(parts).index_select(0, packing.order)[None]
 
 
 class FlashLike(torch.autograd.Function):
@@ -285,7 +310,7 @@ def ragged(
         k, v = (Gather.apply(stream, packing.keys, *(packing.seen or ())) for stream in (k, v))
     ranges = (packing.starts, key_starts, packing.longest, most_keys)
     generating = torch.is_inference_mode_enabled()  # prompts are short: starting its kernels would take longer
-    if not generating and newer_kernel_serves(q, k, v, ranges, scaling, sliding_window):
+    if not generating and newer_kernel_serves(q, k, v, ranges, scaling, sliding_window, padded=packing.padded):
         return newer_kernel(q, k, v, ranges, scaling, sliding_window)
     return torchs_kernel(q, k, v, ranges, scaling, sliding_window)
 
@@ -331,10 +356,17 @@ trusted: dict[tuple[Any, ...], bool] = {}
 
 
 def newer_kernel_serves(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ranges: Ranges,
+    scaling: float | None,
+    window: int | None,
+    *,
+    padded: bool = False,
 ) -> bool:
     longest = tuple((length - 1).bit_length() for length in ranges[2:])  # it has been wrong for long samples alone
-    kind = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, window is None, ranges[0] is ranges[1], longest)
+    kind = (q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, window is None, ranges[0] is ranges[1], longest, padded)
     if kind not in trusted:
         trusted[kind] = has_newer_kernel(q) and agree(q, k, v, ranges, scaling, window)
     return trusted[kind]
@@ -347,14 +379,18 @@ def has_newer_kernel(q: torch.Tensor) -> bool:
 
 
 @torch.enable_grad()
-def agree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> bool:
+def agree(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
+) -> bool:
     """Whether both kernels give the same result and gradients, here and now."""
-    found = []
+    found: list[list[torch.Tensor]] = []
+    used = int(ranges[1][-1])  # what lies behind the last sample's keys nobody writes
     try:
         for kernel in (newer_kernel, torchs_kernel):
-            streams = [stream.detach().requires_grad_() for stream in (q, k, v)]
-            out = kernel(*streams, *how)
-            found.append([out.detach(), *torch.autograd.grad(out, streams, q.detach())])
+            a, b, c = (stream.detach().requires_grad_() for stream in (q, k, v))
+            out = kernel(a, b, c, ranges, scaling, window)
+            query, *of_keys = torch.autograd.grad(out, (a, b, c), q.detach())
+            found.append([out.detach(), query, *(gradient[:used] for gradient in of_keys)])
     except (RuntimeError, ImportError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
         log.warning("flash-attn-4 is installed and does not work here, so torch's kernel is used: %s", error)
         return False

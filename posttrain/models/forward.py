@@ -15,6 +15,7 @@ from posttrain import ops
 from posttrain.data.pack import collate
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models import attention
+from posttrain.models.context import Context, Own
 from posttrain.models.layers import PlainHead, Slopes, speed_up
 from posttrain.models.replay import Passes
 from posttrain.types import Batch, Objective, Outputs, Request, Sample
@@ -32,6 +33,7 @@ class Trunk:
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
     plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
     passes: Passes | None = None  # where training passes are worth CUDA graphs
+    context: Context | None = None  # where several ranks divide the tokens of a pack
 
     @classmethod
     def of(cls, model: Any) -> Trunk:
@@ -44,7 +46,10 @@ class Trunk:
         return self.model.get_output_embeddings().weight.shape[0]
 
     def hidden(self, batch: Batch, **extra: Any) -> Any:
-        """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share."""
+        """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share.
+
+        With a context it is this rank's slice of that, and padded.
+        """
         if self.passes is not None and torch.is_grad_enabled() and not extra:
             replayed = self.passes.hidden(batch)
             if replayed is not None:
@@ -53,9 +58,14 @@ class Trunk:
         row = batch.sharing or batch
         whole = 1 if extra else ROW_MULTIPLE  # what a router thinks of padding must not count
         packing = attention.layout(batch, ragged_kernel=self.ragged_kernel, whole=whole)
-        tokens, positions = (F.pad(stream, (0, packing.padding))[None] for stream in (row.tokens, row.positions))
+        streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
+        if self.context is not None:
+            packing.context, packing.tokens = self.context, len(streams[0])
+            streams = [self.context.slice(stream) for stream in streams]
+        tokens, positions = (stream[None] for stream in streams)
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
-        result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
+        if self.context is None:
+            result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
         return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,20 +95,20 @@ def forward(
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
-    before, last = batch.computed(batch.counted - 1), batch.computed(batch.starts[1:].long() - 1)
+    before = Places.of(trunk, hidden, batch.computed(batch.counted - 1))
     if {"logprobs", "entropy"} & request.names:
-        slopes = (
-            None if request.names - {"logprobs", "entropy"} else slopes
-        )  # a loss of more is asked when all is known
-        logprobs, entropy = token_logprobs(trunk, hidden[before], batch.tokens[batch.counted], request, slopes)
-        out.logprobs, out.entropy = to_stream(logprobs, batch), to_stream(entropy, batch)
+        if trunk.context is not None or request.names - {"logprobs", "entropy"}:
+            slopes = None  # a loss of more, or of what others compute, is asked when all is known
+        targets = before.of_mine(batch.tokens[batch.counted])
+        logprobs, entropy = token_logprobs(trunk, before.states, targets, request, slopes)
+        out.logprobs, out.entropy = (to_stream(before.all(values), batch) for values in (logprobs, entropy))
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
         with torch.no_grad():
-            teacher_states = teacher.hidden(batch).last_hidden_state[0][before]
+            taught = teacher.hidden(batch).last_hidden_state[0]
         divergence = ops.token_divergence(
-            hidden[before],
-            teacher_states,
+            before.states,
+            taught[before.local],
             trunk.logits,
             teacher.logits,
             trunk.vocabulary,
@@ -106,21 +116,50 @@ def forward(
             request.jsd_beta,
             request.temperature,
         )
-        out.divergence = to_stream(divergence, batch)
+        out.divergence = to_stream(before.all(divergence), batch)
     if "choices" in request.names:  # what the model says next, after a counted token
-        logits, wanted = trunk.logits(hidden[batch.computed(batch.counted)]), list(request.choice_ids)
-        out.choices = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
+        at = Places.of(trunk, hidden, batch.computed(batch.counted))
+        logits, wanted = trunk.logits(at.states), list(request.choice_ids)
+        among = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
+        out.choices = at.all(among)
     if "scores" in request.names:
-        out.scores = trunk.model.score(hidden[last])[:, 0].float()
+        last = Places.of(trunk, hidden, batch.computed(batch.starts[1:].long() - 1))
+        out.scores = last.all(trunk.model.score(last.states)[:, 0].float())
     if "values" in request.names:  # of the state before a counted token
-        out.values = to_stream(trunk.values(hidden[before]), batch)
+        out.values = to_stream(before.all(trunk.values(before.states)), batch)
     if request.router_loss:
         experts = trunk.model.config.num_experts_per_tok
         routers = result.router_logits
+        if trunk.context is not None:
+            routers = [trunk.context.whole(logits, len((batch.sharing or batch).tokens)) for logits in routers]
         if batch.sharing is not None:  # each sample is balanced as if it were alone
             routers = [logits[batch.sharing.place] for logits in routers]
         out.router_loss = ops.router_balance(routers, experts, batch.sample_of, len(batch.lengths))
     return out
+
+
+@dataclass(slots=True, eq=False)
+class Places:
+    """Hidden states at some places of a row: this rank's, where several divide it."""
+
+    states: torch.Tensor  # [m, H]
+    local: torch.Tensor  # [m] where they are in `hidden`
+    context: Context | None
+    own: Own | None
+
+    @classmethod
+    def of(cls, trunk: Trunk, hidden: torch.Tensor, places: torch.Tensor) -> Places:
+        own = None if trunk.context is None else trunk.context.own(places, len(hidden))
+        local = places if own is None else own.local
+        return cls(hidden[local], local, trunk.context, own)
+
+    def of_mine(self, values: torch.Tensor) -> torch.Tensor:
+        """What belongs to these places, of something that belongs to all of them."""
+        return values if self.own is None else values[self.own.mine]
+
+    def all(self, values: torch.Tensor) -> torch.Tensor:
+        """What was computed at these places, and by others at theirs."""
+        return values if self.own is None or self.context is None else self.context.everywhere(values, self.own)
 
 
 def token_logprobs(

@@ -142,11 +142,20 @@ def standing(model: Any, *, average: bool, in_4bit: bool = False) -> Standing:
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """How the devices of a place divide a model: FSDP over `data` ranks, each of `tensor` ranks."""
+    """How the devices of a place divide a model: FSDP over `data` ranks, each of `tensor` ranks.
+
+    Of the data ranks `context` each see the same samples and divide their tokens.
+    """
 
     data: int = 1
     tensor: int = 1
     zero: int = 3
+    context: int = 1
+
+    @property
+    def shares(self) -> int:
+        """Parts that the samples of a step are cut into."""
+        return self.data // self.context
 
     @property
     def devices(self) -> int:

@@ -8,6 +8,7 @@ Optimizer.begin). The head and the loss between the two run as they are. Without
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from weakref import WeakSet
 
 import torch
 
-from posttrain.models import attention
+from posttrain.models import attention, steps
 from posttrain.models.layers import MASTER, knows
+from posttrain.models.steps import steps_for
 from posttrain.types import Batch
 
 LEAST_OFTEN = 2  # packs of a size, before it is worth a graph
@@ -24,6 +26,7 @@ MOST_GRAPHS = 24
 MOST_WASTE = 1.07  # times the size of a pack, for using a graph that is there already
 MOST_WORK = 1e13  # parameters times tokens of a pack: above, a device needs longer for it than a host
 SPARE_MEMORY = 3  # times what a pass keeps must be free: graphs do not give it back between passes
+CAPTURING = threading.Lock()  # one capture at a time in a process: torch has one stream for all of them
 log = logging.getLogger("posttrain")
 
 
@@ -90,7 +93,7 @@ class Pass:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.tokens, self.positions = ints(room.tokens), ints(room.tokens)
-        self.packing = attention.Packing(ints(room.pieces + 1, torch.int32), room.longest)
+        self.packing = attention.Packing(ints(room.pieces + 1, torch.int32), room.longest, padded=True)
         if room.keys:
             self.packing.keys, self.packing.key_starts = ints(room.keys), ints(room.pieces + 1, torch.int32)
             self.packing.most_keys = room.most_keys
@@ -118,24 +121,28 @@ class Pass:
     def capture(self, pool: Any) -> None:
         """OutOfMemoryError: where there is too little for it."""
         self.d_hidden.zero_()  # what is tried out here adds nothing
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(2):
                 before = torch.cuda.memory_allocated()
                 self.forward()
                 kept = torch.cuda.memory_allocated() - before
                 self.backward()
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * kept:
-            raise torch.OutOfMemoryError(f"a pass keeps {kept / 2**30:.1f} GiB")
-        before = torch.cuda.memory_reserved()
-        there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(there, pool=pool, capture_error_mode="thread_local"):  # answers may be under way
-            self.forward()
-        with torch.cuda.graph(back, pool=pool, capture_error_mode="thread_local"):
-            self.backward()
+        here.wait_stream(aside)
+        with CAPTURING:
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * kept:
+                raise torch.OutOfMemoryError(f"a pass keeps {kept / 2**30:.1f} GiB")
+            before = torch.cuda.memory_reserved()
+            there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            try:  # thread_local: answers may be under way
+                with torch.cuda.graph(there, pool=pool, capture_error_mode="thread_local"):
+                    self.forward()
+                with torch.cuda.graph(back, pool=pool, capture_error_mode="thread_local"):
+                    self.backward()
+            finally:
+                torch.cuda.set_stream(here)  # a capture that broke leaves its own behind
         self.graphs = there, back
         self.held = torch.cuda.memory_reserved() - before
 
@@ -186,7 +193,7 @@ class Passes:
         self.passes: dict[Room, Pass] = {}
         self.addresses: tuple[int, ...] = ()
         self.number = 0  # of the pass that is under way
-        self.given_up = False
+        self.full = False  # no more graphs
         ALIVE.add(self)
 
     @classmethod
@@ -196,7 +203,13 @@ class Passes:
         fused = knows(model) and attention.has_ragged_kernel(model) and not model.is_gradient_checkpointing
         whole = all(p.requires_grad and hasattr(p, MASTER) for p in parameters)  # no adapters, nothing frozen
         worth = sum(p.numel() for p in parameters) * tokens <= MOST_WORK
-        return cls(model) if fused and whole and worth else None
+        kernels = fused and steps_for(parameters[0].device) is not steps
+        return cls(model) if kernels and whole and worth else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are graphs, or may be."""
+        return bool(self.passes) or not self.full
 
     def hidden(self, batch: Batch) -> torch.Tensor | None:
         """Last hidden states [U, H], or None: there is no graph for such a pack."""
@@ -207,8 +220,6 @@ class Passes:
         return Replayed.apply(self.anchor, self, one, len((batch.sharing or batch).tokens))
 
     def pass_for(self, batch: Batch) -> Pass | None:
-        if self.given_up:
-            return None
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
             self.passes, self.addresses = {}, addresses
@@ -217,7 +228,7 @@ class Passes:
         if fitting:
             return self.passes[min(fitting, key=lambda room: room.size)]
         self.seen[wanted] += 1
-        if self.seen[wanted] < LEAST_OFTEN or len(self.passes) == MOST_GRAPHS:
+        if self.full or self.seen[wanted] < LEAST_OFTEN:
             return None
         one = Pass(self.model, wanted)
         one.fill(batch)
@@ -225,10 +236,13 @@ class Passes:
             try:
                 one.capture(self.pool)
             except RuntimeError as error:  # too little memory, or a kernel that cannot be captured
-                log.info("training passes run without CUDA graphs: the same numbers, more slowly (%s)", error)
-                self.given_up, self.passes = True, {}
+                log.info("no more training passes become CUDA graphs: the same numbers, more slowly (%s)", error)
+                self.full = True
+                for parameter in self.model.parameters():
+                    parameter.grad = None  # memory that a broken capture never wrote
                 return None
         self.passes[wanted] = one
+        self.full = len(self.passes) == MOST_GRAPHS
         return one
 
 

@@ -1,6 +1,8 @@
-"""One model held by many processes: FSDP2 over the data ranks, tensor parallelism inside each of them.
+"""One model held by many processes: FSDP2 over them, tensor and context parallelism inside.
 
-Rank = data rank * tensor_parallel + tensor rank. Data ranks see different samples, tensor ranks of one see the same.
+Rank = (data rank * context_parallel + context rank) * tensor_parallel + tensor rank. Data ranks see different samples.
+The ranks of one see the same: context ranks divide the tokens (models/context.py), tensor ranks the heads. FSDP
+divides the parameters among data and context ranks.
 Everything that needs whole parameters runs inside the forward of one small module, `Whole`, which is FSDP's root: so
 embeddings, heads and what is computed from them in chunks are gathered once a pass. Gradients are summed, not averaged,
 because the loss is already divided by the global count.
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from posttrain.errors import UsageError
+from posttrain.models.context import Context
 from posttrain.models.tensor_files import Entry
 from posttrain.types import Outputs
 
@@ -46,12 +49,20 @@ class Layout:
     """`parameters`: they, gradients and Adam's state live in host memory; a layer comes to the device when used."""
     always: bool = False
     """Shard even where there is one process only."""
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):
             raise UsageError(f"cluster.layout: zero is {self.zero}; it must be 2 or 3")
         if self.tensor_parallel < 1:
             raise UsageError(f"cluster.layout: tp is {self.tensor_parallel}; it must be at least 1")
+        if self.context_parallel < 1:
+            raise UsageError(f"cluster.layout: cp is {self.context_parallel}; it must be at least 1")
+
+    @property
+    def alike(self) -> int:
+        """Ranks that see the same samples."""
+        return self.context_parallel * self.tensor_parallel
 
     def applies(self) -> bool:
         """Whether there are processes to share with, or what they do is wanted of one."""
@@ -77,6 +88,16 @@ def mesh_of(world: Any, device_type: str, tensor_parallel: int) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 
+@cache
+def context_of(world: Any, device_type: str, layout: Layout) -> Context | None:
+    """Whom this rank divides packs with."""
+    if layout.context_parallel == 1:
+        return None
+    shape = (dist.get_world_size(world) // layout.alike, layout.context_parallel, layout.tensor_parallel)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("sample", "context", "tensor"))
+    return Context.of(mesh.get_group("context"))
+
+
 def leave() -> None:
     """At the end of the process, if nobody did before."""
     if dist.is_initialized():
@@ -91,6 +112,7 @@ class Shards:
     device: torch.device
     dtype: torch.dtype  # that the model computes in
     mesh: DeviceMesh
+    context: Context | None = None
     root: Any = None  # Whole, as FSDP's root
     partial: frozenset[str] = frozenset()  # parameters whose gradient is a part of a sum over tensor ranks
     unread: list[Callable[[], None]] = field(default_factory=list)  # fill parameters that have no weights yet
@@ -102,10 +124,12 @@ class Shards:
             backend = dist.get_default_backend_for_device(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             atexit.register(leave)
-        world, tensor = dist.get_world_size(), layout.tensor_parallel
-        if world % tensor:
-            raise UsageError(f"cluster.layout: tp={tensor} does not divide the {world} processes of this role")
-        return cls(layout, device, dtype, mesh_of(dist.group.WORLD, device.type, tensor))
+        world, tensor, context = dist.get_world_size(), layout.tensor_parallel, layout.context_parallel
+        if world % layout.alike:
+            named = f"tp={tensor}" + f" and cp={context} together do" * (context > 1) + " does" * (context == 1)
+            raise UsageError(f"cluster.layout: {named} not divide the {world} processes of this role")
+        mesh = mesh_of(dist.group.WORLD, device.type, tensor)
+        return cls(layout, device, dtype, mesh, context_of(dist.group.WORLD, device.type, layout))
 
     @property
     def rank(self) -> int:

@@ -57,13 +57,13 @@ class Pool(Protocol):
 class LearnerGroup:
     """The learners of all workers as one: the same methods as learner.Learner.
 
-    Worker = data rank * tensor_parallel + tensor rank. The tensor ranks of a data rank are given the same samples and
-    give the same answers, of which the first is taken.
+    `alike` workers one after the other are given the same samples and give the same answers, of which the first is
+    taken: those that divide heads or tokens of the same samples, see models/shard.py.
     """
 
-    def __init__(self, workers: Workers, tensor_parallel: int = 1) -> None:
-        assert workers.size % tensor_parallel == 0, f"{workers.size} workers in tensor groups of {tensor_parallel}"
-        self.workers, self.tensor_parallel = workers, tensor_parallel
+    def __init__(self, workers: Workers, alike: int = 1) -> None:
+        assert workers.size % alike == 0, f"{workers.size} workers in groups of {alike}"
+        self.workers, self.alike = workers, alike
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         return add_up(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
@@ -126,12 +126,12 @@ class LearnerGroup:
         self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """Call with a part of the samples for each data rank; one answer of each."""
-        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.tensor_parallel)]
-        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.tensor_parallel]
+        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.alike)]
+        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.alike]
 
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
         """The part of each data rank."""
-        return cut(samples, self.workers.size // self.tensor_parallel, group_size)
+        return cut(samples, self.workers.size // self.alike, group_size)
 
 
 def cut(items: Sequence[T], parts: int, group_size: int = 1) -> list[list[T]]:

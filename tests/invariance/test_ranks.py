@@ -21,8 +21,17 @@ from tests.invariance.test_split import prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
-LAYOUTS = {"fsdp2": (2, 1), "tp2": (2, 2), "fsdp4": (4, 1), "fsdp2 x tp2": (4, 2)}  # processes, tensor ranks
-LAYOUTS["ray"] = (2, 1)  # tests/ray runs the same test on it
+LAYOUTS = {  # processes, tensor ranks, context ranks
+    "fsdp2": (2, 1, 1),
+    "tp2": (2, 2, 1),
+    "cp2": (2, 1, 2),
+    "fsdp4": (4, 1, 1),
+    "fsdp2 x tp2": (4, 2, 1),
+    "fsdp2 x cp2": (4, 1, 2),
+    "cp2 x tp2": (4, 2, 2),
+    "cp4": (4, 1, 4),
+    "ray": (2, 1, 1),  # tests/ray runs the same test on it
+}
 
 
 @dataclass
@@ -69,7 +78,7 @@ CASES = {
 
 
 def tried(case: Case, layout: str) -> bool:
-    size, tensor = LAYOUTS[layout]
+    size, tensor, _ = LAYOUTS[layout]
     return (case.splits or tensor == 1) and (case.everywhere or size == 2)
 
 
@@ -106,12 +115,13 @@ def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str,
     """What a process of a world does: everything that its world can do."""
     found = {}
     for name in layouts:
-        tensor = LAYOUTS[name][1]
+        _, tensor, context = LAYOUTS[name]
         for case_name, case in CASES.items():
             if tried(case, name):
-                layout = Layout(tensor, case.zero, frozenset({"parameters"} if case.offload else ()))
-                data_ranks = dist.get_world_size() // tensor
-                found[f"{name}: {case_name}"] = train(case, folders[case.family], layout, rank // tensor, data_ranks)
+                offload = frozenset({"parameters"} if case.offload else ())
+                layout = Layout(tensor, case.zero, offload, context_parallel=context)
+                place = rank // layout.alike, dist.get_world_size() // layout.alike
+                found[f"{name}: {case_name}"] = train(case, folders[case.family], layout, *place)
     return found
 
 
@@ -126,7 +136,7 @@ def made(tmp_path_factory):
     def make(place: Path) -> dict[str, Any]:
         folders, answers = folders_for_all(place), {}
         for size in (2, 4):
-            layouts = [name for name, (processes, _) in LAYOUTS.items() if processes == size and name != "ray"]
+            layouts = [name for name, (processes, *_) in LAYOUTS.items() if processes == size and name != "ray"]
             found = run_world(size, place / f"world-{size}", as_rank, folders, layouts)
             answers |= dict.fromkeys(layouts, found)
         return {"folders": folders, "answers": answers}
@@ -143,8 +153,8 @@ def test_ranks_do_not_matter(made, name):
         if not tried(case, layout):
             continue
         answers = [answer[f"{layout}: {name}"] for answer in ranks]
-        size, tensor = LAYOUTS[layout]
+        size, tensor, context = LAYOUTS[layout]
         for step, (loss, norm) in enumerate(alone):
-            together = sum(answer[step][0] for answer in answers[::tensor])
+            together = sum(answer[step][0] for answer in answers[:: tensor * context])
             assert together == pytest.approx(loss, rel=1e-5, abs=1e-5), (layout, step)
             assert [answer[step][1] for answer in answers] == [pytest.approx(norm, rel=1e-5)] * size, (layout, step)

@@ -221,6 +221,19 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     assert memory.gathered(model, memory.Division(4)) < memory.gathered(model, memory.Division(4, zero=2))
 
 
+def test_context_ranks_divide_the_tokens(capsys):
+    found = {}
+    for layout in ((), ("cp=4",)):
+        sizes = {"cluster.devices": 8, "data.max_tokens": 4096, "update.tokens_per_device": 4096}
+        config = settings("sft", **{"model.path": "pico", "cluster.layout": layout} | sizes)
+        assert plan.plan("sft", config, device_gib=80.0) == 0
+        found[layout] = lines_of(capsys.readouterr().out)
+    one, four = found.values()
+    assert four["devices"] == ("8", "2 of them see different samples, 4 divide the tokens of each; zero 3")
+    assert (one["tokens a pack"][0], four["tokens a pack"][0]) == ("4,096", "16,384")
+    assert one["activations"] == four["activations"], "as many tokens on each"
+
+
 def test_roles_on_devices_of_their_own_are_told_apart(capsys):
     layout = ("critic.devices=2", "reference.devices=1", "rollout.devices=4")
     together = settings("ppo", **{"model.path": "pico", "cluster.devices": 8})

@@ -146,10 +146,23 @@ def test_a_kernel_whose_result_or_gradient_is_not_a_number_is_not_trusted(broken
 
     monkeypatch.setattr(attention, "torchs_kernel", torchs)
     monkeypatch.setattr(attention, "newer_kernel", torchs)
-    streams = [torch.ones(4, 2, 8)] * 3
+    starts = torch.tensor([0, 3])  # and one key behind the last
+    streams = [*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None]
     assert attention.agree(*streams)
     monkeypatch.setattr(attention, "newer_kernel", newer)
     assert not attention.agree(*streams)
+
+
+def test_what_a_kernel_leaves_behind_the_last_key_is_not_compared(monkeypatch):
+    def kernel(q, k, v, *how):
+        for stream in (k, v):
+            stream.register_hook(lambda gradient: torch.cat([gradient[:3], gradient[3:] * torch.nan]))
+        return q + 2 * k + 3 * v
+
+    monkeypatch.setattr(attention, "torchs_kernel", kernel)
+    monkeypatch.setattr(attention, "newer_kernel", kernel)
+    starts = torch.tensor([0, 3])
+    assert attention.agree(*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None)
 
 
 def test_the_newer_kernel_is_tried_again_where_samples_are_longer(monkeypatch):
