@@ -15,6 +15,7 @@ from posttrain.learner import Learner
 from posttrain.models import layers, replay, steps
 from posttrain.models.forward import Trunk
 from posttrain.models.replay import Passes, Room
+from posttrain.models.shard import Layout
 from posttrain.types import Loss, Objective, Request, Sample, count
 from tests.tiny import tiny_folder
 from tests.unit.models.test_layers import model_of
@@ -192,6 +193,15 @@ def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path,
     torch.testing.assert_close(
         optimizer.masters[name].grad, 2 * first[name][1], rtol=1e-4, atol=1e-6
     )  # a second call adds
+
+
+def test_a_run_that_lends_memory_has_no_graphs(tmp_path, monkeypatch):
+    """What is free while a part is away would be gone when it comes back."""
+    monkeypatch.setattr(Passes, "of", classmethod(lambda cls, model, tokens: cls(model)))
+    config = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    assert Learner(config, UpdateConfig()).trunk.passes is not None
+    assert Learner(config, UpdateConfig(), trainable=False).trunk.passes is None
+    assert Learner(config, UpdateConfig(), layout=Layout(offload=frozenset({"optimizer"}))).trunk.passes is None
 
 
 @pytest.mark.gpu
