@@ -15,7 +15,7 @@ from posttrain.errors import UsageError
 
 Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-LAYOUT_KEYS = ("devices", "tp", "cp", "zero")
+LAYOUT_KEYS = ("devices", "tp", "cp", "ep", "zero")
 INFLIGHT = "inflight"  # among rollout.engine
 ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
 
@@ -150,6 +150,7 @@ class RoleLayout:
     devices: int
     tensor_parallel: int
     context_parallel: int
+    expert_parallel: int
     zero: int
 
     @property
@@ -184,7 +185,8 @@ class ClusterConfig:
         else:
             place, size = "actor", self.devices - sum(map(int, own.values()))
         zero = 3 if found["zero"] == "" else int(found["zero"])
-        return RoleLayout(place, size, int(found["tp"] or 1), int(found["cp"] or 1), zero)
+        tensor, context, experts = (int(found[name] or 1) for name in ("tp", "cp", "ep"))
+        return RoleLayout(place, size, tensor, context, experts, zero)
 
     def entry(self, role: str, key: str) -> str:
         """Of reward-0: its own, or that of all reward models, or that of all models."""

@@ -174,8 +174,13 @@ class Run:
         """A model on the devices of its role."""
         cluster, update = self.config.cluster, self.config.update
         found = cluster.of(role)
-        offload, context = frozenset(cluster.offload), found.context_parallel
-        layout = Layout(found.tensor_parallel, found.zero, offload, context_parallel=context)
+        layout = Layout(
+            found.tensor_parallel,
+            found.zero,
+            frozenset(cluster.offload),
+            context_parallel=found.context_parallel,
+            expert_parallel=found.expert_parallel,
+        )
         pool = self.places.pool(role)
         self.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
         with self.log.phase("load"):

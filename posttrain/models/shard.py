@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from posttrain.errors import UsageError
 from posttrain.models.context import Context
+from posttrain.models.experts import keep_own
 from posttrain.models.tensor_files import Entry
 from posttrain.types import Outputs
 
@@ -50,6 +51,8 @@ class Layout:
     always: bool = False
     """Shard even where there is one process only."""
     context_parallel: int = 1
+    expert_parallel: int = 1
+    """1, or as many as FSDP has ranks: each keeps some experts (models/experts.py) instead of a part of each."""
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):
@@ -58,6 +61,8 @@ class Layout:
             raise UsageError(f"cluster.layout: tp is {self.tensor_parallel}; it must be at least 1")
         if self.context_parallel < 1:
             raise UsageError(f"cluster.layout: cp is {self.context_parallel}; it must be at least 1")
+        if self.expert_parallel > 1 and "parameters" in self.offload:
+            raise UsageError("cluster.offload has parameters, but with ep experts stay on the device. Leave out one.")
 
     @property
     def alike(self) -> int:
@@ -115,6 +120,7 @@ class Shards:
     context: Context | None = None
     root: Any = None  # Whole, as FSDP's root
     partial: frozenset[str] = frozenset()  # parameters whose gradient is a part of a sum over tensor ranks
+    experts: list[Any] = field(default_factory=list)  # modules whose experts are whole and stay where they are
     unread: list[Callable[[], None]] = field(default_factory=list)  # fill parameters that have no weights yet
 
     @classmethod
@@ -128,6 +134,11 @@ class Shards:
         if world % layout.alike:
             named = f"tp={tensor}" + f" and cp={context} together do" * (context > 1) + " does" * (context == 1)
             raise UsageError(f"cluster.layout: {named} not divide the {world} processes of this role")
+        if layout.expert_parallel not in (1, world // tensor):
+            raise UsageError(
+                f"cluster.layout: ep is {layout.expert_parallel}; it must be {world // tensor}, the devices that "
+                "divide the rest of the model by FSDP, or be left out"
+            )
         mesh = mesh_of(dist.group.WORLD, device.type, tensor)
         return cls(layout, device, dtype, mesh, context_of(dist.group.WORLD, device.type, layout))
 
@@ -154,6 +165,8 @@ class Shards:
                     owner._buffers[name] = None if buffer is None else buffer.to(self.device)
             if self.layout.tensor_parallel > 1 and hasattr(module, "config"):
                 self.partial |= split_heads(module, self.mesh["tensor"], self.device)
+        if self.layout.expert_parallel > 1:
+            self.experts = keep_own(model, self.mesh["data"], self.device, self.dtype)
         self.root = Whole(modules)
         for module in modules:
             for layer in decoder_layers(module):
@@ -171,6 +184,7 @@ class Shards:
             self.unread.clear()
 
     def shard(self, module: torch.nn.Module) -> None:
+        staying = {parameter for experts in self.experts for parameter in experts.parameters()}
         for parameter in module.parameters():
             if not (parameter.is_meta or isinstance(parameter, DTensor)):
                 parameter.data = parameter.data.to(self.device)
@@ -183,9 +197,8 @@ class Shards:
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         # The root keeps its parameters from the forward to the backward pass: the loss is the last thing inside.
         after = self.layout.zero == 3 and module is not self.root
-        fully_shard(
-            module, mesh=self.mesh["data"], reshard_after_forward=after, mp_policy=policy, offload_policy=offload
-        )
+        how: dict[str, Any] = {"reshard_after_forward": after, "mp_policy": policy, "offload_policy": offload}
+        fully_shard(module, mesh=self.mesh["data"], ignored_params=staying, **how)
 
     # Computing
 
@@ -214,6 +227,8 @@ class Shards:
     @torch.no_grad()
     def complete(self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
         """Make the gradients of what all tensor ranks hold the same on each, in place."""
+        for name, parameter in self.idle_experts(gradients, parameters).items():
+            gradients[name] = torch.zeros_like(local(parameter))
         size = self.layout.tensor_parallel
         if size == 1:
             return
@@ -222,6 +237,13 @@ class Shards:
                 total = gradient.to(self.device)  # it may live in host memory
                 dist.all_reduce(total, group=self.tensor_group)
                 gradient.copy_(total if name in self.partial else total / size)  # else whole on each, but for rounding
+
+    def idle_experts(
+        self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Trained experts here that no token came to: their gradient is 0, not none."""
+        ids = {id(parameter) for experts in self.experts for parameter in experts.parameters()}
+        return {name: p for name, p in parameters.items() if id(p) in ids and name not in gradients}
 
     @torch.no_grad()
     def norm(self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BY_FOUR = ("tied", "experts")
 SPLIT = ("tied", "value head", "adapters", "half precision")  # those that tensor parallelism knows
+DIVIDED = {case: Layout(tensor_parallel=2) for case in SPLIT} | {"experts": Layout(expert_parallel=2)}
 
 
 class Trained:
@@ -93,14 +94,33 @@ def two(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
         other = Trained(case, folders)
         other.learner.load(saved_by(case, "one", place))
         found[f"{case}: from one"] = other.learn(2)
-        if case in SPLIT:
-            split = Trained(case, folders, Layout(tensor_parallel=2))
+        if case in DIVIDED:
+            split = Trained(case, folders, DIVIDED[case])
             split.learn(1, 0.1)  # elsewhere
             split.learner.load(folder)
-            split.learner.save(saved_by(case, "heads", place))
-            found[f"{case}: heads"] = split.learn(2)
+            split.learner.save(saved_by(case, "divided", place))
+            found[f"{case}: divided"] = split.learn(2)
+            found[f"{case}: answers of the divided"] = answers(split.learner)
     found |= weights_that_travel(folders) | sampler(folders) | looks(folders) | refusals(folders)
+    idle_experts(folders)
     return found
+
+
+def idle_experts(folders: dict[str, str]) -> None:
+    """Experts that no token came to in a step have a gradient of 0, not none: Adam goes on with them."""
+    trained = Trained("experts", folders, DIVIDED["experts"])
+    trained.learn(1)
+    optimizer, parameters = trained.learner.optimizer, trained.learner.parameters()
+    assert optimizer is not None
+    names = [name for name in parameters if ".experts." in name]
+    before = {name: optimizer.adam.state[optimizer.masters[name]]["exp_avg"].clone() for name in names}
+    assert names and any(moment.any() for moment in before.values())
+    for name, parameter in parameters.items():
+        parameter.grad = None if name in names else torch.zeros_like(parameter)
+    trained.learner.step(1e-3)
+    for name, moment in before.items():
+        now = optimizer.adam.state[optimizer.masters[name]]["exp_avg"]
+        torch.testing.assert_close(now, moment * optimizer.adam.defaults["betas"][0])
 
 
 def looks(folders: dict[str, str]) -> dict[str, Any]:
@@ -125,7 +145,7 @@ def looks(folders: dict[str, str]) -> dict[str, Any]:
 def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
     """From a model in parts into a whole one."""
     found: dict[str, Any] = {}
-    for case, layout in (("tied", Layout(tensor_parallel=2)), ("adapters", Layout()), ("experts", Layout())):
+    for case, layout in (("tied", DIVIDED["tied"]), ("adapters", Layout()), ("experts", DIVIDED["experts"])):
         source = Trained(case, folders, layout)
         source.learn(2, 0.05)
         plain = ModelConfig(path=source.model.path)
@@ -165,9 +185,16 @@ def sampler(folders: dict[str, str]) -> dict[str, Any]:
 
 def refusals(folders: dict[str, str]) -> dict[str, Any]:
     found = {}
-    for name, family in (("family", "gpt2"), ("heads", "one head")):
+    heads, experts = Layout(tensor_parallel=2), Layout(expert_parallel=2)
+    for name, family, layout in (
+        ("family", "gpt2", heads),
+        ("heads", "one head", heads),
+        ("no experts", "llama", experts),
+        ("three", "mixtral", Layout(expert_parallel=3)),
+        ("odd experts", "odd experts", experts),
+    ):
         try:
-            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=Layout(tensor_parallel=2))
+            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=layout)
         except UsageError as error:
             found[name] = str(error)
     return found
@@ -191,6 +218,7 @@ def found(tmp_path_factory):
     def make(base: Path) -> dict[str, Any]:
         folders = {name: str(tiny_folder(name, base)) for name in ("qwen2", "qwen3", "llama", "mixtral", "gpt2")}
         folders["one head"] = str(tiny_folder("llama", base / "odd", num_key_value_heads=1))
+        folders["odd experts"] = str(tiny_folder("mixtral", base / "odd", num_local_experts=3))
         alone, place = {}, base / "checkpoints"
         place.mkdir()
         for case in CASES:
@@ -222,8 +250,10 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     results = {"one": resumed.learn(2)}
     if case in BY_FOUR:
         results["four"] = together(found["4"], f"{case}: four")
-    if case in SPLIT:
-        results["heads"] = together(found["2"], f"{case}: heads", 2)
+    if case in DIVIDED:
+        results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].alike)
+        if not rough:
+            assert found["2"][0][f"{case}: answers of the divided"] == found["2"][0][f"{case}: answers"]
     if case in BY_FOUR and case in SPLIT:
         results["two by two"] = together(found["4"], f"{case}: two by two", 2)
     for who, result in results.items():
@@ -236,13 +266,13 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     assert found["2"][0][f"{case}: answers"] == found["2"][1][f"{case}: answers"]
 
 
-@pytest.mark.parametrize("case", SPLIT)
+@pytest.mark.parametrize("case", DIVIDED)
 def test_what_is_saved_does_not_depend_on_the_layout(found, case):
-    """Loaded by heads and saved again: the same tensors, in files of the same names."""
+    """Loaded by heads or experts and saved again: the same tensors, in files of the same names."""
     from safetensors.torch import load_file
 
     for part in ("model", "."):
-        mine, theirs = (saved_by(case, who, found["place"]) / part for who in ("two", "heads"))
+        mine, theirs = (saved_by(case, who, found["place"]) / part for who in ("two", "divided"))
         names = sorted(path.name for path in mine.glob("*"))
         assert names == sorted(path.name for path in theirs.glob("*"))
         for name in (name for name in names if name.endswith(".safetensors")):
@@ -266,3 +296,6 @@ def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
 def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
     assert "tp=2 does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
+    assert "ep=2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
+    assert "ep is 3; it must be 2, the devices" in found["2"][0]["three"]
+    assert "ep=2 does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]

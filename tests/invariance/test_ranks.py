@@ -21,16 +21,18 @@ from tests.invariance.test_split import prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
-LAYOUTS = {  # processes, tensor ranks, context ranks
-    "fsdp2": (2, 1, 1),
-    "tp2": (2, 2, 1),
-    "cp2": (2, 1, 2),
-    "fsdp4": (4, 1, 1),
-    "fsdp2 x tp2": (4, 2, 1),
-    "fsdp2 x cp2": (4, 1, 2),
-    "cp2 x tp2": (4, 2, 2),
-    "cp4": (4, 1, 4),
-    "ray": (2, 1, 1),  # tests/ray runs the same test on it
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and how they divide the model
+    "fsdp2": (2, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "ep2": (2, {"expert_parallel": 2}),
+    "fsdp4": (4, {}),
+    "fsdp2 x tp2": (4, {"tensor_parallel": 2}),
+    "fsdp2 x cp2": (4, {"context_parallel": 2}),
+    "cp2 x tp2": (4, {"context_parallel": 2, "tensor_parallel": 2}),
+    "cp4": (4, {"context_parallel": 4}),
+    "ep4 x cp2": (4, {"expert_parallel": 4, "context_parallel": 2}),
+    "ray": (2, {}),  # tests/ray runs the same test on it
 }
 
 
@@ -47,6 +49,7 @@ class Case:
     offload: bool = False
     critic: bool = False
     splits: bool = True  # whether tensor parallelism is tried
+    experts: bool = False  # whether expert parallelism is
     steps: int = 2
     tokens: int = 1000  # in a pack
     everywhere: bool = False  # or by two processes only, which saves time
@@ -69,8 +72,10 @@ CASES = {
     "activations checkpointed": Case("sft", "gemma2", model={"checkpoint_activations": True}),
     "parameters in host memory": Case("sft", "llama", offload=True, splits=False),
     "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}),
-    "experts": Case("sft", "mixtral", model={"router_loss": 0.1}, splits=False, tokens=30),
-    "latent attention": Case("sft", "deepseek_v3", splits=False),
+    "experts": Case(
+        "sft", "mixtral", model={"router_loss": 0.1}, splits=False, experts=True, tokens=30, everywhere=True
+    ),
+    "latent attention": Case("sft", "deepseek_v3", splits=False, experts=True),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
     "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True),
     "positions learnt": Case("sft", "gpt2", splits=False),
@@ -78,8 +83,9 @@ CASES = {
 
 
 def tried(case: Case, layout: str) -> bool:
-    size, tensor, _ = LAYOUTS[layout]
-    return (case.splits or tensor == 1) and (case.everywhere or size == 2)
+    size, options = LAYOUTS[layout]
+    able = (case.splits or "tensor_parallel" not in options) and (case.experts or "expert_parallel" not in options)
+    return able and (case.everywhere or size == 2)
 
 
 def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1) -> list[list[float]]:
@@ -115,11 +121,11 @@ def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str,
     """What a process of a world does: everything that its world can do."""
     found = {}
     for name in layouts:
-        _, tensor, context = LAYOUTS[name]
+        options = LAYOUTS[name][1]
         for case_name, case in CASES.items():
             if tried(case, name):
                 offload = frozenset({"parameters"} if case.offload else ())
-                layout = Layout(tensor, case.zero, offload, context_parallel=context)
+                layout = Layout(zero=case.zero, offload=offload, **options)
                 place = rank // layout.alike, dist.get_world_size() // layout.alike
                 found[f"{name}: {case_name}"] = train(case, folders[case.family], layout, *place)
     return found
@@ -153,8 +159,9 @@ def test_ranks_do_not_matter(made, name):
         if not tried(case, layout):
             continue
         answers = [answer[f"{layout}: {name}"] for answer in ranks]
-        size, tensor, context = LAYOUTS[layout]
+        size, options = LAYOUTS[layout]
+        alike = Layout(**options).alike
         for step, (loss, norm) in enumerate(alone):
-            together = sum(answer[step][0] for answer in answers[:: tensor * context])
+            together = sum(answer[step][0] for answer in answers[::alike])
             assert together == pytest.approx(loss, rel=1e-5, abs=1e-5), (layout, step)
             assert [answer[step][1] for answer in answers] == [pytest.approx(norm, rel=1e-5)] * size, (layout, step)

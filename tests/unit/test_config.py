@@ -326,23 +326,23 @@ ONLINE = LEAST | {"reward": ["gsm8k"]}
 def test_layouts_of_roles():
     layout = ["tp=2", "zero=2", "rollout.devices=4", "rollout.tp=1", "critic.devices=2", "reward.devices=critic"]
     cluster = made("ppo", ONLINE | {"cluster": {"devices": 10, "layout": layout}}).cluster
-    assert cluster.of("actor") == configs.RoleLayout("actor", 4, 2, 1, 2)
+    assert cluster.of("actor") == configs.RoleLayout("actor", 4, 2, 1, 1, 2)
     assert cluster.of("reference") == cluster.of("actor")
-    assert cluster.of("rollout") == configs.RoleLayout("rollout", 4, 1, 1, 3)
-    assert cluster.of("critic") == cluster.of("reward-1") == configs.RoleLayout("critic", 2, 2, 1, 2)
+    assert cluster.of("rollout") == configs.RoleLayout("rollout", 4, 1, 1, 1, 3)
+    assert cluster.of("critic") == cluster.of("reward-1") == configs.RoleLayout("critic", 2, 2, 1, 1, 2)
     other = made(
         "ppo", ONLINE | {"cluster": {"devices": 4, "layout": ["reward-0.devices=1", "reward.devices=2"]}}
     ).cluster
     assert [other.of(role).place for role in ("actor", "reward-0", "reward-1")] == ["actor", "reward-0", "reward"]
-    assert made("sft", LEAST).cluster.of("actor") == configs.RoleLayout("actor", 1, 1, 1, 3)
+    assert made("sft", LEAST).cluster.of("actor") == configs.RoleLayout("actor", 1, 1, 1, 1, 3)
     long = made("ppo", ONLINE | {"cluster": {"devices": 9, "layout": ["cp=2", "tp=2", "rollout.devices=1"]}}).cluster
-    assert long.of("actor") == configs.RoleLayout("actor", 8, 2, 2, 3) and long.of("actor").alike == 4
-    assert long.of("rollout") == configs.RoleLayout("rollout", 1, 1, 1, 3), "answers are made token by token"
+    assert long.of("actor") == configs.RoleLayout("actor", 8, 2, 2, 1, 3) and long.of("actor").alike == 4
+    assert long.of("rollout") == configs.RoleLayout("rollout", 1, 1, 1, 1, 3), "answers are made token by token"
 
 
 LAYOUTS = [
     (["tp"], "must be .role..key=value"),
-    (["tpp=2"], "with a key of devices, tp, cp, zero"),
+    (["tpp=2"], "with a key of devices, tp, cp, ep, zero"),
     (["tp=x"], "and a whole number"),
     (["zero=1"], "1 is too small"),
     (["zero=4"], "zero is 2 or 3"),
