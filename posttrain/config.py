@@ -83,7 +83,7 @@ class UpdateConfig:
     rows_per_step: int = 32
     """Data rows a step sees: conversations, preference pairs, or the prompts that reinforcement learning asks."""
     tokens_per_device: int = 8192
-    """Tokens packed into one forward pass: bounds memory, does not change the result."""
+    """Tokens of one forward pass on a device: bounds memory, does not change the result."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     schedule: str = "cosine"
@@ -166,7 +166,7 @@ class ClusterConfig:
     ray: str = ""
     """Place the workers on a Ray cluster: `auto`, or its address."""
     layout: tuple[str, ...] = ()
-    """How models are divided, for all (`tp=2 cp=2 zero=2`) or for one role (`rollout.devices=4 reference.tp=2`)."""
+    """How models are divided, for all (`tp=2 cp=2 ep=8`) or for one role (`rollout.devices=4 reference.tp=2`)."""
     offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
     """Keep these in host memory while they are not used."""
     limits: tuple[int, float] = (0, 1800.0)
@@ -429,8 +429,8 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
         refuse(value.isdigit() and int(value) < (2 if name == "zero" else 1), f"{bad}; {value} is too small.")
         refuse(name == "zero" and int(value) > 3, f"{bad}; zero is 2 or 3.")
         refuse(
-            name == "cp" and role == "rollout",
-            f"cluster.layout has {entry!r}: tokens of answers are made one after the other, by one device.",
+            name in ("cp", "ep") and role == "rollout",
+            f"cluster.layout has {entry!r}: answers are made by whole models, or by an engine that divides its own.",
         )
         joined = cluster.entry(value, "devices") if joins else ""
         refuse(joined in roles, f"{bad}; {value} has no devices of its own to share.")
@@ -440,13 +440,20 @@ def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
         f"cluster.devices is {cluster.devices}, but roles of cluster.layout take {cluster.devices - left}, and the "
         "actor needs one too.",
     )
-    for role in roles:
+    named = [entry.partition("=")[0].rpartition(".")[0] for entry in cluster.layout]
+    for role in dict.fromkeys((*roles, *cluster.own_devices(), *filter(None, named))):
         found = cluster.of(role)
         refuse(
             bool(found.devices % found.alike),
             f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel}"
             + f" times cp={found.context_parallel}" * (found.context_parallel > 1)
             + " does not divide.",
+        )
+        ranks = found.devices // found.tensor_parallel
+        refuse(
+            found.expert_parallel not in (1, ranks),
+            f"cluster.layout: ep is {found.expert_parallel} for {role}; it must be {ranks}, the devices among which "
+            "FSDP divides the rest of the model, or be left out.",
         )
     restarts, seconds = cluster.limits
     refuse(

@@ -100,18 +100,12 @@ class Learner:
         if self.shards is not None:
             self.skeleton = skeleton_of(self.model) if head == "token" else None
             self.shards.cut(self.model, [taught, None if valued is None else valued.float()])
-        self.trunk = self.inside(Trunk.of, self.model)
-        self.inside(prove, self.trunk)
+        self.trunk = self.proven(self.model)
         self.teacher: Trunk | None = None
         if taught is not None:
-            self.teacher = self.inside(Trunk.of, taught)
-            self.inside(prove, self.teacher)
+            self.teacher = self.proven(taught)
             check_teacher(self.trunk, self.teacher)
         self.let_go()
-        if self.shards is not None and self.shards.context is not None:
-            for trunk in filter(None, (self.trunk, self.teacher)):
-                self.shards.context.check(trunk.model.config.get_text_config(), self.shards.layout.tensor_parallel)
-                trunk.context = self.shards.context
         self.trunk.value_head = valued
         self.own_sampler = sampler_copy
         self.sampler = self.trunk
@@ -133,6 +127,15 @@ class Learner:
         self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and self.follower is None:
             self.refresh_sampler()
+
+    def proven(self, model: Any) -> Trunk:
+        """The model as passes see it, compared with its own code."""
+        trunk = self.inside(Trunk.of, model)
+        if self.shards is not None and self.shards.context is not None:
+            self.shards.context.check(model.config.get_text_config(), self.shards.layout.tensor_parallel)
+            trunk.context = self.shards.context
+        self.inside(prove, trunk)
+        return trunk
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """All that is trained, by name."""

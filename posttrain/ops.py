@@ -154,21 +154,27 @@ def gae(rewards: Doubles, values: Doubles, gamma: float, gae_lambda: float) -> D
 
 
 def router_balance(
-    router_logits: Sequence[torch.Tensor], experts_per_token: int, sample_of: torch.Tensor, samples: int
+    router_logits: Sequence[torch.Tensor],
+    experts_per_token: int,
+    sample_of: torch.Tensor,
+    samples: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
     """Load-balancing loss of a mixture of experts, sample by sample, times the sample's tokens: a scalar sum.
 
     The usual loss E * sum_e f_e P_e (arXiv:2101.03961, eq. 4-6) averages f and P over whatever is in the batch, so
     its value depends on how the batch is cut. Here f and P are averages over one sample's tokens (and all layers), as
     in DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, eq. 17-20). For one sample it equals transformers' own.
+    `add_up`: of sums over tokens that several processes hold.
     """
     probabilities = torch.stack([logits.float().softmax(-1) for logits in router_logits])  # [layers, T, E]
     layers, _, experts = probabilities.shape
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(experts_per_token, dim=-1).indices, 1.0)
-    lengths = torch.zeros(samples, device=sample_of.device).index_add_(0, sample_of, torch.ones_like(sample_of).float())
+    ones = torch.ones_like(sample_of).float()
+    lengths = add_up(torch.zeros(samples, device=sample_of.device).index_add_(0, sample_of, ones))
 
     def mean_over_sample(stream: torch.Tensor) -> torch.Tensor:
-        total = stream.new_zeros(samples, experts).index_add(0, sample_of, stream.sum(0))
+        total = add_up(stream.new_zeros(samples, experts).index_add(0, sample_of, stream.sum(0)))
         return total / (layers * lengths[:, None])
 
     balance = experts * (mean_over_sample(chosen) * mean_over_sample(probabilities)).sum(-1)

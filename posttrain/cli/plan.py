@@ -123,6 +123,7 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
         note = f"{division.shares} of them see different samples"
         note += f", {division.context} divide the tokens of each" if division.context > 1 else ""
         note += f", {division.tensor} divide each layer" if division.tensor > 1 else ""
+        note += ", each keeps some experts" if division.experts > 1 else ""
         yield "devices", f"{division.devices:,}", f"{note}; zero {division.zero}"
     if data is None:
         yield "rows", "?", "data.train is not given"
@@ -233,14 +234,19 @@ def division_of(config: Config, role: str = "actor") -> Division:
     """How the devices of a role divide its model."""
     found = config.cluster.of(role)
     data, tensor, context = found.devices // found.tensor_parallel, found.tensor_parallel, found.context_parallel
-    return Division(data, tensor, found.zero, context)
+    return Division(data, tensor, found.zero, context, found.expert_parallel)
 
 
 def shortened(samples: list[Sample], ranks: int) -> list[Sample]:
-    """What one of several context ranks computes: so many fewer tokens of each."""
+    """What one of several context ranks computes: fewer tokens of each, and as many that count as there may be."""
     if ranks == 1:
         return samples
-    return [Sample(tokens=s.tokens[:n], mask=s.mask[:n]) for s in samples for n in [max(2, -(-len(s) // ranks))]]
+    found = []
+    for sample in samples:
+        size = max(2, -(-len(sample) // ranks))
+        counted = min(size - 1, int(sample.mask.sum()))
+        found.append(Sample(tokens=sample.tokens[:size], mask=np.arange(size) >= size - counted))
+    return found
 
 
 def has_sampler(config: Config, division: Division) -> bool:

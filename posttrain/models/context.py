@@ -24,7 +24,7 @@ from posttrain.errors import UsageError
 class Own:
     """Which of some places of a row are this rank's."""
 
-    mine: torch.Tensor  # [m] numbers of the places; one that does not count where there are none
+    mine: torch.Tensor  # [m] numbers of the places; where there are none, one behind the last
     local: torch.Tensor  # [m] where these are in this rank's slice
     counts: list[int]  # places of each rank
     order: torch.Tensor  # [places] brings the ranks' places, one rank after the other, into the order of the row
@@ -43,27 +43,44 @@ class Context:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """UsageError where there are no heads for all ranks."""
+        """UsageError where there are no heads for all ranks, or where a slice does not tell how to rotate it."""
+        ropes = getattr(config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+        if kinds & {"dynamic", "longrope"}:
+            raise UsageError(
+                f"cluster.layout: cp={self.size}: how this {config.model_type} model rotates its heads depends on the "
+                "longest position of a pass (rope_type dynamic or longrope), which context ranks do not know of each "
+                "other. Leave cp out, or say cp=1 for its role."
+            )
         heads = config.num_attention_heads // tensor_parallel
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_parallel
         if heads % self.size or (keys % self.size and self.size % keys):
             each = f" of each of {tensor_parallel} tensor ranks" * (tensor_parallel > 1)
             raise UsageError(
                 f"cluster.layout: cp={self.size} does not divide the {heads} attention heads{each} (and {keys} heads "
-                "of keys), which context ranks take in turn. Take another cp, or leave it out."
+                f"of keys) of this {config.model_type} model, which context ranks take in turn. Take another cp, or "
+                "cp=1 for its role."
             )
 
     # A row of tokens
 
-    def slice(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a row [T]; the last ones are padded."""
-        width = -(-len(row) // self.size)
+    def slice(self, row: torch.Tensor, tokens: int, whole: int) -> torch.Tensor:
+        """This rank's part of a row of so many tokens, which may already be padded to a multiple of `whole`.
+
+        The width follows from the number of tokens alone: a student and its teacher cut at the same places.
+        """
+        width = -(-tokens // whole) * whole
+        width = -(-width // self.size)
         return F.pad(row, (0, width * self.size - len(row)))[self.rank * width : (self.rank + 1) * width]
 
     def whole(self, part: torch.Tensor, tokens: int) -> torch.Tensor:
         """[width, ...] of each rank -> [T, ...] on all."""
         own = self.own(torch.arange(tokens, device=part.device), len(part))
         return self.everywhere(part[own.local], own)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Of all ranks, on all."""
+        return Summed.apply(part, self)
 
     # What is computed at some places
 
@@ -73,8 +90,8 @@ class Context:
         mine = (owner == self.rank).nonzero()[:, 0]
         counts = torch.bincount(owner, minlength=self.size).tolist()
         if not len(mine):  # something is computed nevertheless, so that all ranks do the same
-            mine = torch.zeros(1, dtype=torch.long, device=places.device)
-        local = (places[mine] - self.rank * width).clamp(0, width - 1)
+            mine = torch.full((1,), len(places), device=places.device)
+        local = (F.pad(places, (0, 1))[mine] - self.rank * width).clamp(0, width - 1)
         return Own(mine, local, counts, owner.argsort(stable=True).argsort())
 
     def everywhere(self, values: torch.Tensor, own: Own) -> torch.Tensor:
@@ -141,13 +158,28 @@ class Sent(torch.autograd.Function):
         padded = values.new_zeros(most, *values.shape[1:])
         padded[: len(values)] = values
         found = values.new_empty(context.size * most, *values.shape[1:])
-        dist.all_gather_into_tensor(found, padded, group=context.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+        gather(found, padded, group=context.group)
         parts = [part[:count] for part, count in zip(found.split(most), own.counts, strict=True)]
         return torch.cat(parts)[own.order]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0][ctx.own.mine[: ctx.count]], None, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of all ranks' numbers, each of which has the sum's gradient: every rank computes the whole loss."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, context: Context) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=context.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
 
 
 __all__ = ["Context", "Own"]

@@ -61,7 +61,7 @@ class Trunk:
         streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
         if self.context is not None:
             packing.context, packing.tokens = self.context, len(streams[0])
-            streams = [self.context.slice(stream) for stream in streams]
+            streams = [self.context.slice(stream, len(row.tokens), ROW_MULTIPLE) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
         if self.context is None:
@@ -130,11 +130,16 @@ def forward(
     if request.router_loss:
         experts = trunk.model.config.num_experts_per_tok
         routers = result.router_logits
-        if trunk.context is not None:
-            routers = [trunk.context.whole(logits, len((batch.sharing or batch).tokens)) for logits in routers]
-        if batch.sharing is not None:  # each sample is balanced as if it were alone
+        sample_of = batch.sample_of
+        if trunk.context is not None:  # sums over samples, of this rank's tokens
+            places = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
+            own = trunk.context.own(places, len(hidden))
+            count = own.counts[trunk.context.rank]
+            routers, sample_of = [logits[own.local[:count]] for logits in routers], sample_of[own.mine[:count]]
+        elif batch.sharing is not None:  # each sample is balanced as if it were alone
             routers = [logits[batch.sharing.place] for logits in routers]
-        out.router_loss = ops.router_balance(routers, experts, batch.sample_of, len(batch.lengths))
+        together = {} if trunk.context is None else {"add_up": trunk.context.sum}
+        out.router_loss = ops.router_balance(routers, experts, sample_of, len(batch.lengths), **together)
     return out
 
 
@@ -155,7 +160,7 @@ class Places:
 
     def of_mine(self, values: torch.Tensor) -> torch.Tensor:
         """What belongs to these places, of something that belongs to all of them."""
-        return values if self.own is None else values[self.own.mine]
+        return values if self.own is None else F.pad(values, (0, 1))[self.own.mine]
 
     def all(self, values: torch.Tensor) -> torch.Tensor:
         """What was computed at these places, and by others at theirs."""
@@ -311,6 +316,8 @@ def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
 def own_hidden(trunk: Trunk, batch: Batch) -> list[torch.Tensor]:
     """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
     hidden = trunk.hidden(batch).last_hidden_state[0]
+    if trunk.context is not None:
+        hidden = trunk.context.whole(hidden, len((batch.sharing or batch).tokens))
     if batch.sharing is not None:
         hidden = hidden[batch.sharing.place]
     return [trunk.logits(part) if has_language_head(trunk.model) else part for part in hidden.split(batch.lengths)]

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from posttrain.config import ModelConfig
 from posttrain.data.pack import collate
 from posttrain.models import attention, load, lora, shapes
+from posttrain.models.experts import experts_of
 from posttrain.models.forward import Trunk, forward
 from posttrain.models.layers import MASTER, PlainHead, speed_up
 from posttrain.models.optimizer import accumulate_into
@@ -151,6 +152,7 @@ class Division:
     tensor: int = 1
     zero: int = 3
     context: int = 1
+    experts: int = 1  # more: data ranks keep whole experts
 
     @property
     def shares(self) -> int:
@@ -182,18 +184,23 @@ def gathered(model: Any, division: Division) -> int:
     """Bytes of others' parts that a device holds during a pass, in the type that is computed in.
 
     All that is in no layer is there all the time, with its gradients; of the layers (zero 3) the one in use and the
-    next, or (zero 2) all of them; and one layer's gradients on their way.
+    next, or (zero 2) all of them; and one layer's gradients on their way. Experts that stay where they are are not
+    gathered; of those that are trained there is a copy in the type that is computed in.
     """
     whole = Division(1, division.tensor)
+    staying = {p for module in experts_of(model) for p in module.parameters()} if division.experts > 1 else set()
+    copies = sum(part_of(p, "", division) * p.element_size() for p in staying if p.requires_grad)
     weights: Counter[str] = Counter()
     gradients: Counter[str] = Counter()  # as they are computed, and in float32 as they are added up
     for name, p in layered(model).items():
+        if p in staying:
+            continue
         size, layer = part_of(p, name, whole), layer_of(name)
         weights[layer] += size * p.element_size()
         gradients[layer] += size * (p.element_size() + 4) * p.requires_grad
     outside = weights.pop("", 0) + gradients.pop("", 0)
     there = weights.total() if division.zero == 2 else 2 * max(weights.values(), default=0)
-    return outside + there + max(gradients.values(), default=0)
+    return outside + there + max(gradients.values(), default=0) + copies
 
 
 def layered(model: Any) -> dict[str, torch.nn.Parameter]:

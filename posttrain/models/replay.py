@@ -222,7 +222,7 @@ class Passes:
     def pass_for(self, batch: Batch) -> Pass | None:
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
-            self.passes, self.addresses = {}, addresses
+            self.passes, self.addresses, self.full = {}, addresses, False
         wanted = Room.of(batch)
         fitting = [room for room in self.passes if room.size <= MOST_WASTE * wanted.size and room.holds(batch)]
         if fitting:

@@ -42,7 +42,7 @@ class Places:
         layout = self.cluster.of(role)
         if layout.place not in self.pools:
             self.pools[layout.place] = self.make(
-                self.first(layout.place), layout.devices, self.largest_tensor_group(layout.place)
+                self.first(layout.place), layout.devices, self.largest_group(layout.place)
             )
         return self.pools[layout.place]
 
@@ -51,10 +51,10 @@ class Places:
         places = ["actor", *self.cluster.own_devices()]
         return sum(self.cluster.of(before).devices for before in places[: places.index(place)])
 
-    def largest_tensor_group(self, place: str) -> int:
-        """Of the roles that live there."""
+    def largest_group(self, place: str) -> int:
+        """Of workers that talk in every layer, among the roles that live there."""
         layouts = [self.cluster.of(role) for role in (*ROLES, place)]
-        return max(layout.tensor_parallel for layout in layouts if layout.place == place)
+        return max(layout.alike for layout in layouts if layout.place == place)
 
     def make(self, first: int, size: int, together: int) -> Pool:
         """Workers number `first` and on; `together`: so many neighbours belong on one machine."""

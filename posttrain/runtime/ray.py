@@ -95,7 +95,7 @@ class RayCluster:
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
         if together > self.largest_node():
-            log.warning("tp=%d: no Ray node has so many %ss, so its workers talk across nodes", together, self.kind)
+            log.warning("tp and cp: no Ray node has %d %ss, so these workers talk across nodes", together, self.kind)
             together = 1
         bundle = {"CPU": float(together)} | ({"GPU": float(together)} if self.kind == "GPU" else {})
         wanted = f"{size} worker{'s' if size > 1 else ''} with 1 {self.kind} each"

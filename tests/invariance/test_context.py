@@ -15,6 +15,7 @@ from posttrain.config import ModelConfig, UpdateConfig
 from posttrain.errors import UsageError
 from posttrain.learner import Learner
 from posttrain.models import layers, steps
+from posttrain.models.context import Context
 from posttrain.models.shard import Layout
 from posttrain.types import Loss, Objective, Request, Sample, count
 from tests.invariance.worlds import once, run_world
@@ -22,15 +23,16 @@ from tests.tiny import tiny_folder
 from tests.unit.models.test_sharing import rows, twin_of_the_kernel
 
 GROUPS = [(40, (5, 12, 1)), (33, (9, 9)), (70, (4,))]
-CASES = ("shared beginnings", "ragged kernel", "nothing counts")
+CASES = ("shared beginnings", "ragged kernel", "little counts", "nothing counts")
 
 
 def samples(case: str) -> list[Sample]:
     made = rows(GROUPS)
-    if case == "nothing counts":  # but the last two tokens, which are on the last rank
-        for sample in made[:-1]:
+    if case in ("little counts", "nothing counts"):
+        for sample in made:
             sample.mask[:] = False
-        made[-1].mask[:-2] = False
+    if case == "little counts":  # on one rank alone
+        made[-1].mask[-2:] = True
     return made
 
 
@@ -46,7 +48,7 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
     assert learner.shared_tokens and learner.shared_tokens < 33
     found: dict[str, Any] = {"logprobs": np.concatenate(learner.logprobs(made)).tolist(), "steps": []}
     for _ in range(2):
-        sums = learner.forward_backward(made, objective, count(made, "token"), 1)
+        sums = learner.forward_backward(made, objective, max(1, count(made, "token")), 1)
         found["steps"].append([sums["loss"][0], learner.step(1e-2)["grad_norm"]])
     return found
 
@@ -54,13 +56,20 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
 def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     layout = Layout(context_parallel=2)
     found: dict[str, Any] = {}
-    for name, path in (("heads", folders["odd"]), ("keys", folders["llama"])):
+    for name, family, ranks in (("heads", "odd", 2), ("processes", "llama", 3), ("rope", "rope", 2)):
         try:
-            wrong = Layout(context_parallel=2) if name == "heads" else Layout(context_parallel=3)
-            Learner(ModelConfig(path=path), UpdateConfig(), layout=wrong)
+            wrong = Layout(context_parallel=ranks)
+            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=wrong)
         except UsageError as error:
             found[name] = str(error)
+    found["scores"] = scores(folders["llama"], layout)
     return found | {case: outcome(case, folders["llama"], layout) for case in CASES}
+
+
+def scores(folder: str, layout: Layout) -> list[float]:
+    """Of samples without any token that counts, as reward models are asked."""
+    learner = Learner(ModelConfig(path=folder), UpdateConfig(), head="score", trainable=False, layout=layout)
+    return learner.scores(samples("nothing counts"))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,8 @@ def made(tmp_path_factory):
         folders = {"llama": str(tiny_folder("llama", place))}
         odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
         folders["odd"] = str(tiny_folder("llama", place / "odd", **odd))
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        folders["rope"] = str(tiny_folder("llama", place / "rope", rope_parameters=rope))
         return {"folders": folders, "answers": run_world(2, place / "world", as_rank, folders)}
 
     return once(tmp_path_factory, "context", make)
@@ -92,4 +103,20 @@ def test_the_ragged_kernel_gives_the_same(made):
 
 def test_what_cannot_be_divided_is_said(made):
     assert "cp=2 does not divide the 3 attention heads (and 3 heads of keys)" in made["answers"][0]["heads"]
-    assert "tp=1 and cp=3 together do not divide the 2 processes" in made["answers"][0]["keys"]
+    assert "tp=1 and cp=3 together do not divide the 2 processes" in made["answers"][0]["processes"]
+    assert "depends on the longest position of a pass" in made["answers"][0]["rope"]
+
+
+def test_reward_models_score_whole_samples(made):
+    alone = scores(made["folders"]["llama"], Layout())
+    assert len(set(alone)) == len(alone)
+    assert [answer["scores"] for answer in made["answers"]] == [pytest.approx(alone, abs=1e-5)] * 2
+
+
+def test_rows_are_cut_at_the_same_places_whatever_they_are_padded_to():
+    """A teacher whose kernel wants another padding must see the student's tokens."""
+    row = torch.arange(1, 301)
+    for rank in range(3):
+        context = Context(None, rank, 3)
+        plain, padded = (context.slice(torch.nn.functional.pad(row, (0, n)), 300, 256) for n in (0, 212))
+        assert torch.equal(plain, padded) and len(plain) == 171

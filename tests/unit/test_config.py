@@ -352,7 +352,8 @@ LAYOUTS = [
     (["critic.devices=reference", "reference.devices=reward"], "reference has no devices of its own"),
     (["tp=3"], "actor has 4 devices, which tp=3 does not divide"),
     (["tp=2", "cp=4"], "actor has 4 devices, which tp=2 times cp=4 does not divide"),
-    (["rollout.devices=2", "rollout.cp=2"], "one after the other, by one device"),
+    (["rollout.devices=2", "rollout.cp=2"], "answers are made by whole models"),
+    (["ep=2"], "ep is 2 for actor; it must be 4, the devices among which FSDP divides"),
 ]
 
 

@@ -234,6 +234,22 @@ def test_context_ranks_divide_the_tokens(capsys):
     assert one["activations"] == four["activations"], "as many tokens on each"
 
 
+def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
+    from posttrain.models import memory
+
+    folder = str(tiny_folder("mixtral", tmp_path))
+    config = settings("sft", **{"model.path": folder, "cluster.devices": 4, "cluster.layout": ("ep=4",)})
+    assert plan.plan("sft", config, device_gib=80.0) == 0
+    note = "4 of them see different samples, each keeps some experts; zero 3"
+    assert lines_of(capsys.readouterr().out)["devices"] == ("4", note)
+    model = memory.empty_model(config.model, "token", torch.bfloat16)
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    layer = sum(p.numel() for p in experts) // model.config.num_hidden_layers
+    all_of_them, own = (memory.gathered(model, memory.Division(4, experts=n)) for n in (1, 4))
+    expected = layer * (2 * 2 + 2 + 4) - 2 * sum(p.numel() for p in experts) // 4
+    assert all_of_them - own == expected, "two layers and gradients on their way, but a copy in half precision"
+
+
 def test_roles_on_devices_of_their_own_are_told_apart(capsys):
     layout = ("critic.devices=2", "reference.devices=1", "rollout.devices=4")
     together = settings("ppo", **{"model.path": "pico", "cluster.devices": 8})
