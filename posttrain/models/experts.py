@@ -19,22 +19,27 @@ from torch.distributed.tensor import DTensor, Shard
 from posttrain.errors import UsageError
 
 
-def experts_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules that hold all experts of a layer."""
-    for module in model.modules():
+def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules that hold all experts of a layer, by name."""
+    for name, module in model.named_modules():
         count = getattr(module, "num_experts", None)
         weights = list(module.parameters(recurse=False))
         stacked = bool(weights) and all(weight.ndim >= 2 and len(weight) == count for weight in weights)
         if stacked and hasattr(module, "down_proj"):  # which a router has not
-            yield module
+            yield name, module
 
 
 def keep_own(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Any]:
     """Leave this rank its experts; the modules that hold them. They compute in `dtype` from now on."""
-    found: list[Any] = list(experts_of(model))
+    found: dict[str, Any] = dict(experts_of(model))
     if not found:
         raise UsageError(f"cluster.layout: ep={mesh.size()}, but {type(model).__name__} has no experts to divide")
-    for module in found:
+    if any(name.endswith(".base_layer") for name in found):
+        raise UsageError(
+            f"cluster.layout: ep={mesh.size()}, but there are adapters on experts, which are not divided. Leave ep "
+            "out, or name what gets adapters: --model.lora_targets q_proj k_proj v_proj o_proj"
+        )
+    for module in found.values():
         if module.num_experts % mesh.size():
             raise UsageError(
                 f"cluster.layout: ep={mesh.size()} does not divide {module.num_experts}, the experts of a layer"
@@ -48,7 +53,7 @@ def keep_own(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dty
             setattr(module, name, torch.nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.num_experts //= mesh.size()
         module.forward = partial(run, module, Exchange(mesh.get_group(), dtype), module.forward)
-    return found
+    return list(found.values())
 
 
 class Exchange:

@@ -158,18 +158,20 @@ def is_beside(name: str) -> bool:
 
 def plain_name(name: str) -> str:
     """What a tensor of an adapted model is called in the plain one."""
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+    return name.replace(".base_layer", "").replace(".modules_to_save.default.", ".")
 
 
 @torch.no_grad()
 def merged(model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
     """A whole tensor with its adapter, if it has one, added in float32; processes that share a model call together."""
     owner, _, rest = name.partition(".base_layer.")
-    if rest != "weight":
+    if not rest:
         return weight
     layer: Any = model.get_submodule(owner)
     if not isinstance(layer.get_base_layer(), torch.nn.Linear | Conv1D):
         raise UsageError(f"{owner}: adapters on experts cannot be merged on the way to another engine")
+    if rest != "weight":
+        return weight
     down, up = (matrix["default"].weight for matrix in (layer.lora_A, layer.lora_B))
     product = gathered(local(up), up).float() @ gathered(local(down), down).float() * layer.scaling["default"]
     if isinstance(layer.get_base_layer(), Conv1D):

@@ -188,7 +188,7 @@ def gathered(model: Any, division: Division) -> int:
     gathered; of those that are trained there is a copy in the type that is computed in.
     """
     whole = Division(1, division.tensor)
-    staying = {p for module in experts_of(model) for p in module.parameters()} if division.experts > 1 else set()
+    staying = {p for _, module in experts_of(model) for p in module.parameters()} if division.experts > 1 else set()
     copies = sum(part_of(p, "", division) * p.element_size() for p in staying if p.requires_grad)
     weights: Counter[str] = Counter()
     gradients: Counter[str] = Counter()  # as they are computed, and in float32 as they are added up

@@ -186,15 +186,16 @@ def sampler(folders: dict[str, str]) -> dict[str, Any]:
 def refusals(folders: dict[str, str]) -> dict[str, Any]:
     found = {}
     heads, experts = Layout(tensor_parallel=2), Layout(expert_parallel=2)
-    for name, family, layout in (
-        ("family", "gpt2", heads),
-        ("heads", "one head", heads),
-        ("no experts", "llama", experts),
-        ("three", "mixtral", Layout(expert_parallel=3)),
-        ("odd experts", "odd experts", experts),
+    for name, family, layout, rank in (
+        ("family", "gpt2", heads, 0),
+        ("heads", "one head", heads, 0),
+        ("no experts", "llama", experts, 0),
+        ("three", "mixtral", Layout(expert_parallel=3), 0),
+        ("odd experts", "odd experts", experts, 0),
+        ("adapters", "mixtral", experts, 4),
     ):
         try:
-            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=layout)
+            Learner(ModelConfig(path=folders[family], lora_rank=rank), UpdateConfig(), layout=layout)
         except UsageError as error:
             found[name] = str(error)
     return found
@@ -298,4 +299,5 @@ def test_what_cannot_be_split_is_said(found):
     assert "tp=2 does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
     assert "ep=2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
     assert "ep is 3; it must be 2, the devices" in found["2"][0]["three"]
+    assert "ep=2, but there are adapters on experts" in found["2"][0]["adapters"]
     assert "ep=2 does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]

@@ -75,6 +75,10 @@ CASES = {
     "experts": Case(
         "sft", "mixtral", model={"router_loss": 0.1}, splits=False, experts=True, tokens=30, everywhere=True
     ),
+    "adapters on experts": Case("sft", "mixtral", model={"lora_rank": 4}, splits=False),
+    "adapters beside experts": Case(
+        "sft", "mixtral", model={"lora_rank": 4, "lora_targets": ("q_proj", "o_proj")}, splits=False, experts=True
+    ),
     "latent attention": Case("sft", "deepseek_v3", splits=False, experts=True),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
     "fat layers and adapters": Case("sft", "llama", model={"lora_rank": 4}, fat=True),

@@ -11,6 +11,7 @@ from posttrain.config import ModelConfig
 from posttrain.errors import CheckpointError, UsageError
 from posttrain.models import load, lora
 from posttrain.models.forward import Trunk, prove
+from posttrain.models.tensors import module_tensors, plain_tensors
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_tokenizer
 from tests.unit.models.test_load import TOKENS, edit_json, load_tiny, output
 
@@ -294,3 +295,19 @@ def test_adapters_on_four_bits(head, tmp_path):
     load.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert load_tiny(tmp_path / "saved", head).dtype == torch.float32  # on the weights as they are on disk
+
+
+def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
+    """Weights that go to another engine have their adapters merged; those of experts cannot be, which is said."""
+    folder = tiny_folder("mixtral", tmp_path)
+    with pytest.raises(UsageError, match="adapters on experts cannot be merged"):
+        list(plain_tensors(train(adapted(folder)), torch.float32))
+    beside = train(adapted(folder, lora_targets=("q_proj", "o_proj")))
+    sent = dict(plain_tensors(beside, torch.float32))
+    plain = load_file(folder / "model.safetensors")
+    changed = {name for name, tensor in sent.items() if not torch.equal(tensor, plain[name])}
+    assert sent.keys() == plain.keys()
+    assert changed == {name for name in plain if "q_proj" in name or "o_proj" in name}
+    assert {
+        lora.plain_name(name) for name in module_tensors(train(adapted(folder))) if not lora.is_beside(name)
+    } == set(module_tensors(load_tiny(folder, "token")))
