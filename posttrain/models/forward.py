@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,20 +96,20 @@ def forward(
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
-    before = Places.of(trunk, hidden, batch.computed(batch.counted - 1))
+    before = cache(lambda: Places.of(trunk, hidden, batch.computed(batch.counted - 1)))
     if {"logprobs", "entropy"} & request.names:
         if trunk.context is not None or request.names - {"logprobs", "entropy"}:
             slopes = None  # a loss of more, or of what others compute, is asked when all is known
-        targets = before.of_mine(batch.tokens[batch.counted])
-        logprobs, entropy = token_logprobs(trunk, before.states, targets, request, slopes)
-        out.logprobs, out.entropy = (to_stream(before.all(values), batch) for values in (logprobs, entropy))
+        targets = before().of_mine(batch.tokens[batch.counted])
+        logprobs, entropy = token_logprobs(trunk, before().states, targets, request, slopes)
+        out.logprobs, out.entropy = (to_stream(before().all(values), batch) for values in (logprobs, entropy))
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
         with torch.no_grad():
             taught = teacher.hidden(batch).last_hidden_state[0]
         divergence = ops.token_divergence(
-            before.states,
-            taught[before.local],
+            before().states,
+            taught[before().local],
             trunk.logits,
             teacher.logits,
             trunk.vocabulary,
@@ -116,7 +117,7 @@ def forward(
             request.jsd_beta,
             request.temperature,
         )
-        out.divergence = to_stream(before.all(divergence), batch)
+        out.divergence = to_stream(before().all(divergence), batch)
     if "choices" in request.names:  # what the model says next, after a counted token
         at = Places.of(trunk, hidden, batch.computed(batch.counted))
         logits, wanted = trunk.logits(at.states), list(request.choice_ids)
@@ -126,7 +127,7 @@ def forward(
         last = Places.of(trunk, hidden, batch.computed(batch.starts[1:].long() - 1))
         out.scores = last.all(trunk.model.score(last.states)[:, 0].float())
     if "values" in request.names:  # of the state before a counted token
-        out.values = to_stream(before.all(trunk.values(before.states)), batch)
+        out.values = to_stream(before().all(trunk.values(before().states)), batch)
     if request.router_loss:
         experts = trunk.model.config.num_experts_per_tok
         routers = result.router_logits
