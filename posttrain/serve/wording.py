@@ -113,9 +113,9 @@ class Wording:
         if self.stopped:
             return ""
         text = self.held + more
-        found = [place for stop in self.stop_texts if (place := text.find(stop)) >= 0]
-        if found:
-            end = min(found)
+        found = [(place + len(stop), place) for stop in self.stop_texts if (place := text.find(stop)) >= 0]
+        if found:  # what is complete first ends the answer: in pieces of any size the same
+            end = min(found)[1]
             self.stopped = True
         else:
             end = len(text) - longest_beginning(text, self.stop_texts)
