@@ -126,7 +126,7 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
         assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
     finally:
         found.close()
-    assert "tp=4: no Ray node has so many CPUs, so its workers talk across nodes" in caplog.text
+    assert "tp and cp: no Ray node has 4 CPUs, so these workers talk across nodes" in caplog.text
 
 
 def test_another_version(both, tmp_path, monkeypatch):
