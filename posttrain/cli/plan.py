@@ -345,11 +345,7 @@ def memory_ledger(
     if needs.sampler:
         yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
     if needs.cache:
-        yield (
-            "keys and values",
-            amount(needs.cache),
-            "of answers under way; as many as memory has room for",
-        )
+        yield "keys and values", amount(needs.cache), "of answers under way; as many as memory has room for"
     note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"

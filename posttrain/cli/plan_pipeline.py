@@ -112,9 +112,9 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
     if config.generate.engine[0] != "local":
         yield "keys and values", "?", "vLLM takes the rest of its share, gpu_memory_utilization"
         return
-    room = int(sizes.prompts.max()) + config.generate.max_tokens
-    a_slot = room * bytes_per_position(model.config.get_text_config(), dtype)
     at_once = min(usual_slots(device), config.generate.batch, sizes.answers)
+    room = int(sizes.prompts.max()) + config.generate.max_tokens
+    size = at_once * room * bytes_per_position(model.config.get_text_config(), dtype)
     fewer = "; fewer where they do not fit" * (device.type == "cuda")
     note = f"{at_once:,} answers at once, each of at most {room:,} tokens with its prompt{fewer}"
-    yield "keys and values", amount(at_once * a_slot), note
+    yield "keys and values", amount(size), note

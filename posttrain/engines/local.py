@@ -141,10 +141,7 @@ class LocalEngine:
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
         slots, *had = self.room if self.cache is not None else (0, 0, 0)  # so that short and long ones can take turns
         capacity, answer = map(max, had, (self.rounded(longest), self.rounded(sampling.max_tokens)))
-        most = self.most
-        if self.may_take_more and self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            most = most_slots(self.device, self.bytes_per_slot(capacity), total)
+        most = most_slots(self.device, self.bytes_per_slot(capacity)) if self.may_take_more else self.most
         self.make_room(min(most, max(slots, self.bucket(len(requests)))), capacity, answer)
         assert self.slots is not None
         self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
@@ -217,11 +214,13 @@ def usual_slots(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 64
 
 
-def most_slots(device: torch.device, bytes_per_slot: int, memory: int) -> int:
-    """The same, where all requests are known when generation begins; `memory`: bytes of the device."""
+def most_slots(device: torch.device, bytes_per_slot: int) -> int:
+    """The same, where all requests are known when generation begins."""
     usual = usual_slots(device)
-    cheap = int(memory * MORE_SHARE) // bytes_per_slot
-    return max(usual, min(MORE_SLOTS, cheap)) if device.type == "cuda" else usual
+    if device.type != "cuda":
+        return usual
+    cheap = int(torch.cuda.get_device_properties(device).total_memory * MORE_SHARE) // bytes_per_slot
+    return max(usual, min(MORE_SLOTS, cheap))
 
 
 def rung(count: int) -> int:
