@@ -86,6 +86,13 @@ class LocalEngine:
                 for request in requests:
                     session.submit(request, sampling)
                 ended: dict[int, Sample] = {}
+
+                def collect() -> None:
+                    for index, sample in session.collect().items():
+                        ended[index] = sample
+                        if on_answer is not None:
+                            on_answer(index, sample)
+
                 packed: int | None = None  # version of the weights
                 while session.busy:
                     if between is not None:
@@ -93,11 +100,10 @@ class LocalEngine:
                     if session.version != packed:
                         self.pack(len(requests), sampling.max_tokens)
                         packed = session.version
-                    complete = session.step()
-                    if on_answer is not None:
-                        for index, sample in complete.items():
-                            on_answer(index, sample)
-                    ended |= complete
+                    session.begin()
+                    collect()  # what the last look has seen: a GPU is at work meanwhile
+                    session.look()
+                collect()
                 return [ended[index] for index in range(len(requests))]
         finally:
             self.trunk.model.train(was_training)

@@ -39,6 +39,18 @@ class Answer:
     likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
 
 
+@dataclass(slots=True)
+class Leaving:
+    """Answers that have ended, and what they are, on its way to the host."""
+
+    answers: list[Answer]
+    stopped: list[bool]  # by a text
+    tokens: torch.Tensor  # [answers, length of the longest]
+    logprobs: torch.Tensor
+    newest: int  # version of the weights that drew the last tokens
+    there: torch.cuda.Event | None
+
+
 @dataclass(slots=True, eq=False)
 class Kind:
     """Answers of one kind draw their tokens in the same way, so that one draw serves them all."""
@@ -62,7 +74,11 @@ Hear = Callable[[Answer], None]
 
 
 class Session:
-    """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one."""
+    """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one.
+
+    A step has three parts: `begin`, `look`, `collect`. Who begins the next step before collecting what the last look
+    has seen lets a GPU work meanwhile.
+    """
 
     def __init__(self, engine: LocalEngine, hear: Hear | None, *, mixed: bool = False) -> None:
         """`mixed`: answers of all kinds side by side; those that are heard have log-probabilities."""
@@ -74,6 +90,7 @@ class Session:
         self.submitted = 0
         self.waiting: deque[Answer] = deque()
         self.live: dict[int, Answer] = {}  # by slot
+        self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
         self.watched = hear is not None
         on_gpu = engine.graphs is not None
@@ -117,15 +134,18 @@ class Session:
             self.close_gaps()
 
     def step(self) -> dict[int, Sample]:
-        """Let requests in, or a few tokens for those under way; the answers that are complete, by number."""
+        """All three parts: the answers that are complete, by number."""
+        self.begin()
+        self.look()
+        return self.collect()
+
+    def begin(self) -> None:
+        """Let requests in, or a few tokens for those under way."""
         free = self.cache.slots - len(self.live)
         if self.waiting and free >= min(self.worth_a_prefill, len(self.waiting)):
             self.admit()
-        else:
+        elif self.live:
             self.advance()
-        ended = self.look()
-        self.close_gaps()
-        return ended
 
     def admit(self) -> None:
         """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
@@ -298,8 +318,10 @@ class Session:
         penalty = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
         return torch.where(self.slots.seen[rows], logits * penalty, logits)
 
-    def look(self) -> dict[int, Sample]:
+    def look(self) -> None:
         """See who has ended."""
+        if not self.live:
+            return
         looked = self.slots.look(max(self.live) + 1)
         newest = self.slots.newest_logprobs(max(self.live) + 1) if self.mixed else []
         over: dict[int, bool] = {}  # slot: whether a stop text ended it
@@ -317,19 +339,36 @@ class Session:
                 over[slot] = said
             if self.hear is not None:
                 self.hear(answer)
-        ended: dict[int, Sample] = {}
-        if not over:
-            return ended
+        if over:
+            self.leave(over)
+            self.close_gaps()
+
+    def leave(self, over: dict[int, bool]) -> None:
+        """Free their slots and send for their tokens; who comes into the slots comes after that."""
         rows = torch.tensor(list(over), device=self.device)
         self.slots.done[rows] = True
-        width = max(self.live[slot].place for slot in over)
-        tokens = self.slots.answers[rows, :width].cpu().numpy().astype(np.int32)
-        logprobs = self.slots.logprobs[rows, :width].cpu().numpy()
-        for row, (slot, said) in enumerate(over.items()):
-            answer = self.live.pop(slot)
-            chosen, chances = tokens[row, : answer.place], logprobs[row, : answer.place]
-            finish = "stop" if said or int(chosen[-1]) in answer.sampling.stop_ids else "length"
-            ended[answer.index] = finished(answer, chosen, chances, finish, self.version)
+        answers = [self.live.pop(slot) for slot in over]
+        width = max(answer.place for answer in answers)
+        streams = (self.slots.answers, self.slots.logprobs)
+        tokens, logprobs = (stream[rows, :width].to("cpu", non_blocking=True) for stream in streams)
+        there = None
+        if self.device.type == "cuda":
+            there = torch.cuda.Event()
+            there.record()
+        self.leaving.append(Leaving(answers, list(over.values()), tokens, logprobs, self.version, there))
+
+    def collect(self) -> dict[int, Sample]:
+        """The answers that were complete at the last look, by number."""
+        ended: dict[int, Sample] = {}
+        for group in self.leaving:
+            if group.there is not None:
+                group.there.synchronize()
+            tokens, logprobs = group.tokens.numpy().astype(np.int32), group.logprobs.numpy()
+            for row, (answer, said) in enumerate(zip(group.answers, group.stopped, strict=True)):
+                chosen, chances = tokens[row, : answer.place], logprobs[row, : answer.place]
+                finish = "stop" if said or int(chosen[-1]) in answer.sampling.stop_ids else "length"
+                ended[answer.index] = finished(answer, chosen, chances, finish, group.newest)
+        self.leaving = []
         return ended
 
     def says_stop(self, answer: Answer) -> bool:

@@ -187,13 +187,13 @@ class Passes:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.on_gpu = next(model.parameters()).device.type == "cuda"
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.anchor = torch.zeros((), requires_grad=True)  # for autograd, which else sees nothing to differentiate
         self.seen: Counter[Room] = Counter()
         self.passes: dict[Room, Pass] = {}
+        self.full = False  # no more graphs
         self.addresses: tuple[int, ...] = ()
         self.number = 0  # of the pass that is under way
-        self.full = False  # no more graphs
+        self.forget()
         ALIVE.add(self)
 
     @classmethod
@@ -219,10 +219,15 @@ class Passes:
         one.fill(batch)
         return Replayed.apply(self.anchor, self, one, len((batch.sharing or batch).tokens))
 
+    def forget(self) -> None:
+        self.passes, self.full = {}, False
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+
     def pass_for(self, batch: Batch) -> Pass | None:
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
-            self.passes, self.addresses, self.full = {}, addresses, False
+            self.forget()
+            self.addresses = addresses
         wanted = Room.of(batch)
         fitting = [room for room in self.passes if room.size <= MOST_WASTE * wanted.size and room.holds(batch)]
         if fitting:
@@ -230,6 +235,8 @@ class Passes:
         self.seen[wanted] += 1
         if self.full or self.seen[wanted] < LEAST_OFTEN:
             return None
+        if self.passes and wanted.size > max(room.size for room in self.passes):
+            self.forget()  # their memory is too small for it; later they find room in its
         one = Pass(self.model, wanted)
         one.fill(batch)
         if self.on_gpu:

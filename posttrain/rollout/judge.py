@@ -7,14 +7,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
+
+import numpy as np
 
 from posttrain.config import OnlineConfig
 from posttrain.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rollout.record import Rollout
 
+PROMPTS_KEPT = 4096  # as texts: the answers to a prompt come one by one
 ModelScores = Callable[[Sequence[Rollout]], list[float]]
 """A reward model: a score for each answer."""
 
@@ -29,6 +33,7 @@ class Judge:
         self.clip = config.rewards.clip
         self.spread = Spread() if config.rewards.normalize == "running" else None
         self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
+        self.text_of = lru_cache(PROMPTS_KEPT)(lambda tokens: tokenizer.decode(np.frombuffer(tokens, dtype=np.int32)))
 
     def judge(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
         """Score them all; past what rewards.limits allows the run stops with what went wrong.
@@ -100,11 +105,9 @@ class Judge:
         return whole * min(1.0, max(0, tokens - (longest - buffer)) / buffer) if buffer else 0.0
 
     def completions(self, rollouts: Sequence[Rollout]) -> list[Completion]:
-        prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}
-        texts = {key: self.tokenizer.decode(prompt.tokens) for key, prompt in prompts.items()}
         return [
             Completion(
-                prompt=texts[id(rollout.prompt)],
+                prompt=self.text_of(rollout.prompt.tokens.tobytes()),
                 messages=rollout.messages or rollout.prompt.messages,
                 text=rollout.text,
                 finish=rollout.sample.finish,

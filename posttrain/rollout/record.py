@@ -17,7 +17,7 @@ from posttrain.data.lines import as_line
 from posttrain.errors import DataError, UsageError
 from posttrain.log import append, cut_after
 from posttrain.rewards.verdict import Verdict
-from posttrain.types import Prompt, Sample
+from posttrain.types import Floats, Prompt, Sample
 
 FILE = "rollouts.jsonl"
 ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend
@@ -48,6 +48,11 @@ class Rollout:
 
 def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
     """All that is known of it, as JSON can hold it: mask is a text of 0 and 1, streams are of the tokens marked 1."""
+    of_tokens = {name: numbers.tolist() for name, numbers in streams(rollout.sample).items()}
+    return without_streams(rollout, step) | of_tokens
+
+
+def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
     sample = rollout.sample
     row: dict[str, Any] = {
         "step": step,
@@ -71,19 +76,32 @@ def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
     }
     if rollout.messages:
         row["messages"] = rollout.messages
-    for name in STREAMS:
-        stream = getattr(sample, name)
-        if stream is not None:  # a float32 as the shortest decimal that is it, once read as a float32
-            row[name] = stream[sample.mask].tolist()
     return row
+
+
+def streams(sample: Sample) -> dict[str, Floats]:
+    """What is known of each token marked 1."""
+    known = {name: getattr(sample, name) for name in STREAMS}
+    return {name: stream[sample.mask] for name, stream in known.items() if stream is not None}
+
+
+def line_of(row: dict[str, Any], numbers: dict[str, Floats]) -> str:
+    """The line of `as_row`, several times as fast: nine digits tell every float32 from its neighbours."""
+    text = "".join(
+        f', "{name}": [{", ".join(["%.9g"] * len(stream)) % tuple(stream.tolist())}]'
+        for name, stream in numbers.items()
+    )
+    if "nan" in text or "inf" in text or "-0," in text or "-0]" in text:  # JSON writes or reads them otherwise
+        return as_line(row | {name: stream.tolist() for name, stream in numbers.items()})
+    return f"{as_line(row)[:-2]}{text}}}\n"
 
 
 def from_row(row: dict[str, Any]) -> Rollout:
     """The inverse of `as_row`."""
     tokens = np.array(row["tokens"], dtype=np.int32)
     mask = np.frombuffer(row["mask"].encode("ascii"), dtype=np.uint8) != ZERO
-    streams: dict[str, Any] = {name: np.zeros(len(tokens), dtype=np.float32) for name in STREAMS if name in row}
-    for name, stream in streams.items():
+    known: dict[str, Any] = {name: np.zeros(len(tokens), dtype=np.float32) for name in STREAMS if name in row}
+    for name, stream in known.items():
         stream[mask] = row[name]
     prompt = Prompt(
         tokens=tokens[: row["prompt_length"]],
@@ -101,7 +119,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         newest=row.get("newest", row["version"]),  # absent in records of old
         finish=row["finish"],
         origin=row["origin"],
-        **streams,
+        **known,
     )
     return Rollout(
         sample=sample,
@@ -201,14 +219,15 @@ class Record:
         self.error: BaseException | None = None
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
-        rows = [as_row(rollout, step) for rollout in rollouts]  # now: samples are free to change
+        # Now: samples are free to change.
+        rows = [(without_streams(rollout, step), streams(rollout.sample)) for rollout in rollouts]
         self.settle()
         self.writing = threading.Thread(target=self.write, args=(rows,), name="record")
         self.writing.start()
 
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+    def write(self, rows: Sequence[tuple[dict[str, Any], dict[str, Floats]]]) -> None:
         try:
-            append(self.file, "".join(map(as_line, rows)))
+            append(self.file, "".join(line_of(*row) for row in rows))
         except BaseException as error:  # raised again by whoever waits
             self.error = error
             if not isinstance(error, Exception):

@@ -145,6 +145,36 @@ def test_weights_that_have_moved_are_found_again(kernel):
     assert list(trunk.passes.passes.values()) != before
 
 
+def test_a_larger_pack_begins_anew_and_the_smaller_ones_follow(kernel):
+    """Graphs share memory: what a small one has taken is too small for a large one, but not the other way round."""
+    model = model_of("llama").train()
+    trunk = trunk_of(model)
+    small, large = collate(rows(GROUPS), "cpu"), collate(rows(GROUPS * 8), "cpu")
+    expected = outcome(trunk, small)
+    trunk.passes = Passes(model)
+    sizes = []
+    for batch in (small, small, large, large, small, large, small):
+        found = outcome(trunk, batch)
+        sizes.append(sorted(room.tokens for room in trunk.passes.passes))
+    tokens = [Room.of(batch).tokens for batch in (small, large)]
+    assert sizes == [[], tokens[:1], tokens[:1], tokens[1:], tokens, tokens, tokens]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.gpu
+def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig(tokens_per_device=65536))
+    held = []
+    for copies in (10, 10, 20, 20, 40, 40, 40, 10, 20, 20, 15, 15, 30, 30):
+        made = rows(GROUPS * copies)
+        learner.forward_backward(made, total(), count(made, "token"), 1)
+        learner.step(1e-3)
+        held.append(replay.memory_held())
+    assert learner.trunk.passes is not None and len(learner.trunk.passes.passes) >= 4
+    assert 0 < max(held) < 1.3 * held[6]
+
+
 def total() -> Objective:
     return Objective(request=Request(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
 
