@@ -124,11 +124,12 @@ class SlotCache:
             for room, old in zip(rooms, (keys, values), strict=True):
                 room[:, :before] = old
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Sequences change their slots."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, longest: int) -> None:
+        """Sequences of at most so many positions change their slots."""
         for rooms in self.layers.values():
             for room in rooms:
-                room.index_copy_(0, targets, room.index_select(0, sources))
+                used = room[:, :longest]
+                used.index_copy_(0, targets, used.index_select(0, sources))
 
 
 def bytes_per_position(config: Any, dtype: torch.dtype) -> int:

@@ -82,7 +82,8 @@ class LocalEngine:
             with torch.inference_mode():
                 self.prepare(requests, sampling)
                 hear = None if on_token is None else lambda answer: on_token(answer.index, answer.tokens[-1])
-                session = Session(self, hear)
+                watched = hear is not None or between is not None or bool(sampling.stop_texts)
+                session = Session(self, hear, ahead=self.graphs is not None and not watched)
                 for request in requests:
                     session.submit(request, sampling)
                 ended: dict[int, Sample] = {}
@@ -101,7 +102,7 @@ class LocalEngine:
                         self.pack(len(requests), sampling.max_tokens)
                         packed = session.version
                     session.begin()
-                    collect()  # what the last look has seen: a GPU is at work meanwhile
+                    collect()  # what the last look has seen
                     session.look()
                 collect()
                 return [ended[index] for index in range(len(requests))]

@@ -32,23 +32,59 @@ class Answer:
     request: Request
     sampling: Sampling
     kind: Kind
+    slot: int = -1
+    begun: int = 0  # the session's count of tokens when it had none
     place: int = 0  # tokens so far, as of the last look
     version: int = 0  # of the weights that drew its first token
     tokens: list[int] = field(default_factory=list)  # only where somebody reads along
     logprobs: list[float] = field(default_factory=list)  # likewise
     likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
 
+    @property
+    def longest(self) -> int:
+        """With its prompt, in the end."""
+        return len(self.request.prompt) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class Fetched:
+    """Tensors on their way from the device."""
+
+    tensors: list[torch.Tensor]
+    there: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> Fetched:
+        """The device goes on with what it is told next, and may overwrite them."""
+        found = cls([tensor.to("cpu", non_blocking=True) for tensor in tensors])
+        if tensors[0].is_cuda:
+            found.there = torch.cuda.Event()
+            found.there.record()
+        return found
+
+    def wait(self) -> list[torch.Tensor]:
+        if self.there is not None:
+            self.there.synchronize()
+        return self.tensors
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far everybody is, after some step."""
+
+    live: dict[int, Answer]  # by the slots of then
+    state: Fetched  # see Slots.state
+    version: int  # of the weights that drew the newest tokens
+
 
 @dataclass(slots=True)
 class Leaving:
-    """Answers that have ended, and what they are, on its way to the host."""
+    """Answers that have ended."""
 
     answers: list[Answer]
     stopped: list[bool]  # by a text
-    tokens: torch.Tensor  # [answers, length of the longest]
-    logprobs: torch.Tensor
+    drawn: Fetched  # tokens and log-probabilities [answers, length of the longest]
     newest: int  # version of the weights that drew the last tokens
-    there: torch.cuda.Event | None
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +112,11 @@ Hear = Callable[[Answer], None]
 class Session:
     """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one.
 
-    A step has three parts: `begin`, `look`, `collect`. Who begins the next step before collecting what the last look
-    has seen lets a GPU work meanwhile.
+    A step has three parts: `begin`, `look`, `collect`. A GPU is at work while the host collects what it has seen at the
+    last look, if the next step is begun before; and while it looks, if it looks at the step before (`ahead`).
     """
 
-    def __init__(self, engine: LocalEngine, hear: Hear | None, *, mixed: bool = False) -> None:
+    def __init__(self, engine: LocalEngine, hear: Hear | None, *, mixed: bool = False, ahead: bool = False) -> None:
         """`mixed`: answers of all kinds side by side; those that are heard have log-probabilities."""
         assert engine.cache is not None and engine.slots is not None
         self.engine, self.hear, self.mixed = engine, hear, mixed
@@ -90,6 +126,9 @@ class Session:
         self.submitted = 0
         self.waiting: deque[Answer] = deque()
         self.live: dict[int, Answer] = {}  # by slot
+        self.tokens = 0  # that one under way from the beginning would have
+        self.behind = 1 if ahead else 0  # steps that `look` leaves for the next time
+        self.seen: deque[Seen] = deque()
         self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
         self.watched = hear is not None
@@ -146,6 +185,9 @@ class Session:
             self.admit()
         elif self.live:
             self.advance()
+        if self.live:
+            state = Fetched.of(self.slots.state(max(self.live) + 1))
+            self.seen.append(Seen(dict(self.live), state, self.version))
 
     def admit(self) -> None:
         """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
@@ -161,9 +203,9 @@ class Session:
             chosen.append(self.waiting.popleft())
         chosen.sort(key=lambda answer: len(answer.request.prompt))  # neighbours attend together: see plain.Part
         newcomers = dict(zip(free, chosen, strict=False))
-        for answer in chosen:
-            answer.version = self.version
-        longest = max(len(answer.request.prompt) + answer.sampling.max_tokens for answer in chosen)
+        for slot, answer in newcomers.items():
+            answer.slot, answer.begun, answer.version = slot, self.tokens - 1, self.version
+        longest = max(answer.longest for answer in chosen)
         if longest > self.cache.capacity:
             self.cache.widen(max(self.engine.rounded(longest), 2 * self.cache.capacity))
         hidden = torch.cat([self.run_prompts(part) for part in self.passes(newcomers)])
@@ -205,8 +247,9 @@ class Session:
     def advance(self) -> None:
         """A few steps: as many as nobody can end before, and no more than the host likes to wait."""
         count = self.engine.bucket(max(self.live) + 1)
-        left = min(answer.sampling.max_tokens - answer.place for answer in self.live.values())
-        longest = max(len(answer.request.prompt) + answer.place for answer in self.live.values())
+        lefts = (self.left(answer) for answer in self.live.values())
+        left = min((left for left in lefts if left > 0), default=0)  # the others will be seen to have ended
+        longest = self.longest
         rows, graphs, capacity = self.slots.index[:count], self.engine.graphs, self.cache.capacity
         if self.mixed:  # drawing is not captured: it may be different for each row, and at each step
             if graphs is None:
@@ -215,15 +258,27 @@ class Session:
                 graphs.run((count, None), lambda: self.keep(self.forward(count, capacity)))
                 logits = self.kept(count)
             self.choose(rows, logits, [self.live.get(slot) for slot in range(count)])
+            self.tokens += 1
             return
         (kind,) = self.kinds.values()
-        for ahead in range(1 if self.watched else min(self.patience, left)):
+        steps = 1 if self.watched else min(self.patience, left)
+        self.tokens += steps
+        for ahead in range(steps):
             if graphs is None:
                 self.draw_for(rows, self.forward(count, longest + ahead), kind.drawing)
             else:  # all on the device, so that it can be captured
                 graphs.run(
                     (count, kind.drawing), lambda: self.draw_for(rows, self.forward(count, capacity), kind.drawing)
                 )
+
+    def left(self, answer: Answer) -> int:
+        """Tokens until it must end, if it does not end before."""
+        return max(0, answer.sampling.max_tokens - (self.tokens - answer.begun))
+
+    @property
+    def longest(self) -> int:
+        """Positions that some sequence under way may have by now."""
+        return max(answer.longest - self.left(answer) for answer in self.live.values())
 
     def forward(self, count: int, longest: int) -> torch.Tensor:
         """Run the newest token of the first slots: logits of the next, [count, V]."""
@@ -320,14 +375,16 @@ class Session:
 
     def look(self) -> None:
         """See who has ended."""
-        if not self.live:
-            return
-        looked = self.slots.look(max(self.live) + 1)
+        while len(self.seen) > self.behind:
+            self.look_at(self.seen.popleft())
+
+    def look_at(self, seen: Seen) -> None:
         newest = self.slots.newest_logprobs(max(self.live) + 1) if self.mixed else []
         over: dict[int, bool] = {}  # slot: whether a stop text ended it
-        for slot, answer in self.live.items():
+        looked = seen.state.wait()[0].tolist()
+        for slot, answer in seen.live.items():
             done, place, token = looked[slot]
-            if place == answer.place:  # others were let in, this one did not move
+            if place == answer.place:  # others were let in and this one did not move, or it was seen to have ended
                 continue
             answer.place = place
             if self.watched:
@@ -336,34 +393,28 @@ class Session:
                 answer.logprobs.append(newest[slot])
             said = self.says_stop(answer)
             if done or said or place >= answer.sampling.max_tokens:
-                over[slot] = said
+                over[answer.slot] = said
             if self.hear is not None:
                 self.hear(answer)
         if over:
-            self.leave(over)
+            self.leave(over, seen.version)
             self.close_gaps()
 
-    def leave(self, over: dict[int, bool]) -> None:
+    def leave(self, over: dict[int, bool], newest: int) -> None:
         """Free their slots and send for their tokens; who comes into the slots comes after that."""
         rows = torch.tensor(list(over), device=self.device)
         self.slots.done[rows] = True
         answers = [self.live.pop(slot) for slot in over]
         width = max(answer.place for answer in answers)
-        streams = (self.slots.answers, self.slots.logprobs)
-        tokens, logprobs = (stream[rows, :width].to("cpu", non_blocking=True) for stream in streams)
-        there = None
-        if self.device.type == "cuda":
-            there = torch.cuda.Event()
-            there.record()
-        self.leaving.append(Leaving(answers, list(over.values()), tokens, logprobs, self.version, there))
+        drawn = Fetched.of(self.slots.answers[rows, :width], self.slots.logprobs[rows, :width])
+        self.leaving.append(Leaving(answers, list(over.values()), drawn, newest))
 
     def collect(self) -> dict[int, Sample]:
         """The answers that were complete at the last look, by number."""
         ended: dict[int, Sample] = {}
         for group in self.leaving:
-            if group.there is not None:
-                group.there.synchronize()
-            tokens, logprobs = group.tokens.numpy().astype(np.int32), group.logprobs.numpy()
+            tokens, logprobs = (stream.numpy() for stream in group.drawn.wait())
+            tokens = tokens.astype(np.int32)
             for row, (answer, said) in enumerate(zip(group.answers, group.stopped, strict=True)):
                 chosen, chances = tokens[row, : answer.place], logprobs[row, : answer.place]
                 finish = "stop" if said or int(chosen[-1]) in answer.sampling.stop_ids else "length"
@@ -387,10 +438,11 @@ class Session:
             return
         gaps = [slot for slot in range(size) if slot not in self.live][: len(late)]
         sources, targets = (torch.tensor(slots, device=self.device) for slots in (late, gaps))
-        self.cache.move(sources, targets)
+        self.cache.move(sources, targets, self.longest)
         self.slots.move(sources, targets)
         for source, target in zip(late, gaps, strict=True):
             self.live[target] = self.live.pop(source)
+            self.live[target].slot = target
 
 
 def finished(answer: Answer, tokens: Ints, logprobs: Floats, finish: str, newest: int) -> Sample:

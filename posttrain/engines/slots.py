@@ -80,9 +80,9 @@ class Slots:
             assert self.seen is not None
             self.seen[rows, tokens] = self.yes
 
-    def look(self, count: int) -> list[list[int]]:
-        """[1 if done, place, newest token] of the first slots; the one time that the host waits."""
-        return torch.stack([self.done[:count].long(), self.place[:count], self.token[:count]], 1).tolist()
+    def state(self, count: int) -> torch.Tensor:
+        """[1 if done, place, newest token] of the first slots."""
+        return torch.stack([self.done[:count].long(), self.place[:count], self.token[:count]], 1)
 
     def newest_logprobs(self, count: int) -> list[float]:
         """Of the newest token of the first slots."""

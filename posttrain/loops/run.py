@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import shlex
 import signal
@@ -130,6 +131,7 @@ class Run:
             signals = stack.enter_context(StopSignals())
             places = Places(config.cluster, folder.logs)
             stack.callback(places.close)
+            stack.callback(gc.unfreeze)
             run = cls(verb, config, model, algo, folder, signals, log, tokenizer, data, fingerprints, places)
             try:
                 yield run
@@ -202,6 +204,8 @@ class Run:
 
     def resume(self, policy: LearnerGroup) -> int:
         """Bring everything back to the newest valid checkpoint; the step it was written after, or 0."""
+        gc.collect()
+        gc.freeze()  # libraries and models stay: to look through them for garbage takes longer than a quick step
         checkpoint.seed_everything(self.config.seed)
         newest = checkpoint.newest_valid(self.folder.checkpoints) if self.config.resume else None
         if newest is None:

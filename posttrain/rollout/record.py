@@ -24,6 +24,7 @@ ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can m
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
 GIVE_WAY = 5e-4  # seconds that a thread may keep others waiting: answers are drawn beside it, a few tokens at a time
+REST = 2e-4  # seconds after each line, for the same reason
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
@@ -216,18 +217,24 @@ class Record:
         self.file = path.open("ab", buffering=0)
         sys.setswitchinterval(min(GIVE_WAY, sys.getswitchinterval()))
         self.writing: threading.Thread | None = None
+        self.hurry = threading.Event()  # somebody waits
         self.error: BaseException | None = None
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
         # Now: samples are free to change.
         rows = [(without_streams(rollout, step), streams(rollout.sample)) for rollout in rollouts]
         self.settle()
+        self.hurry.clear()
         self.writing = threading.Thread(target=self.write, args=(rows,), name="record")
         self.writing.start()
 
     def write(self, rows: Sequence[tuple[dict[str, Any], dict[str, Floats]]]) -> None:
         try:
-            append(self.file, "".join(line_of(*row) for row in rows))
+            lines = []
+            for row in rows:
+                lines.append(line_of(*row))
+                self.hurry.wait(REST)
+            append(self.file, "".join(lines))
         except BaseException as error:  # raised again by whoever waits
             self.error = error
             if not isinstance(error, Exception):
@@ -240,5 +247,6 @@ class Record:
 
     def wait(self) -> None:
         if self.writing is not None:
+            self.hurry.set()
             self.writing.join()
             self.writing = None
