@@ -177,13 +177,20 @@ def moved(batch: Batch, device: torch.device | str) -> Batch:
         if isinstance(value := getattr(owner, field.name), torch.Tensor)
     ]
     rooms = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, _, tensor in tensors]
-    here = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+    here = torch.empty(sum(rooms), dtype=torch.uint8)
     for room, (_, _, tensor) in zip(here.split(rooms), tensors, strict=True):
         room.view(tensor.dtype)[: tensor.numel()] = tensor
-    there = here.to(device, non_blocking=True)
+    there = sent(here, device)
     for room, (owner, name, tensor) in zip(there.split(rooms), tensors, strict=True):
         setattr(owner, name, room.view(tensor.dtype)[: tensor.numel()])
     return batch
+
+
+def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """On the device. Neither waits for the other: what the device is at work on would have to end first."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def shared(samples: Sequence[Sample], found: list[Run]) -> Sharing | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.data.pack import sent
 from posttrain.engines import plain
 from posttrain.models import steps as layer_steps
 from posttrain.models.attention import plain_attention
@@ -51,12 +52,13 @@ class SlotCache:
     def begin_prefill(self, lengths: Sequence[int], sharing: Sequence[Sequence[int]]) -> None:
         """The next pass runs prompts of these lengths end to end, each for the slots that share it."""
         self.decoding = False
-        kept, start = [], 0  # (token of the pass, slot, place in it)
-        for length, slots in zip(lengths, sharing, strict=True):
-            places = np.arange(length)
-            kept += [np.stack([places + start, np.full(length, slot), places]) for slot in slots]
-            start += length
-        self.source, self.slot, self.place = torch.as_tensor(np.concatenate(kept, 1), device=self.device)
+        many = [len(slots) for slots in sharing]
+        length = np.repeat(lengths, many)  # of each slot
+        first = np.repeat(np.cumsum(lengths) - lengths, many)  # token of the pass
+        place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+        source, slot = np.repeat(first, length) + place, np.repeat(np.concatenate(sharing), length)
+        table = torch.from_numpy(np.stack([source, slot, place]))
+        self.source, self.slot, self.place = sent(table, self.device)
 
     def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Remember a pack's keys and values: [1, kv_heads, T, d]."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from posttrain import ops
-from posttrain.data.pack import collate
+from posttrain.data.pack import collate, sent
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.cache import steps_for
 from posttrain.models import attention
@@ -241,7 +241,7 @@ class Session:
             hidden = self.engine.decoder.prefill(batch, packing, self.cache, last)
         else:
             hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0][last]
-        repeats = torch.tensor([len(slots) for _, slots in part], device=self.device)
+        repeats = sent(torch.tensor([len(slots) for _, slots in part]), self.device)
         return hidden.repeat_interleave(repeats, 0, output_size=sum(len(slots) for _, slots in part))
 
     def advance(self) -> None:
@@ -402,7 +402,7 @@ class Session:
 
     def leave(self, over: dict[int, bool], newest: int) -> None:
         """Free their slots and send for their tokens; who comes into the slots comes after that."""
-        rows = torch.tensor(list(over), device=self.device)
+        rows = sent(torch.tensor(list(over)), self.device)
         self.slots.done[rows] = True
         answers = [self.live.pop(slot) for slot in over]
         width = max(answer.place for answer in answers)
@@ -437,7 +437,7 @@ class Session:
         if not late or self.engine.bucket(late[-1] + 1) == size:
             return
         gaps = [slot for slot in range(size) if slot not in self.live][: len(late)]
-        sources, targets = (torch.tensor(slots, device=self.device) for slots in (late, gaps))
+        sources, targets = sent(torch.tensor([late, gaps]), self.device)
         self.cache.move(sources, targets, self.longest)
         self.slots.move(sources, targets)
         for source, target in zip(late, gaps, strict=True):

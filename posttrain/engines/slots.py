@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from posttrain.data.pack import sent
+
 
 class Slots:
     """One row a sequence. `place` counts the answer's tokens; the newest one has yet to run through the model."""
@@ -53,7 +55,7 @@ class Slots:
     def admit(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> torch.Tensor:
         """Sequences begin in these slots; their rows."""
         table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], [signed(seed) for seed in seeds]])
-        rows, start, seed = table.to(self.device)
+        rows, start, seed = sent(table, self.device)
         self.start[rows], self.seed[rows] = start, seed
         self.place[rows], self.done[rows] = 0, False
         if self.noting:

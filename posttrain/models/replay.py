@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 
+from posttrain.data.pack import sent
 from posttrain.models import attention, steps
 from posttrain.models.layers import MASTER, knows
 from posttrain.models.steps import steps_for
@@ -23,6 +24,7 @@ from posttrain.types import Batch
 
 LEAST_OFTEN = 2  # packs of a size, before it is worth a graph
 MOST_GRAPHS = 24
+COARSELY = 2  # where padding costs next to nothing: samples that are empty, lengths that nobody has
 MOST_WASTE = 1.07  # times the size of a pack, for using a graph that is there already
 MOST_WORK = 1e13  # parameters times tokens of a pack: above, a device needs longer for it than a host
 SPARE_MEMORY = 3  # times what a pass keeps must be free: graphs do not give it back between passes
@@ -44,12 +46,12 @@ class Room:
     def of(cls, batch: Batch) -> Room:
         row, sharing = batch.sharing or batch, batch.sharing
         used = sum(row.lengths)
-        tokens, longest = stepped(used, 256), stepped(max(row.lengths), 64)
-        pieces = stepped(len(row.lengths) + padding_pieces(tokens - used, longest), 16)
+        tokens, longest = stepped(used, 256), stepped(max(row.lengths), 64, COARSELY)
+        pieces = stepped(len(row.lengths) + padding_pieces(tokens - used, longest), 16, COARSELY)
         if sharing is None:
             return cls(tokens, pieces, longest)
         keys = stepped(sum(sharing.key_lengths) + tokens - used, 256)
-        return cls(tokens, pieces, longest, keys, max(longest, stepped(max(sharing.key_lengths), 64)))
+        return cls(tokens, pieces, longest, keys, max(longest, stepped(max(sharing.key_lengths), 64, COARSELY)))
 
     def holds(self, batch: Batch) -> bool:
         """Whether the pack fits in, with the padding that fills the rest."""
@@ -74,9 +76,9 @@ def padding_pieces(tokens: int, longest: int) -> int:
     return max(1, -(-tokens // longest))
 
 
-def stepped(size: int, least: int) -> int:
-    """Rounded up to a sixteenth of the next power of two, at least to a multiple of `least`."""
-    step = max(least, 1 << max(0, (size - 1).bit_length() - 4))
+def stepped(size: int, least: int, finely: int = 4) -> int:
+    """Rounded up to a sixteenth of the next power of two (2^-finely), at least to a multiple of `least`."""
+    step = max(least, 1 << max(0, (size - 1).bit_length() - finely))
     return -(-size // step) * step
 
 
@@ -124,11 +126,10 @@ class Pass:
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            for _ in range(2):
-                before = torch.cuda.memory_allocated()
-                self.forward()
-                kept = torch.cuda.memory_allocated() - before
-                self.backward()
+            before = torch.cuda.memory_allocated()
+            self.forward()
+            kept = torch.cuda.memory_allocated() - before
+            self.backward()
         here.wait_stream(aside)
         with CAPTURING:
             torch.cuda.empty_cache()
@@ -157,7 +158,7 @@ class Pass:
         # Padding: samples of at most the longest length, and then empty ones.
         ends = [*range(used + room.longest, room.tokens, room.longest), room.tokens]
         ends += [room.tokens] * (room.pieces - pieces - len(ends))
-        tail = torch.tensor(ends, dtype=torch.int32).to(row.starts.device, non_blocking=True)
+        tail = sent(torch.tensor(ends, dtype=torch.int32), row.starts.device)
         self.packing.starts[: pieces + 1] = row.starts
         self.packing.starts[pieces + 1 :] = tail
         if sharing is None:
