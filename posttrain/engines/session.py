@@ -33,8 +33,8 @@ class Answer:
     sampling: Sampling
     kind: Kind
     slot: int = -1
-    begun: int = 0  # the session's count of tokens when it had none
-    place: int = 0  # tokens so far, as of the last look
+    ends: int = 0  # the session's count of tokens when it has as many as it may have
+    place: int = 0  # tokens so far, as of the last look; where nobody reads along, only once it has ended
     version: int = 0  # of the weights that drew its first token
     tokens: list[int] = field(default_factory=list)  # only where somebody reads along
     logprobs: list[float] = field(default_factory=list)  # likewise
@@ -204,7 +204,8 @@ class Session:
         chosen.sort(key=lambda answer: len(answer.request.prompt))  # neighbours attend together: see plain.Part
         newcomers = dict(zip(free, chosen, strict=False))
         for slot, answer in newcomers.items():
-            answer.slot, answer.begun, answer.version = slot, self.tokens - 1, self.version
+            answer.slot, answer.version = slot, self.version
+            answer.ends = self.tokens - 1 + answer.sampling.max_tokens
         longest = max(answer.longest for answer in chosen)
         if longest > self.cache.capacity:
             self.cache.widen(max(self.engine.rounded(longest), 2 * self.cache.capacity))
@@ -247,13 +248,12 @@ class Session:
     def advance(self) -> None:
         """A few steps: as many as nobody can end before, and no more than the host likes to wait."""
         count = self.engine.bucket(max(self.live) + 1)
-        lefts = (self.left(answer) for answer in self.live.values())
+        lefts = [answer.ends - self.tokens for answer in self.live.values()]
         left = min((left for left in lefts if left > 0), default=0)  # the others will be seen to have ended
-        longest = self.longest
         rows, graphs, capacity = self.slots.index[:count], self.engine.graphs, self.cache.capacity
         if self.mixed:  # drawing is not captured: it may be different for each row, and at each step
             if graphs is None:
-                logits = self.forward(count, longest)
+                logits = self.forward(count, self.longest)
             else:
                 graphs.run((count, None), lambda: self.keep(self.forward(count, capacity)))
                 logits = self.kept(count)
@@ -261,24 +261,19 @@ class Session:
             self.tokens += 1
             return
         (kind,) = self.kinds.values()
-        steps = 1 if self.watched else min(self.patience, left)
-        self.tokens += steps
-        for ahead in range(steps):
+        for _ in range(1 if self.watched else min(self.patience, left)):
             if graphs is None:
-                self.draw_for(rows, self.forward(count, longest + ahead), kind.drawing)
+                self.draw_for(rows, self.forward(count, self.longest), kind.drawing)
             else:  # all on the device, so that it can be captured
                 graphs.run(
                     (count, kind.drawing), lambda: self.draw_for(rows, self.forward(count, capacity), kind.drawing)
                 )
-
-    def left(self, answer: Answer) -> int:
-        """Tokens until it must end, if it does not end before."""
-        return max(0, answer.sampling.max_tokens - (self.tokens - answer.begun))
+            self.tokens += 1
 
     @property
     def longest(self) -> int:
         """Positions that some sequence under way may have by now."""
-        return max(answer.longest - self.left(answer) for answer in self.live.values())
+        return max(answer.longest - max(0, answer.ends - self.tokens) for answer in self.live.values())
 
     def forward(self, count: int, longest: int) -> torch.Tensor:
         """Run the newest token of the first slots: logits of the next, [count, V]."""
@@ -381,9 +376,12 @@ class Session:
     def look_at(self, seen: Seen) -> None:
         newest = self.slots.newest_logprobs(max(self.live) + 1) if self.mixed else []
         over: dict[int, bool] = {}  # slot: whether a stop text ended it
-        looked = seen.state.wait()[0].tolist()
-        for slot, answer in seen.live.items():
-            done, place, token = looked[slot]
+        (state,) = seen.state.wait()
+        looked, moved = state.tolist(), iter(seen.live)
+        if not self.watched:  # only the end matters
+            moved = (slot for slot in state[:, 0].nonzero()[:, 0].tolist() if slot in seen.live)
+        for slot in moved:
+            answer, (done, place, token) = seen.live[slot], looked[slot]
             if place == answer.place:  # others were let in and this one did not move, or it was seen to have ended
                 continue
             answer.place = place
