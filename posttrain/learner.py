@@ -267,6 +267,11 @@ class Learner:
             self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer, leave=memory_to_come)
         return self.engines[id(trunk)].generate(requests, sampling, between=between, on_answer=on_answer)
 
+    def close(self) -> None:
+        """End what would not end by itself."""
+        if self.follower is not None:
+            self.follower.close()
+
     @torch.no_grad()
     def refresh_sampler(self) -> None:
         """Bring the sampler's own weights up to date; where it shares the trainer's there is nothing to do."""

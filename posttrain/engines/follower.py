@@ -74,6 +74,10 @@ class Follower:
         if self.engine is not None:
             self.engine.sleep()
 
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
 
 def base_folder(model: PreTrainedModel) -> str:
     """Where vLLM finds the weights that adapters stand beside; empty: there are no adapters, or nothing to find."""

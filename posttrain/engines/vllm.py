@@ -75,6 +75,8 @@ class Answered:
 class VllmEngine:
     """Answers of a vLLM engine with the weights of the last `load`."""
 
+    alive = 0  # engines in this process: they share what vLLM sets up there
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -101,8 +103,10 @@ class VllmEngine:
         self.lora: Any = None
         self.partners: Any = None  # the processes that hold the model together, if it is divided
         self.beside_trainer = beside_trainer
+        self.alone = True  # no other process belongs to it
         with undisturbed():
             self.llm, self.on_cpu = self.start(config, options, dtype, base)
+        VllmEngine.alive += 1
         self.length = int(self.llm.model_config.max_model_len)
 
     def start(
@@ -150,6 +154,7 @@ class VllmEngine:
                 "among: see cluster.devices"
             )
         memory = ""
+        self.alone = workers == 1
         if workers > 1:  # vLLM joins the processes that are there, each its own engine or a part of one
             settings["distributed_executor_backend"] = "external_launcher"
             os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
@@ -390,9 +395,15 @@ class VllmEngine:
         assert self.version >= 0, "it has no weights yet: load them first"
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and with the last one what vLLM has set up in this process."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
         self.llm.llm_engine.engine_core.shutdown()
         self.folder.cleanup()
+        VllmEngine.alive -= 1
+        if self.alone and not VllmEngine.alive:
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 # What is refused

@@ -68,7 +68,7 @@ class Host:
         """Part from the others, so that the process can join another group."""
         import torch.distributed as dist
 
-        self.objects.clear()
+        self.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -84,10 +84,23 @@ class Host:
 
         import torch
 
-        del self.objects[role]
+        found = self.objects.pop(role)
+        if hasattr(found, "close"):
+            found.close()
+        del found
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Let go of all objects. What they held in this process's memory is found in time; a device is wanted now."""
+        import torch
+
+        for role in list(self.objects):
+            if torch.cuda.is_initialized():
+                self.forget(role)
+            elif hasattr(found := self.objects.pop(role), "close"):
+                found.close()
 
 
 def die_with_parent(parent: int) -> None:

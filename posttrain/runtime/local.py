@@ -21,7 +21,7 @@ class LocalPool:
         return LocalWorkers(self.host, role)
 
     def close(self) -> None:
-        self.host.objects.clear()
+        self.host.close()
 
 
 class LocalWorkers:

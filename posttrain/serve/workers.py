@@ -152,6 +152,8 @@ class Here:
             yield self.engine.generate(requests, sampling)
 
     def close(self) -> None:
+        if isinstance(self.engine, vllm.VllmEngine):
+            self.engine.close()
         del self.engine
         release()
 
