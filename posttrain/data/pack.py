@@ -188,9 +188,8 @@ def moved(batch: Batch, device: torch.device | str) -> Batch:
 
 def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """On the device. Neither waits for the other: what the device is at work on would have to end first."""
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    on_cuda = torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
 
 
 def shared(samples: Sequence[Sample], found: list[Run]) -> Sharing | None:

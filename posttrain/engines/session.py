@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posttrain.engines.local import LocalEngine
 
 LOOK_EVERY = 8  # steps of a graph between two looks of the host
-MOST_KINDS = 256  # ways to draw that are remembered
+MOST_KINDS = 256  # ways to draw, and sets of stop texts, that are remembered
 
 
 @dataclass(slots=True)
@@ -56,8 +56,9 @@ class Fetched:
     @classmethod
     def of(cls, *tensors: torch.Tensor) -> Fetched:
         """The device goes on with what it is told next, and may overwrite them."""
-        found = cls([tensor.to("cpu", non_blocking=True) for tensor in tensors])
-        if tensors[0].is_cuda:
+        on_cuda = tensors[0].is_cuda
+        found = cls([tensor.to("cpu", non_blocking=on_cuda) for tensor in tensors])
+        if on_cuda:
             found.there = torch.cuda.Event()
             found.there.record()
         return found
@@ -102,6 +103,34 @@ class Kind:
         return bool(truncates or self.likeliest or how.temperature == 0.0 or how.repetition_penalty != 1.0)
 
 
+class StopTexts:
+    """Says when a text is there that ends an answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.completing: dict[tuple[str, ...], dict[int, bool]] = {}  # texts: whether a token may complete one
+
+    def complete(self, texts: tuple[str, ...], tokens: list[int]) -> bool:
+        """Whether one is complete with the newest token."""
+        if not self.may_complete(texts, tokens[-1]):
+            return False
+        longest = max(len(text) for text in texts)
+        tail = self.tokenizer.decode(tokens[-(longest + 8) :])  # most tokens are longer than a character
+        return any(text in tail for text in texts)
+
+    def may_complete(self, texts: tuple[str, ...], token: int) -> bool:
+        """Whether the token can bring the last character of a text. Most cannot: to know so is quicker than to read."""
+        if texts not in self.completing and len(self.completing) >= MOST_KINDS:
+            self.completing.clear()
+        known = self.completing.setdefault(texts, {})
+        if token not in known:
+            alone, lasts = self.tokenizer.decode([token]), "".join(text[-1:] for text in texts)
+            # Parts of a character are shown as \ufffd, and a space may be left out where nothing stands before it.
+            unsure = "\ufffd" in alone + lasts or any(last.isspace() for last in lasts)
+            known[token] = unsure or any(last in alone for last in lasts)
+        return known[token]
+
+
 Likeliest = list[tuple[int, float]]
 """The likeliest tokens at a place with their log-probabilities, from the likeliest down."""
 
@@ -131,6 +160,7 @@ class Session:
         self.seen: deque[Seen] = deque()
         self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
+        self.ends = StopTexts(engine.tokenizer)
         self.watched = hear is not None
         on_gpu = engine.graphs is not None
         self.patience = LOOK_EVERY if on_gpu else 1
@@ -247,7 +277,7 @@ class Session:
 
     def advance(self) -> None:
         """A few steps: as many as nobody can end before, and no more than the host likes to wait."""
-        count = self.engine.bucket(max(self.live) + 1)
+        count = min(self.engine.bucket(max(self.live) + 1), self.cache.slots)
         lefts = [answer.ends - self.tokens for answer in self.live.values()]
         left = min((left for left in lefts if left > 0), default=0)  # the others will be seen to have ended
         rows, graphs, capacity = self.slots.index[:count], self.engine.graphs, self.cache.capacity
@@ -389,7 +419,7 @@ class Session:
                 answer.tokens.append(token)
             if self.mixed:
                 answer.logprobs.append(newest[slot])
-            said = self.says_stop(answer)
+            said = bool(answer.sampling.stop_texts) and self.ends.complete(answer.sampling.stop_texts, answer.tokens)
             if done or said or place >= answer.sampling.max_tokens:
                 over[answer.slot] = said
             if self.hear is not None:
@@ -419,14 +449,6 @@ class Session:
                 ended[answer.index] = finished(answer, chosen, chances, finish, group.newest)
         self.leaving = []
         return ended
-
-    def says_stop(self, answer: Answer) -> bool:
-        """Whether a stop text is complete with the newest token."""
-        if not answer.sampling.stop_texts:
-            return False
-        longest = max(len(text) for text in answer.sampling.stop_texts)
-        tail = self.engine.tokenizer.decode(answer.tokens[-(longest + 8) :])  # most tokens are longer than a character
-        return any(text in tail for text in answer.sampling.stop_texts)
 
     def close_gaps(self) -> None:
         """When fewer slots would do, the sequences in the last ones move to the front."""

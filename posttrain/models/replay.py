@@ -8,6 +8,7 @@ Optimizer.begin). The head and the loss between the two run as they are. Without
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -192,6 +193,7 @@ class Passes:
         self.seen: Counter[Room] = Counter()
         self.passes: dict[Room, Pass] = {}
         self.full = False  # no more graphs
+        self.too_large = math.inf  # the size for which memory did not suffice
         self.addresses: tuple[int, ...] = ()
         self.number = 0  # of the pass that is under way
         self.forget()
@@ -228,15 +230,16 @@ class Passes:
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
             self.forget()
-            self.addresses = addresses
+            self.addresses, self.too_large = addresses, math.inf
         wanted = Room.of(batch)
         fitting = [room for room in self.passes if room.size <= MOST_WASTE * wanted.size and room.holds(batch)]
         if fitting:
             return self.passes[min(fitting, key=lambda room: room.size)]
         self.seen[wanted] += 1
-        if self.full or self.seen[wanted] < LEAST_OFTEN:
+        if self.full or wanted.size >= self.too_large or self.seen[wanted] < LEAST_OFTEN:
             return None
-        if self.passes and wanted.size > max(room.size for room in self.passes):
+        larger = bool(self.passes) and wanted.size > max(room.size for room in self.passes)
+        if larger:
             self.forget()  # their memory is too small for it; later they find room in its
         one = Pass(self.model, wanted)
         one.fill(batch)
@@ -245,7 +248,10 @@ class Passes:
                 one.capture(self.pool)
             except RuntimeError as error:  # too little memory, or a kernel that cannot be captured
                 log.info("no more training passes become CUDA graphs: the same numbers, more slowly (%s)", error)
-                self.full = True
+                if larger and isinstance(error, torch.OutOfMemoryError):
+                    self.too_large = wanted.size  # the smaller ones come again
+                else:
+                    self.full = True
                 for parameter in self.model.parameters():
                     parameter.grad = None  # memory that a broken capture never wrote
                 return None

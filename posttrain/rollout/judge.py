@@ -62,7 +62,11 @@ class Judge:
     def early(self, count: int) -> Iterator[Early]:
         """Takes answers of which there will be `count`, and lets reward functions judge them beside the caller."""
         early = Early(self, count)
-        yield early
+        try:
+            yield early
+        except BaseException:
+            early.told.put(None)  # nobody waits for what it says, but it must end
+            raise
         early.finish()
 
     def write(self, rollout: Rollout, verdicts: Sequence[Verdict | None]) -> None:

@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from posttrain import ops
 from posttrain.data.pack import collate
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
+from posttrain.engines.session import StopTexts
 from posttrain.models import attention
 from posttrain.models.forward import Trunk
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.data.made import byte_level, sentencepiece
 from tests.unit.engines.test_local import AsOnAGPU, engine_for, prompts
 
 KINDS = [
@@ -61,12 +65,12 @@ def as_on_a_gpu(model, slots):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_each_answer_is_the_one_that_it_would_be_alone(name, on_gpu):
+@pytest.mark.parametrize(("on_gpu", "slots"), [(False, 5), (True, 8), (True, 5)])  # memory may allow any number
+def test_each_answer_is_the_one_that_it_would_be_alone(name, on_gpu, slots):
     model = tiny_model(name)
     alone = engine_for(model, slots=1)
     expected = [alone.generate([request], sampling)[0] for request, sampling in asked()]
-    engine = as_on_a_gpu(model, 8) if on_gpu else engine_for(model, slots=5)
+    engine = as_on_a_gpu(model, slots) if on_gpu else engine_for(model, slots=slots)
     ended, heard = run_in_company(engine, asked())
     assert sorted(ended) == list(range(len(expected)))
     for index, sample in enumerate(expected):
@@ -196,3 +200,34 @@ def test_a_session_on_a_gpu(name):
         assert len(same) >= len(expected) - 1  # a last bit may put a boundary between two tokens elsewhere
         assert all(np.abs(ended[i].logprobs - expected[i].logprobs).max() < 1e-4 for i in same)
     assert name == "gpt2" or (engine.graphs is not None and any(key[1] is None for key in engine.graphs.captured))
+
+
+TOKENIZERS = {
+    "byte level": byte_level(),
+    "sentencepiece": sentencepiece(None, legacy=False),
+    "legacy sentencepiece": sentencepiece(None, legacy=True),
+    "characters": tiny_tokenizer(),
+}
+PIECES = ["Hello a", " Hello", "\n\n", "你好", "é", "🙂", "x = 1", "<|im_end|>", "."]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_stop_text_is_seen_with_the_token_that_completes_it(name, data):
+    """As if all that was said were read again after each token."""
+    tokenizer = TOKENIZERS[name]
+    some = st.sampled_from(PIECES).map(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    any_token = st.integers(0, len(tokenizer) - 1).map(lambda token: [token])
+    tokens = [token for piece in data.draw(st.lists(some | any_token, min_size=1, max_size=8)) for token in piece]
+    assume(tokens)
+    said = tokenizer.decode(tokens)
+    first = data.draw(st.integers(0, max(0, len(said) - 1)))
+    texts = (said[first : first + data.draw(st.integers(1, 3))] or ".", data.draw(st.sampled_from([".", "\n", "l"])))
+    longest, ends = max(map(len, texts)), StopTexts(tokenizer)
+    for count in range(1, len(tokens) + 1):
+        tail = tokenizer.decode(tokens[max(0, count - longest - 8) : count])
+        expected = any(text in tail for text in texts)
+        assert ends.complete(texts, tokens[:count]) == expected, (texts, tokens[:count])
+        if expected:
+            break

@@ -162,6 +162,23 @@ def test_a_larger_pack_begins_anew_and_the_smaller_ones_follow(kernel):
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
+def test_a_pack_that_is_too_large_costs_the_smaller_ones_nothing(kernel, monkeypatch):
+    def capture(self, pool):
+        if self.room.tokens > 1000:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(replay.Pass, "capture", capture)
+    trunk = trunk_of(model_of("llama").train())
+    trunk.passes = Passes(trunk.model)
+    trunk.passes.on_gpu, trunk.passes.forget = True, lambda: trunk.passes.passes.clear()
+    small, large = collate(rows(GROUPS), "cpu"), collate(rows(GROUPS * 8), "cpu")
+    served = []
+    for batch in (small, small, large, large, large, small, large, small):
+        served.append(trunk.passes.pass_for(batch) is not None)
+    assert served == [False, True, False, False, False, True, False, True]
+    assert trunk.passes.alive and not trunk.passes.full
+
+
 @pytest.mark.gpu
 def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
     learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig(tokens_per_device=65536))

@@ -187,3 +187,11 @@ def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
     assert "overlong" not in rollouts[0].parts
     assert [r.parts["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
     assert rollouts[1].sample.reward == 1 + 14 - 1
+
+
+def test_judging_beside_ends_where_drawing_fails(rewards):
+    with pytest.raises(MemoryError), judge(rewards).early(4) as early:
+        early.tell(rollout("a b"))
+        raise MemoryError("no room")
+    early.thread.join(60)
+    assert not early.thread.is_alive()
