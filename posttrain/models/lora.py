@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +83,9 @@ def inject(model: PreTrainedModel, adapter: Any) -> None:
 
     assert not is_adapted(model), "adapters on adapters: merge first"
     try:
-        inject_adapter_in_model(adapter, model)
+        with warnings.catch_warnings():  # peft's own patterns for fused experts, of which it says that it ignores them
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+            inject_adapter_in_model(adapter, model)
     except ValueError as error:  # a module that cannot take an adapter, or not with this dropout
         raise UsageError(f"{type(model).__name__} cannot take these adapters (model.lora_*): {error}") from error
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import warnings
 
 import pytest
 import torch
@@ -295,6 +296,15 @@ def test_adapters_on_four_bits(head, tmp_path):
     load.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert load_tiny(tmp_path / "saved", head).dtype == torch.float32  # on the weights as they are on disk
+
+
+def test_peft_gives_no_false_alarm_for_experts(tmp_path):
+    """It says that it ignores the ranks of gate_up_proj, and does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = adapted(tiny_folder("mixtral", tmp_path), lora_rank=4)
+    ranks = [layer.r["default"] for name, layer in lora.adapted_layers(model) if name.endswith("experts.base_layer")]
+    assert ranks == [8] * len(model.model.layers)
 
 
 def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
