@@ -82,8 +82,8 @@ class LocalEngine:
             with torch.inference_mode():
                 self.prepare(requests, sampling)
                 hear = None if on_token is None else lambda answer: on_token(answer.index, answer.tokens[-1])
-                watched = hear is not None or between is not None or bool(sampling.stop_texts)
-                session = Session(self, hear, ahead=self.graphs is not None and not watched)
+                ahead = self.graphs is not None and hear is None and between is None
+                session = Session(self, hear, ahead=ahead)
                 for request in requests:
                     session.submit(request, sampling)
                 ended: dict[int, Sample] = {}

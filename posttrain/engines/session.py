@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from posttrain.engines.local import LocalEngine
 
 LOOK_EVERY = 8  # steps of a graph between two looks of the host
+NOWHERE = -1  # the slot of an answer that waits, or has ended
 MOST_KINDS = 256  # ways to draw, and sets of stop texts, that are remembered
 
 
@@ -32,12 +33,14 @@ class Answer:
     request: Request
     sampling: Sampling
     kind: Kind
-    slot: int = -1
+    slot: int = NOWHERE
     ends: int = 0  # the session's count of tokens when it has as many as it may have
-    place: int = 0  # tokens so far, as of the last look; where nobody reads along, only once it has ended
+    place: int = 0  # tokens so far, as of the last look; where nobody reads them, only once it has ended
     version: int = 0  # of the weights that drew its first token
-    tokens: list[int] = field(default_factory=list)  # only where somebody reads along
-    logprobs: list[float] = field(default_factory=list)  # likewise
+    tokens: list[int] = field(
+        default_factory=list
+    )  # only where somebody reads them: a user, or who looks for stop texts
+    logprobs: list[float] = field(default_factory=list)  # only for a user
     likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
 
     @property
@@ -161,9 +164,9 @@ class Session:
         self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
         self.ends = StopTexts(engine.tokenizer)
-        self.watched = hear is not None
+        self.read = hear is not None
         on_gpu = engine.graphs is not None
-        self.patience = LOOK_EVERY if on_gpu else 1
+        self.patience = LOOK_EVERY if on_gpu and hear is None else 1
         self.worth_a_prefill = max(1, self.cache.slots // 4) if on_gpu else 1  # launching one costs several steps
         on_cuda = self.device.type == "cuda"
         self.admit_tokens = 32768 if on_cuda else 8192
@@ -177,7 +180,7 @@ class Session:
         """Its number: from 0, in the order of submission."""
         if sampling.repetition_penalty != 1.0:
             self.slots.note(self.trunk.vocabulary)
-        self.watched = self.watched or bool(sampling.stop_texts)
+        self.read = self.read or bool(sampling.stop_texts)
         index = self.submitted
         self.submitted += 1
         self.waiting.append(Answer(index, request, sampling, self.kind_of(sampling, request.likeliest)))
@@ -216,7 +219,7 @@ class Session:
         elif self.live:
             self.advance()
         if self.live:
-            state = Fetched.of(self.slots.state(max(self.live) + 1))
+            state = Fetched.of(self.slots.state(max(self.live) + 1, self.patience if self.read else 0))
             self.seen.append(Seen(dict(self.live), state, self.version))
 
     def admit(self) -> None:
@@ -291,7 +294,7 @@ class Session:
             self.tokens += 1
             return
         (kind,) = self.kinds.values()
-        for _ in range(1 if self.watched else min(self.patience, left)):
+        for _ in range(min(self.patience, left)):
             if graphs is None:
                 self.draw_for(rows, self.forward(count, self.longest), kind.drawing)
             else:  # all on the device, so that it can be captured
@@ -408,18 +411,16 @@ class Session:
         over: dict[int, bool] = {}  # slot: whether a stop text ended it
         (state,) = seen.state.wait()
         looked, moved = state.tolist(), iter(seen.live)
-        if not self.watched:  # only the end matters
+        if not self.read:  # only the end matters
             moved = (slot for slot in state[:, 0].nonzero()[:, 0].tolist() if slot in seen.live)
         for slot in moved:
-            answer, (done, place, token) = seen.live[slot], looked[slot]
-            if place == answer.place:  # others were let in and this one did not move, or it was seen to have ended
+            answer, (done, place, *tokens) = seen.live[slot], looked[slot]
+            if place == answer.place or answer.slot == NOWHERE:  # others were let in, or it was seen to have ended
                 continue
-            answer.place = place
-            if self.watched:
-                answer.tokens.append(token)
+            said = self.read and self.reads_stop(answer, tokens[answer.place - place :])
+            answer.place = len(answer.tokens) if self.read else place
             if self.mixed:
                 answer.logprobs.append(newest[slot])
-            said = bool(answer.sampling.stop_texts) and self.ends.complete(answer.sampling.stop_texts, answer.tokens)
             if done or said or place >= answer.sampling.max_tokens:
                 over[answer.slot] = said
             if self.hear is not None:
@@ -428,12 +429,23 @@ class Session:
             self.leave(over, seen.version)
             self.close_gaps()
 
+    def reads_stop(self, answer: Answer, tokens: list[int]) -> bool:
+        """Take its new tokens, up to the one with which a stop text is complete; whether one is."""
+        texts = answer.sampling.stop_texts
+        for token in tokens:
+            answer.tokens.append(token)
+            if texts and self.ends.complete(texts, answer.tokens):
+                return True
+        return False
+
     def leave(self, over: dict[int, bool], newest: int) -> None:
         """Free their slots and send for their tokens; who comes into the slots comes after that."""
         rows = sent(torch.tensor(list(over)), self.device)
         self.slots.done[rows] = True
         answers = [self.live.pop(slot) for slot in over]
         width = max(answer.place for answer in answers)
+        for answer in answers:
+            answer.slot = NOWHERE
         drawn = Fetched.of(self.slots.answers[rows, :width], self.slots.logprobs[rows, :width])
         self.leaving.append(Leaving(answers, list(over.values()), drawn, newest))
 

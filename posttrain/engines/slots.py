@@ -82,9 +82,11 @@ class Slots:
             assert self.seen is not None
             self.seen[rows, tokens] = self.yes
 
-    def state(self, count: int) -> torch.Tensor:
-        """[1 if done, place, newest token] of the first slots."""
-        return torch.stack([self.done[:count].long(), self.place[:count], self.token[:count]], 1)
+    def state(self, count: int, newest: int) -> torch.Tensor:
+        """[1 if done, place, the newest tokens] of the first slots; what stands before them where there are fewer."""
+        place = self.place[:count]
+        recent = (place[:, None] + torch.arange(-newest, 0, device=self.device)).clamp(min=0)
+        return torch.cat([self.done[:count, None].long(), place[:, None], self.answers[:count].gather(1, recent)], 1)
 
     def newest_logprobs(self, count: int) -> list[float]:
         """Of the newest token of the first slots."""

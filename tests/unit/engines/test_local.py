@@ -185,7 +185,11 @@ def test_rungs():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.7}, {"temperature": 0.0}, {"repetition_penalty": 1.4}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_p": 0.7}, {"temperature": 0.0}, {"repetition_penalty": 1.4}, {"stop_texts": ("e", "a", "xy")}],
+    ids=str,
+)
 def test_answers_are_the_same_when_the_host_looks_rarely(name, settings):
     model = tiny_model(name).eval()
     asked = [p for p in prompts((5, 11, 3, 8, 20, 1, 9, 14, 2, 6), seed=3) for _ in range(6)]
