@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from posttrain import config as configs
 from posttrain import log as logs
 from posttrain.algos.base import Algorithm
@@ -204,7 +206,8 @@ class Run:
 
     def resume(self, policy: LearnerGroup) -> int:
         """Bring everything back to the newest valid checkpoint; the step it was written after, or 0."""
-        gc.collect()
+        if torch.cuda.is_initialized():
+            gc.collect()  # what loading has left on the device
         gc.freeze()  # libraries and models stay: to look through them for garbage takes longer than a quick step
         checkpoint.seed_everything(self.config.seed)
         newest = checkpoint.newest_valid(self.folder.checkpoints) if self.config.resume else None
