@@ -37,9 +37,7 @@ class Answer:
     ends: int = 0  # the session's count of tokens when it has as many as it may have
     place: int = 0  # tokens so far, as of the last look; where nobody reads them, only once it has ended
     version: int = 0  # of the weights that drew its first token
-    tokens: list[int] = field(
-        default_factory=list
-    )  # only where somebody reads them: a user, or who looks for stop texts
+    tokens: list[int] = field(default_factory=list)  # only where somebody reads them, be it for stop texts
     logprobs: list[float] = field(default_factory=list)  # only for a user
     likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
 
@@ -163,7 +161,7 @@ class Session:
         self.seen: deque[Seen] = deque()
         self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
-        self.ends = StopTexts(engine.tokenizer)
+        self.stop_texts = StopTexts(engine.tokenizer)
         self.read = hear is not None
         on_gpu = engine.graphs is not None
         self.patience = LOOK_EVERY if on_gpu and hear is None else 1
@@ -434,7 +432,7 @@ class Session:
         texts = answer.sampling.stop_texts
         for token in tokens:
             answer.tokens.append(token)
-            if texts and self.ends.complete(texts, answer.tokens):
+            if texts and self.stop_texts.complete(texts, answer.tokens):
                 return True
         return False
 
