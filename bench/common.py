@@ -20,11 +20,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.log import memory_gib
-from posttrain.types import Objective, Sample, count
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.logging import memory_gib
+from posttrain.core.types import Objective, Sample, count
+from posttrain.train.learner import Learner
 
 GPU = torch.cuda.is_available()
 PEERS = ("trl", "vllm", "hf")

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from posttrain.models.convert.convert import convert
-from posttrain.models.convert.families import hf_stored, model_parts
-from posttrain.models.convert.files import create_safetensors
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.source import open_source
+from posttrain.convert.conversion import convert
+from posttrain.convert.families import hf_stored, model_parts
+from posttrain.convert.files import create_safetensors
+from posttrain.convert.megatron import Layout
+from posttrain.convert.source import open_source
 
 HIDDEN, FFN, VOCABULARY = 2048, 5632, 32_000
 TARGET = Layout("mcore", tp=2, pp=2)

@@ -21,12 +21,12 @@ import torch
 from bench import common
 from bench.common import GPU, SHAPES, Options
 from bench.generate import requests_of
+from posttrain.core.types import Objective, Sample, count
 from posttrain.engines.base import Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.learner import Learner
-from posttrain.models import attention
-from posttrain.models.forward import Trunk
-from posttrain.types import Objective, Sample, count
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk
+from posttrain.train.learner import Learner
 
 BATCHES, LENGTHS = ((512, 64, 8, 1), (256, 2048, 8192)) if GPU else ((16, 4, 1), (64, 256))
 FEW, MORE = (16, 128) if GPU else (4, 16)  # new tokens that are not counted, and those that are

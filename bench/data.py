@@ -17,11 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.config import DataConfig
+from posttrain.config.sections import DataConfig
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.data.handlers import PreprocessConfig
-from posttrain.data.pack import collate, pack
-from posttrain.data.preprocess import preprocess
+from posttrain.data.packing import collate, pack
+from posttrain.data.preprocessing.handlers import PreprocessConfig
+from posttrain.data.preprocessing.preprocess import preprocess
 
 ROWS_PER_STEP = 256
 TOKENS_PER_PACK = 16_384

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
-from posttrain.types import Sample
+from posttrain.core.types import Sample
 
 PAIRS, PROMPT, ANSWER = (64, 128, (64, 512)) if GPU else (16, 64, (16, 128))
 PAIRS_PER_PASS = 16 if GPU else 4  # TRL's

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
-from posttrain.data.pack import collate
+from posttrain.core.types import Request as Wanted
+from posttrain.core.types import Sample
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward
 from posttrain.models.pico import build_tokenizer
-from posttrain.types import Request as Wanted
-from posttrain.types import Sample
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
 
 PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts are ragged, and so long on average
 GROUP = 8

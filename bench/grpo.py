@@ -12,8 +12,8 @@ import numpy as np
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
+from posttrain.core.types import Sample
 from posttrain.engines.base import Request, Sampling
-from posttrain.types import Sample
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = (64, 8, 128, 256) if GPU else (8, 8, 32, 64)
 ANSWERS_PER_PASS = 64 if GPU else 16  # TRL's

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 
 from bench.common import GPU, SHAPES, Shape, saved_model
-from posttrain.config import ClusterConfig, ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.models.shard import Layout
-from posttrain.runtime.base import LearnerGroup
-from posttrain.runtime.host import Ref
-from posttrain.runtime.places import Places
-from posttrain.runtime.samplers import Sampler, Samplers
-from posttrain.runtime.transfer import Sender
-from posttrain.types import Objective, Request, Sample
+from posttrain.cluster.placement import Places
+from posttrain.cluster.worker_host import Ref
+from posttrain.config.sections import ClusterConfig, ModelConfig, UpdateConfig
+from posttrain.core.types import Objective, Request, Sample
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.rollout_workers import Sampler, Samplers, Sender
 
 SECONDS = 600.0
 ROUNDS = 5

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.config import DataConfig, ModelConfig
+from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.engines.base import Request, Sampling
-from posttrain.serve.model import ServedModel
+from posttrain.inference.model import ServedModel
 
 CLIENTS, STREAMS = 32, 64
 TOKENS = 128  # of each answer

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
-from posttrain.types import Sample
+from posttrain.core.types import Sample
 
 TOKENS_PER_STEP = 65_536  # on a GPU
 ROWS_PER_STEP = 32  # on a CPU

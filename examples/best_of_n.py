@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DataConfig, ModelConfig
+from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.engines.base import Sampling
+from posttrain.inference.completion_files import read_answers, write_rows
+from posttrain.inference.generate import Generation
+from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
-from posttrain.serve.answers import read_answers, write_rows
-from posttrain.serve.generate import Generation
-from posttrain.serve.score import Scoring
 
 
 @dataclass

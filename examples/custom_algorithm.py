@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from posttrain.algos import Algorithm
-from posttrain.algos.base import register
+from posttrain.algorithms import Algorithm
+from posttrain.algorithms.base import register
 from posttrain.cli.main import main
-from posttrain.errors import UsageError
-from posttrain.types import Batch, Loss, Outputs
-from posttrain.verbs import TRAINERS
+from posttrain.config.verbs import TRAINERS
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Batch, Loss, Outputs
 
 TRAINERS["dft"] = "SFT that trusts a token as much as the model does"
 

@@ -15,14 +15,14 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    from posttrain.verbs import TRAINERS  # light: names and one-line descriptions
+    from posttrain.config.verbs import TRAINERS  # light: names and one-line descriptions
 
     if name in ("GRPOTrainer", "PPOTrainer"):
         from posttrain import trainers
 
         return getattr(trainers, name)
     if name in TRAINERS:
-        from posttrain.loops import train
+        from posttrain.train import train
 
         return partial(train, name)
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -17,12 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.algos import ALGORITHMS
-from posttrain.errors import UsageError
-from posttrain.loops.online import opened
-from posttrain.loops.run import Result
-from posttrain.options import from_mapping
-from posttrain.rollout.record import Rollout
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.parsing import from_mapping
+from posttrain.core.errors import UsageError
+from posttrain.rollout.records import Rollout
+from posttrain.train.online import opened
+from posttrain.train.run import Result
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 Data = str | Path | Sequence[str] | Sequence[dict[str, Any]]

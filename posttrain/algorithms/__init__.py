@@ -1,7 +1,7 @@
 """Every algorithm is imported here, so that ALGORITHMS is full."""
 
-from posttrain.algos import distill, dpo, grpo, kto, ppo, preference, process_reward, reinforce, reward, rloo, sft
-from posttrain.algos.base import ALGORITHMS, Algorithm
+from posttrain.algorithms import distill, dpo, grpo, kto, ppo, preference, process_reward, reinforce, reward, rloo, sft
+from posttrain.algorithms.base import ALGORITHMS, Algorithm
 
 __all__ = [
     "ALGORITHMS",

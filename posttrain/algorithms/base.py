@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
-from posttrain.types import Batch, Head, Loss, Objective, Outputs, Request, RowKind, Sample, Unit
+from posttrain.core.types import Batch, Head, Loss, Objective, Outputs, Request, RowKind, Sample, Unit
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 

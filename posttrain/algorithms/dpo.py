@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from posttrain.algos.base import register
-from posttrain.algos.preference import Margin
-from posttrain.types import Batch, Outputs
+from posttrain.algorithms.base import register
+from posttrain.algorithms.preference import Margin
+from posttrain.core.types import Batch, Outputs
 
 
 @register("dpo")

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from posttrain.algos.base import groups, register
-from posttrain.algos.policy import PolicyGradient, placed, standardized
-from posttrain.ops import Doubles, bounded_exp
-from posttrain.types import Batch, Sample
+from posttrain.algorithms.base import groups, register
+from posttrain.algorithms.policy import PolicyGradient, placed, standardized
+from posttrain.core.ops import Doubles, bounded_exp
+from posttrain.core.types import Batch, Sample
 
 
 class Grouped(PolicyGradient):

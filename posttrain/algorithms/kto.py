@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from posttrain.algos.base import Algorithm, register
-from posttrain.errors import UsageError
-from posttrain.types import Batch, Loss, Outputs, Sample
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Batch, Loss, Outputs, Sample
 
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, 0.0, -1.0
 

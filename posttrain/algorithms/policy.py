@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from posttrain.algos.base import Algorithm, groups
-from posttrain.errors import UsageError
-from posttrain.ops import Doubles, bounded_exp, kl_estimate
-from posttrain.types import Batch, Drawing, Floats, Loss, Outputs, Request, Sample, Unit
+from posttrain.algorithms.base import Algorithm, groups
+from posttrain.core.errors import UsageError
+from posttrain.core.ops import Doubles, bounded_exp, kl_estimate
+from posttrain.core.types import Batch, Drawing, Floats, Loss, Outputs, Request, Sample, Unit
 
 RENEWED = "every"  # algo.reference every:N
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from posttrain.algos.base import register
-from posttrain.algos.policy import PolicyGradient, check_bounds, mean, placed, whitened
-from posttrain.errors import UsageError
-from posttrain.ops import gae
-from posttrain.types import Batch, Loss, Outputs, Sample
+from posttrain.algorithms.base import register
+from posttrain.algorithms.policy import PolicyGradient, check_bounds, mean, placed, whitened
+from posttrain.core.errors import UsageError
+from posttrain.core.ops import gae
+from posttrain.core.types import Batch, Loss, Outputs, Sample
 
 
 @register("ppo")

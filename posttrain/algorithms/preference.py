@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from posttrain.algos.base import Algorithm, register
-from posttrain.errors import UsageError
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Batch, Loss, Outputs
 
 
 def sigmoid_loss(logit: torch.Tensor, beta: float, smoothing: float) -> torch.Tensor:

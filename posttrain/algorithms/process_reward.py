@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.algos.base import Algorithm, register
-from posttrain.errors import UsageError
-from posttrain.types import Batch, Loss, Outputs, Request
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Batch, Loss, Outputs, Request
 
 
 @register("prm")

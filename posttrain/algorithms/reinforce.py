@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from posttrain.algos.base import groups, register
-from posttrain.algos.policy import PolicyGradient, check_bounds, placed, whitened
-from posttrain.ops import discounted
-from posttrain.types import Sample
+from posttrain.algorithms.base import groups, register
+from posttrain.algorithms.policy import PolicyGradient, check_bounds, placed, whitened
+from posttrain.core.ops import discounted
+from posttrain.core.types import Sample
 
 
 class RewardToGo(PolicyGradient):

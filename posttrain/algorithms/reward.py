@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from posttrain.algos.base import Algorithm, register
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.types import Batch, Loss, Outputs
 
 
 @register("reward")

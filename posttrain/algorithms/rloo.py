@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from posttrain.algos.base import register
-from posttrain.algos.grpo import Grouped
-from posttrain.ops import Doubles
+from posttrain.algorithms.base import register
+from posttrain.algorithms.grpo import Grouped
+from posttrain.core.ops import Doubles
 
 
 @register("rloo")

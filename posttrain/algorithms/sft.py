@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from posttrain.algos.base import Algorithm, RowKind, register
-from posttrain.types import Batch, Loss, Outputs
+from posttrain.algorithms.base import Algorithm, RowKind, register
+from posttrain.core.types import Batch, Loss, Outputs
 
 
 @register("sft")

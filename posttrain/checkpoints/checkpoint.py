@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.errors import CheckpointError, WorkerError
-from posttrain.models.tensor_files import load_json, save_json
+from posttrain.checkpoints.tensor_files import load_json, save_json
+from posttrain.core.errors import CheckpointError, WorkerError
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch

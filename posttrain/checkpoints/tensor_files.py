@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import CheckpointError
+from posttrain.core.errors import CheckpointError
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch

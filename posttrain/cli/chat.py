@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.generate import add_condition, add_model, add_sampling, add_template, model_of, sampling_of
 from posttrain.cli.options import Parser
-from posttrain.config import DataConfig
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.sections import DataConfig
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from posttrain.serve.chat import Chat
+    from posttrain.inference.chat import Chat
 
 LONGEST_PROMPT = 2**20  # tokens; the model's own limit is what counts
 
@@ -31,12 +31,12 @@ def run(args: list[str]) -> int:
     terminal = sys.stdout.isatty()
     if terminal:
         sys.stderr.write(f"loading {' and '.join(options.models)} ...\n")
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.serve.chat import Chat, ChatOptions
-    from posttrain.serve.model import CONDITION, ServedModel, check_sampling
-    from posttrain.serve.stream import WordWrap
+    from posttrain.inference.chat import Chat, ChatOptions
+    from posttrain.inference.model import CONDITION, ServedModel, check_sampling
+    from posttrain.inference.text_stream import WordWrap
 
     asked = ChatOptions(
         sampling=check_sampling(sampling_of(options)),

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.runtime.ray import LocalCluster, is_ray, state_file
+from posttrain.cluster.ray import LocalCluster, is_ray, state_file
+from posttrain.core.errors import PosttrainError, UsageError
 
 COMMANDS = {
     "up": "start one here; --cluster.ray auto finds it",

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.options import Parser
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from posttrain.models.convert.adapter import Adapter
-    from posttrain.models.convert.megatron import Layout
-    from posttrain.models.convert.source import Source
+    from posttrain.convert.adapter import Adapter
+    from posttrain.convert.megatron import Layout
+    from posttrain.convert.source import Source
 
 FORMATS = ("hf", "mcore", "legacy", "sharded")
 TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -111,13 +111,13 @@ def run(args: list[str]) -> int:
     """Convert and say what was done."""
     options = parser().parse_args(joined(args))
     translate(options)
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
     folder = Path(options.source)
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
-    from posttrain.models.convert.adapter_files import is_adapter_folder
+    from posttrain.convert.adapter_files import is_adapter_folder
 
     if options.origin != "sharded" and is_adapter_folder(folder):
         return convert_adapters(options, folder)
@@ -153,16 +153,16 @@ def translate(options: argparse.Namespace) -> None:
 
 def opened(options: argparse.Namespace, folder: Path) -> tuple[Source, Path | None]:
     """The source, with the adapters of a run noted for merging; and the run's checkpoint, if it is one."""
-    from posttrain.models.convert.megatron import Layout
-    from posttrain.models.convert.source import megatron_kind, open_source, recognise_format
+    from posttrain.convert.megatron import Layout
+    from posttrain.convert.source import megatron_kind, open_source, recognise_format
 
     kind = options.origin or recognise_format(folder)
     if kind == "megatron":
         kind = megatron_kind(folder)
     carried = None
     if kind == "sharded":
-        from posttrain.models import lora
-        from posttrain.models.load import is_adapter, resolve_path
+        from posttrain.models import adapters
+        from posttrain.models.loading import is_adapter, resolve_path
 
         folder, kind = Path(resolve_path(str(folder))), "hf"
         carried = folder.parent
@@ -170,7 +170,7 @@ def opened(options: argparse.Namespace, folder: Path) -> tuple[Source, Path | No
             if options.lora:
                 raise UsageError(f"--lora: {folder} holds adapters already")
             options.lora = str(folder)
-            folder = Path(resolve_path(lora.base_of(folder)))
+            folder = Path(resolve_path(adapters.base_of(folder)))
     original = original_of(options, kind)
     given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
     return open_source(folder, kind, original, given), carried
@@ -189,9 +189,9 @@ def known_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_lora(options: argparse.Namespace, source: Source) -> Adapter:
-    from posttrain.models.convert.adapter_files import Base, is_peft, read_adapter
-    from posttrain.models.convert.megatron import Layout
-    from posttrain.models.convert.source import megatron_kind
+    from posttrain.convert.adapter_files import Base, is_peft, read_adapter
+    from posttrain.convert.megatron import Layout
+    from posttrain.convert.source import megatron_kind
 
     folder = Path(options.lora)
     base = Base(source.config, source.shape, source.parts)
@@ -202,10 +202,10 @@ def read_lora(options: argparse.Namespace, source: Source) -> Adapter:
 
 def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
     """Adapters alone, from one form to the other."""
-    from posttrain.models.convert.adapter_files import Base, base_folder, is_peft, read_adapter, write_adapter
-    from posttrain.models.convert.families import model_parts
-    from posttrain.models.convert.megatron import Layout
-    from posttrain.models.convert.source import megatron_kind, read_json
+    from posttrain.convert.adapter_files import Base, base_folder, is_peft, read_adapter, write_adapter
+    from posttrain.convert.families import model_parts
+    from posttrain.convert.megatron import Layout
+    from posttrain.convert.source import megatron_kind, read_json
 
     if options.goal == "sharded" or options.lora or options.dtype or options.verify:
         raise UsageError(
@@ -223,7 +223,7 @@ def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
 
 
 def target_of(options: argparse.Namespace) -> Layout:
-    from posttrain.models.convert.megatron import Layout
+    from posttrain.convert.megatron import Layout
 
     if options.goal in ("hf", "sharded"):
         return Layout()
@@ -245,9 +245,9 @@ def convert(options: argparse.Namespace, source: Source, carried: Path | None) -
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from posttrain.models.convert.convert import convert as write
-    from posttrain.models.convert.convert import wrap_as_checkpoint
-    from posttrain.models.convert.verify import verify_logits
+    from posttrain.convert.conversion import convert as write
+    from posttrain.convert.conversion import wrap_as_checkpoint
+    from posttrain.convert.verify import verify_logits
 
     out = Path(options.out)
     dtype: torch.dtype | None = getattr(torch, TYPES.get(options.dtype, options.dtype)) if options.dtype else None

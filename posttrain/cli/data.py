@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.options import Parser
-from posttrain.errors import UsageError
-from posttrain.verbs import TRAINERS
+from posttrain.config.verbs import TRAINERS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.data.check import Report
-    from posttrain.data.readers import Meter
+    from posttrain.data.reading.readers import Meter
 
 COMMANDS = {
     "check": "look at files before training: format, counts, lengths, duplicates, problems",
@@ -52,10 +52,10 @@ def check(args: list[str]) -> int:
     options = check_parser().parse_args(args)
     from rich.console import Console
 
-    from posttrain.algos import ALGORITHMS
+    from posttrain.algorithms import ALGORITHMS
+    from posttrain.core.logging import quiet_libraries
     from posttrain.data.check import check_source
-    from posttrain.data.mixture import split_weights
-    from posttrain.log import quiet_libraries
+    from posttrain.data.reading.mixture import split_weights
 
     if options.verb and options.verb not in TRAINERS:
         raise UsageError(f"--verb {options.verb}: there is no such verb; there are {', '.join(TRAINERS)}")
@@ -92,9 +92,9 @@ def check_parser() -> argparse.ArgumentParser:
 
 def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     """Makes the encoder for a kind of rows."""
-    from posttrain.config import DataConfig, ModelConfig
-    from posttrain.data.encode import Encoder
-    from posttrain.models.load import load_tokenizer, vocabulary_size
+    from posttrain.config.sections import DataConfig, ModelConfig
+    from posttrain.data.encoding.encoder import Encoder
+    from posttrain.models.loading import load_tokenizer, vocabulary_size
 
     model = ModelConfig(path=options.model or "pico", tokenizer=options.tokenizer)
     tokenizer = load_tokenizer(model)
@@ -119,8 +119,8 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[Meter, Callable[
     """A bar on a terminal: part of the file, and rows so far."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from posttrain.data.readers import Meter
-    from posttrain.data.sources import parts_of
+    from posttrain.data.reading.readers import Meter
+    from posttrain.data.reading.sources import parts_of
 
     meter = Meter()
     if not console.is_terminal:

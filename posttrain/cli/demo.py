@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.cli.curve import draw_curve
-from posttrain.config import DataConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.core.logging import quiet_libraries
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.learner import Learner
-from posttrain.log import quiet_libraries
-from posttrain.loops import train
-from posttrain.loops.folder import RunFolder
+from posttrain.train import train
+from posttrain.train.learner import Learner
+from posttrain.train.run_directory import RunFolder
 
 HELD_OUT = 500
 PROMPT = {"add_generation_prompt": True, "return_dict": False}

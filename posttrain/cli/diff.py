@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 
 def run(args: list[str]) -> int:
@@ -17,11 +17,11 @@ def run(args: list[str]) -> int:
     parser.add_argument("--original", help="Hugging Face folder with config.json, for one that has none")
     parser.add_argument("--rows", type=int, default=20, help="how many tensors to list, the most different first")
     options = parser.parse_args(args)
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.models.convert.compare import differences, only_in
-    from posttrain.models.convert.look import describe_format, describe_layout, look
+    from posttrain.convert.diff import differences, only_in
+    from posttrain.convert.inspect import describe_format, describe_layout, look
 
     original = Path(options.original) if options.original else None
     sides = [look(Path(folder), original) for folder in (options.a, options.b)]

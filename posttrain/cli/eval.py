@@ -20,12 +20,12 @@ from posttrain.cli.generate import (
     sampling_of,
 )
 from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from posttrain.inference.evaluation import Asked
     from posttrain.pipelines import Stage
-    from posttrain.serve.evaluation import Asked
 
 FAILURES = "failures.jsonl"
 FREE = ("out", "quiet", "shown", "right", "workers", "devices", "engine")  # the stages know what decides answers
@@ -37,13 +37,13 @@ def run(args: list[str]) -> int:
     options = parse(parser(), args)
     if options.shown < 0:
         raise UsageError(f"shown is {options.shown}; it must be at least 0.")
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.loops.folder import atomic_write_text
+    from posttrain.inference.completion_files import read_answers, write_rows
+    from posttrain.inference.evaluation import by_prompt, failures, figures
     from posttrain.pipelines.stage import REPORT, open_folder, run_in
-    from posttrain.serve.answers import read_answers, write_rows
-    from posttrain.serve.evaluation import by_prompt, failures, figures
+    from posttrain.train.run_directory import atomic_write_text
 
     with open_folder("eval", options.out, vars(options), free=FREE) as folder:
         models = [options.model, *([options.against] if options.against else [])]
@@ -94,11 +94,11 @@ def parser() -> argparse.ArgumentParser:
 
 def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stage]:
     """Answers of one model and what they are worth."""
-    from posttrain.config import ClusterConfig, DataConfig
+    from posttrain.config.sections import ClusterConfig, DataConfig
+    from posttrain.inference.generate import Generation
+    from posttrain.inference.model import CONDITION
+    from posttrain.inference.score import Scoring
     from posttrain.pipelines import Generate, Score
-    from posttrain.serve.generate import Generation
-    from posttrain.serve.model import CONDITION
-    from posttrain.serve.score import Scoring
 
     generation = Generation(
         model=model_of(model, options),
@@ -127,7 +127,7 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
 
 def compared(first: dict[str, Asked], second: dict[str, Asked]) -> dict[str, Any]:
     """The first model against the second, by reward and by accuracy."""
-    from posttrain.serve.evaluation import compare, paired
+    from posttrain.inference.evaluation import compare, paired
 
     pairs = paired(second, first)
     return {

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.options import Parser, parse
-from posttrain.config import ClusterConfig, DataConfig, ModelConfig
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Sampling
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def run(args: list[str]) -> int:
     """0 when all answers are in the file."""
     options = parse(parser(), args)
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.serve.generate import Generation, generate, manifest_of
-    from posttrain.serve.model import CONDITION
-    from posttrain.serve.progress import ProgressLine
+    from posttrain.inference.generate import Generation, generate, manifest_of
+    from posttrain.inference.model import CONDITION
+    from posttrain.inference.progress import ProgressLine
 
     config = Generation(
         model=model_of(options.model, options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.verbs import TOOLS
+from posttrain.config.verbs import TOOLS
 
 
 def run(args: list[str]) -> int:
@@ -16,10 +16,10 @@ def run(args: list[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="a line for every tensor")
     parser.add_argument("--hashes", action="store_true", help="read everything: sha256 of each tensor, and check them")
     options = parser.parse_args(args)
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.models.convert.look import check_checkpoint, facts_of, look, tensor_rows
+    from posttrain.convert.inspect import check_checkpoint, facts_of, look, tensor_rows
 
     seen = look(Path(options.folder), Path(options.original) if options.original else None)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.core.errors import PosttrainError, UsageError
 
 
 def overview() -> str:

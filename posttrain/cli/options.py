@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -46,7 +46,7 @@ def entries_of_file(file: Path, parser: argparse.ArgumentParser) -> dict[str, An
     """Checked as if they were typed; errors name the line."""
     import yaml
 
-    from posttrain.options import read_yaml
+    from posttrain.config.parsing import read_yaml
 
     verb = parser.prog.split()[-1]
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}

@@ -7,14 +7,14 @@ from posttrain.cli.train import option
 
 def run(verb: str, args: list[str]) -> int:
     """0 when all iterations are done. With --resume and no file, the folder's own configuration is the start."""
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
     from posttrain.pipelines.recipes import run_from
     from posttrain.pipelines.settings import parse
 
     if "--resume" in args and args[0].startswith("-"):
-        from posttrain.loops.folder import find_run
+        from posttrain.train.run_directory import find_run
 
         folder = find_run(option(args, "--out"), verb)
         args = [str(folder / "config.yaml"), *args, "--out", str(folder)]

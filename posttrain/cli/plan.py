@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.algos import ALGORITHMS, Algorithm
+from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli.doctor import device_memory
-from posttrain.config import Config, ModelConfig, OnlineConfig
-from posttrain.data.pack import pack
-from posttrain.engines.cache import bytes_per_position
+from posttrain.cluster.base import cut
+from posttrain.config.sections import Config, ModelConfig, OnlineConfig
+from posttrain.core.devices import default_device
+from posttrain.core.errors import UsageError
+from posttrain.core.logging import quiet_libraries
+from posttrain.core.types import Sample
+from posttrain.data.packing import pack
+from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import usual_slots
-from posttrain.errors import UsageError
-from posttrain.learner import default_device
-from posttrain.log import quiet_libraries
-from posttrain.loops.run import Data, load_data
 from posttrain.models import memory
-from posttrain.models.load import DTYPES, load_tokenizer
+from posttrain.models.loading import DTYPES, load_tokenizer
 from posttrain.models.memory import Division, Needs, Passing, Standing
-from posttrain.runtime.base import cut
-from posttrain.types import Sample
+from posttrain.train.run import Data, load_data
 
 GIB = 2**30
 STEPS_LOOKED_AT = 100

@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from posttrain.algos import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.plan import Packs, Row, amount, dtype_of, frozen, invented_pack, print_rows, show_memory, size_of
+from posttrain.core.devices import default_device
+from posttrain.core.logging import quiet_libraries
+from posttrain.core.types import Ints
 from posttrain.data.dataset import load_dataset
-from posttrain.data.encode import Encoder
-from posttrain.data.sources import read_rows
-from posttrain.engines.cache import bytes_per_position
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.reading.sources import read_rows
+from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import usual_slots
-from posttrain.learner import default_device
-from posttrain.log import quiet_libraries
+from posttrain.inference.generate import places_of, prompts_at_once
 from posttrain.models import memory
-from posttrain.models.load import load_tokenizer, vocabulary_size
+from posttrain.models.loading import load_tokenizer, vocabulary_size
 from posttrain.pipelines.recipes import ROOM, check, generation, training
 from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe
-from posttrain.serve.generate import places_of, prompts_at_once
-from posttrain.types import Ints
 
 
 def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from posttrain.config import ModelConfig
-from posttrain.data.handlers import PreprocessConfig
-from posttrain.errors import UsageError
-from posttrain.options import parse_plain
+from posttrain.config.parsing import parse_plain
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import UsageError
+from posttrain.data.preprocessing.handlers import PreprocessConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,12 +17,12 @@ ABOUT = "Tokenise rows once into indexed files (.bin and .idx) that trainers rea
 
 def run(args: list[str]) -> int:
     config: PreprocessConfig = parse_plain("data preprocess", ABOUT, PreprocessConfig(), args)
-    from posttrain.data.preprocess import check, preprocess
+    from posttrain.data.preprocessing.preprocess import check, preprocess
 
     check(config)  # before the tokenizer is loaded
     if not config.tokenizer_name_or_path:
         raise UsageError("tokenizer_name_or_path is not set. Give a folder, a hub name or pico.")
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
     preprocess(config, load_tokenizer(config))
@@ -30,14 +30,14 @@ def run(args: list[str]) -> int:
 
 
 def load_tokenizer(config: PreprocessConfig) -> PreTrainedTokenizerBase:
-    from posttrain.models import load
+    from posttrain.models import loading
 
     name = config.tokenizer_name_or_path
     try:
         if not config.tokenizer_not_use_fast:
-            return load.load_tokenizer(ModelConfig(path=name))
-        source = load.resolve_path(name)
-        with load.explained(source):
-            return load.AutoTokenizer.from_pretrained(source, use_fast=False, **load.hub_options(source))
+            return loading.load_tokenizer(ModelConfig(path=name))
+        source = loading.resolve_path(name)
+        with loading.explained(source):
+            return loading.AutoTokenizer.from_pretrained(source, use_fast=False, **loading.hub_options(source))
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", "tokenizer_name_or_path")) from error

@@ -16,12 +16,12 @@ from itertools import pairwise
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from posttrain.algos import ALGORITHMS, Algorithm
+from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
-from posttrain.config import Config, OnlineConfig, value_of
+from posttrain.config.sections import Config, OnlineConfig, value_of
+from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.core.types import RowKind
 from posttrain.pipelines.settings import RECIPES, PipelineConfig
-from posttrain.types import RowKind
-from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 WIDTH = 100  # of the tools' help, whatever the terminal
 

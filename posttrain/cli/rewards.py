@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +80,7 @@ def check_parser() -> argparse.ArgumentParser:
 
 def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[str], list[Completion]]:
     """Origins (file:line) and completions; DataError for a row without an answer."""
-    from posttrain.data.sources import read_rows
+    from posttrain.data.reading.sources import read_rows
 
     renamed = _renamed(map_keys)
     origins: list[str] = []

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.options import Parser
-from posttrain.errors import UsageError
-from posttrain.rollout import record
+from posttrain.core.errors import UsageError
+from posttrain.rollout import records
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +29,8 @@ Row = dict[str, Any]
 def run(args: list[str]) -> int:
     """`posttrain samples RUN ...`: 0 if there was something to show."""
     options = parser().parse_args(args)
-    path = record.file_of(Path(options.run))
-    newest = record.newest_step(path)
+    path = records.file_of(Path(options.run))
+    newest = records.newest_step(path)
     if newest < 0:
         raise UsageError(f"{path}: nothing is recorded there yet")
     if options.failed:
@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="posttrain samples", description=ABOUT)
-    found.add_argument("run", metavar="RUN", help=f"run folder, or a {record.FILE}")
+    found.add_argument("run", metavar="RUN", help=f"run folder, or a {records.FILE}")
     found.add_argument("--step", type=int, default=None, help="of this step; default: the newest")
     found.add_argument("--best", type=count, default=0, metavar="K", help="answers with the highest reward")
     found.add_argument("--worst", type=count, default=0, metavar="K", help="answers with the lowest reward")
@@ -72,7 +72,7 @@ def count(text: str) -> int:
 
 
 def slim_rows(path: Path, step: int | None = None) -> Iterator[Row]:
-    for _, row in record.read_rows(path, step):
+    for _, row in records.read_rows(path, step):
         if row is not None:
             yield slim(row)
 

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.generate import add_model, add_template, model_of
 from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
-from posttrain.config import DataConfig
-from posttrain.verbs import TOOLS
+from posttrain.config.sections import DataConfig
+from posttrain.config.verbs import TOOLS
 
 if TYPE_CHECKING:
-    from posttrain.serve.score import Scoring
+    from posttrain.inference.score import Scoring
 
 
 def run(args: list[str]) -> int:
     """0 when the scored rows are written."""
     options = parse(parser(), args)
-    from posttrain.log import quiet_libraries
-    from posttrain.serve.answers import new_file
+    from posttrain.core.logging import quiet_libraries
+    from posttrain.inference.completion_files import new_file
 
     quiet_libraries()
     out = new_file(options.out, options.overwrite, options.file)
-    from posttrain.serve.score import score_file
+    from posttrain.inference.score import score_file
 
     terminal = sys.stderr.isatty() and not options.quiet
 
@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
 
 
 def scoring_of(options: argparse.Namespace) -> Scoring:
-    from posttrain.serve.score import Scoring
+    from posttrain.inference.score import Scoring
 
     return Scoring(
         file=options.file,

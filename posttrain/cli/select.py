@@ -6,8 +6,8 @@ import argparse
 
 from posttrain.cli.generate import add_condition_template
 from posttrain.cli.options import Parser, parse
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 METHODS = {
     "best-of-n": "the answer with the highest reward to each prompt, for sft",
@@ -21,8 +21,8 @@ METHODS = {
 def run(args: list[str]) -> int:
     """0 when there are rows and they are written."""
     options = parse(parser(), args)
-    from posttrain.serve.answers import new_file
-    from posttrain.serve.select import select_file
+    from posttrain.inference.completion_files import new_file
+    from posttrain.inference.select import select_file
 
     values = values_of(options)
     out = new_file(options.out, options.overwrite, options.file)

@@ -8,9 +8,9 @@ import sys
 
 from posttrain.cli.generate import add_model, add_template, model_of
 from posttrain.cli.options import Parser
-from posttrain.config import DataConfig
-from posttrain.errors import UsageError
-from posttrain.verbs import TOOLS
+from posttrain.config.sections import DataConfig
+from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 LONGEST_PROMPT = 2**20  # tokens; max_length is what counts
 
@@ -18,7 +18,7 @@ LONGEST_PROMPT = 2**20  # tokens; max_length is what counts
 def run(args: list[str]) -> int:
     """0 after SIGTERM when every request was answered, 143 when some were cut off; 130 after Ctrl-C."""
     options = parser().parse_args(args)
-    from posttrain.serve.server import ServeOptions, Server
+    from posttrain.server.app import ServeOptions, Server
 
     asked = ServeOptions(
         host=options.host,
@@ -37,17 +37,17 @@ def run(args: list[str]) -> int:
         raise UsageError(f"slots is {options.slots}; it must be at least 1.")
     import asyncio
 
-    from posttrain.log import quiet_libraries
-    from posttrain.serve import completions, scores, server
-    from posttrain.serve.metrics import Metrics
+    from posttrain.core.logging import quiet_libraries
+    from posttrain.server import app, completions, scores
+    from posttrain.server.metrics import Metrics
 
     quiet_libraries()
-    service: server.Service
+    service: app.Service
     model = model_of(options.model, options)
     if scores.has_score_head(options.model):
-        from posttrain.serve.score import RewardModel
+        from posttrain.inference.score import RewardModel
 
-        metrics = Metrics(server.METRICS | scores.METRICS)
+        metrics = Metrics(app.METRICS | scores.METRICS)
         data = DataConfig(template=options.template, max_tokens=asked.max_length, on_long="error")
         service = scores.Scores(
             RewardModel(model, data),
@@ -57,9 +57,9 @@ def run(args: list[str]) -> int:
             metrics=metrics,
         )
     else:
-        from posttrain.serve.model import ServedModel
+        from posttrain.inference.model import ServedModel
 
-        metrics = Metrics(server.METRICS | completions.METRICS)
+        metrics = Metrics(app.METRICS | completions.METRICS)
         served = ServedModel(model, DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error"))
         if options.slots:
             served.engine.most = options.slots

@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.config import Config
-from posttrain.errors import UsageError
-from posttrain.options import verb_of_file
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.config.parsing import verb_of_file
+from posttrain.config.sections import Config
+from posttrain.config.verbs import TOOLS, TRAINERS
+from posttrain.core.errors import UsageError
 
 SAVE_SECONDS = 300  # before the job's time is over it is asked to save and end
 STOPPED = 143  # our exit code then

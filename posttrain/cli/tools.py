@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.cli.options import Parser
-from posttrain.errors import UsageError
-from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.core.errors import UsageError
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -114,7 +114,7 @@ def plan(args: list[str]) -> int:
         return 0
     from posttrain.cli.plan import plan as show
     from posttrain.cli.train import read
-    from posttrain.options import verb_of_file
+    from posttrain.config.parsing import verb_of_file
 
     parser = Parser(prog="posttrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--device_gib", type=float, default=0.0)
@@ -146,7 +146,7 @@ def export(args: list[str]) -> int:
     parser.add_argument("--ema", action="store_true", help="take the average of the weights (update.ema_decay)")
     parser.add_argument("--no_merge", action="store_true", help="keep LoRA adapters apart instead of merging them")
     options = parser.parse_args(args)
-    from posttrain.log import quiet_libraries
+    from posttrain.core.logging import quiet_libraries
     from posttrain.models.export import export as write
 
     quiet_libraries()

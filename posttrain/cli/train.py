@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from posttrain import options
-from posttrain.config import Config, launched_size
+from posttrain.config import parsing
+from posttrain.config.sections import Config, launched_size
 
 
 def run(verb: str, args: list[str]) -> int:
     """Parse, train, report. With --resume and no file, the run folder's own configuration is the start."""
     if launched_size() > 1:
-        from posttrain.runtime import launched
+        from posttrain.cluster import launched
 
         if launched.is_follower():  # of torchrun or srun: rank 0 reads the options
             launched.follow()
             return 0
     config = read(verb, args)
-    from posttrain.loops import train_from
+    from posttrain.train import train_from
 
     train_from(verb, config)
     return 0
@@ -23,15 +23,15 @@ def run(verb: str, args: list[str]) -> int:
 
 def read(verb: str, args: list[str], *, data: bool = True) -> Config:
     """`data`: whether there must be some."""
-    from posttrain.algos import ALGORITHMS
+    from posttrain.algorithms import ALGORITHMS
 
     algorithm = ALGORITHMS[verb]
     if "--resume" in args and (not args or args[0].startswith("-")):
-        from posttrain.loops.folder import find_run
+        from posttrain.train.run_directory import find_run
 
         file = find_run(option(args, "--out"), verb) / "config.yaml"
         args = [str(file), *args]
-    config = options.parse(verb, algorithm, args, data=data)
+    config = parsing.parse(verb, algorithm, args, data=data)
     algorithm(config.algo)  # checks its options
     return config
 

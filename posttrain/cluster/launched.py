@@ -22,13 +22,13 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import launched_size
-from posttrain.errors import UsageError, WorkerError
-from posttrain.runtime import wire
-from posttrain.runtime.crew import Channel, Crew
-from posttrain.runtime.host import Group, Host
-from posttrain.runtime.processes import LOOPBACK, greet, launch, share_of_cores
-from posttrain.runtime.worker import serve
+from posttrain.cluster import messages
+from posttrain.cluster.processes import LOOPBACK, greet, launch, share_of_cores
+from posttrain.cluster.worker import serve
+from posttrain.cluster.worker_host import Group, Host
+from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.config.sections import launched_size
+from posttrain.core.errors import UsageError, WorkerError
 
 HANDSHAKE_SECONDS = 30.0
 FOLLOW_SECONDS = 24 * 3600.0  # that the others wait for the controller, which reads all data first
@@ -105,7 +105,7 @@ class Launch:
                     message = f"ranks {missing} of the launcher did not connect within {seconds:g} s (cluster.limits)"
                     raise WorkerError(message, lost=True) from None
                 connection = Connection(connected.detach())
-                wire.bound(connection, HANDSHAKE_SECONDS)
+                messages.bound(connection, HANDSHAKE_SECONDS)
                 try:
                     deliver_challenge(connection, self.key)
                     answer_challenge(connection, self.key)
@@ -117,7 +117,7 @@ class Launch:
         """Those that no pool has taken are let go too."""
         for connection in self.connections.values():
             with contextlib.suppress(OSError):
-                wire.send(connection, "end", 0, None)
+                messages.send(connection, "end", 0, None)
             connection.close()
         self.connections.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.runtime.host import Host
+from posttrain.cluster.worker_host import Host
 
 
 class LocalPool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.types import STREAMS, Sample
+from posttrain.core.types import STREAMS, Sample
 
 ARRAYS = ("tokens", "mask", *STREAMS)
 OTHERS = tuple(name for name in Sample.__slots__ if name not in ARRAYS)

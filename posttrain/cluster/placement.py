@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from posttrain.config import ROLES, ClusterConfig
-from posttrain.runtime.base import Pool, Workers
-from posttrain.runtime.launched import Launch
-from posttrain.runtime.local import LocalPool
-from posttrain.runtime.processes import LOOPBACK, MeetingPoint, ProcessPool, devices_here, share_of_cores
-from posttrain.runtime.ray import RayCluster
-from posttrain.runtime.samplers import Seat
-from posttrain.runtime.transfer import Meeting
+from posttrain.cluster.base import Pool, Workers
+from posttrain.cluster.launched import Launch
+from posttrain.cluster.local import LocalPool
+from posttrain.cluster.processes import LOOPBACK, MeetingPoint, ProcessPool, devices_here, share_of_cores
+from posttrain.cluster.ray import RayCluster
+from posttrain.cluster.slots import Seat
+from posttrain.config.sections import ROLES, ClusterConfig
+from posttrain.parallel.weight_transfer import Meeting
 
 
 class Places:

@@ -14,9 +14,9 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from posttrain.errors import UsageError
-from posttrain.runtime.crew import Channel, Crew
-from posttrain.runtime.host import Group
+from posttrain.cluster.worker_host import Group
+from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.core.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 LAUNCHERS: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,7 +103,7 @@ def launch(
     ours, theirs = socket.socketpair()
     with log.open("ab") as output, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "posttrain.runtime.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "posttrain.cluster.worker", str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

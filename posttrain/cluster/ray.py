@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
-from posttrain.config import ClusterConfig
-from posttrain.errors import UsageError, WorkerError
-from posttrain.runtime import wire
-from posttrain.runtime.crew import Channel, Crew
-from posttrain.runtime.host import Group, Host
-from posttrain.runtime.processes import LOOPBACK, MeetingPoint, greet
-from posttrain.runtime.worker import log_into, serve
+from posttrain.cluster import messages
+from posttrain.cluster.processes import LOOPBACK, MeetingPoint, greet
+from posttrain.cluster.worker import log_into, serve
+from posttrain.cluster.worker_host import Group, Host
+from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.config.sections import ClusterConfig
+from posttrain.core.errors import UsageError, WorkerError
 
 NOTICE_SECONDS = 5.0  # after which a wait for devices is spoken of
 OBITUARY_SECONDS = 30.0  # in which Ray notices that a node is gone
@@ -302,7 +302,7 @@ def gather(listener: socket.socket, key: bytes, recruits: Sequence[Recruit], sec
                     raise WorkerError(message, lost=True) from None
             continue
         connection = Connection(connected.detach())
-        wire.bound(connection, HANDSHAKE_SECONDS)
+        messages.bound(connection, HANDSHAKE_SECONDS)
         try:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)

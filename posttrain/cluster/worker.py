@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.errors import PosttrainError
-from posttrain.runtime import wire
-from posttrain.runtime.host import Host, die_with_parent
+from posttrain.cluster import messages
+from posttrain.cluster.worker_host import Host, die_with_parent
+from posttrain.core.errors import PosttrainError
 
-Queue = queue.SimpleQueue[tuple[wire.Head, Any]]
+Queue = queue.SimpleQueue[tuple[messages.Head, Any]]
 
 is_worker = False
 """Whether this process serves a controller; then it must not train by itself."""
@@ -38,12 +38,12 @@ def serve(connection: Connection, host: Host) -> None:
 
     def answer(kind: str, number: int, body: Any) -> None:
         with lock:
-            wire.send(connection, kind, number, body)
+            messages.send(connection, kind, number, body)
 
     def read() -> None:
         while True:
             try:
-                head, body = wire.receive(connection)
+                head, body = messages.receive(connection)
             except (EOFError, OSError):  # the controller is gone, and nobody else will end this process
                 os._exit(1)
             if head.kind == "ping":
@@ -78,9 +78,9 @@ def log_into(file: str) -> None:
     os.close(descriptor)
 
 
-def perform(host: Host, head: wire.Head, body: Any, answer: Any) -> None:
+def perform(host: Host, head: messages.Head, body: Any, answer: Any) -> None:
     try:
-        if isinstance(body, wire.Unreadable):
+        if isinstance(body, messages.Unreadable):
             raise TypeError(f"the call cannot be read here: {body.reason}")
         answer("answer", head.number, host.run(*body))
     except BaseException as error:
@@ -100,7 +100,7 @@ def described(error: BaseException) -> tuple[str, str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m posttrain.runtime.worker DESCRIPTOR PARENT`: started by runtime.processes."""
+    """`python -m posttrain.cluster.worker DESCRIPTOR PARENT`: started by runtime.processes."""
     descriptor, parent = map(int, argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the controller, which saves first
         signal.signal(number, signal.SIG_IGN)
@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     # Under its proper name, so that `is_worker` is the one that others import.
-    from posttrain.runtime import worker
+    from posttrain.cluster import worker
 
     code = worker.main(sys.argv[1:])
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing import spawn
 from typing import Any
 
-from posttrain.log import quiet_libraries
+from posttrain.core.logging import quiet_libraries
 
 
 @dataclass(slots=True, frozen=True)

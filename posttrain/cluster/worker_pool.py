@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from posttrain import errors
-from posttrain.errors import PosttrainError, WorkerError
-from posttrain.runtime import wire
+from posttrain.cluster import messages
+from posttrain.core import errors
+from posttrain.core.errors import PosttrainError, WorkerError
 
 GRACE = 1.0  # seconds after the first bad news in which an earlier one may still arrive
 PING_SECONDS = 2.0  # in which a process that runs at all answers
@@ -48,7 +48,7 @@ class Channel:
 
     def send(self, kind: str, number: int, body: Any = None, *, side: bool = False) -> None:
         with self.lock:
-            wire.send(self.connection, kind, number, body, side=side)
+            messages.send(self.connection, kind, number, body, side=side)
 
     def runs_script(self) -> bool:
         """What a launcher started runs the controller's script already."""
@@ -114,7 +114,7 @@ class Crew:
         self.broken: PosttrainError | None = None
         self.closed = False
         for channel in self.channels:
-            wire.bound(channel.connection, max(seconds, 1.0))
+            messages.bound(channel.connection, max(seconds, 1.0))
         self.reader = threading.Thread(target=self.read, name="answers", daemon=True)
         self.reader.start()
 
@@ -201,7 +201,7 @@ class Crew:
                         self.lose(channel)
                     continue
                 try:
-                    head, body = wire.receive(channel.connection)
+                    head, body = messages.receive(channel.connection)
                 except (EOFError, OSError):
                     self.lose(channel)
                     continue
@@ -209,14 +209,14 @@ class Crew:
                     self.take(channel, head, body)
                     self.news.notify_all()
 
-    def take(self, channel: Channel, head: wire.Head, body: Any) -> None:
+    def take(self, channel: Channel, head: messages.Head, body: Any) -> None:
         if head.kind == "pong":
             self.pongs.add(channel.rank)
             return
         call = self.calls.get(head.number)
         if call is None:  # nobody waits for it any more
             return
-        if isinstance(body, wire.Unreadable):
+        if isinstance(body, messages.Unreadable):
             call.faults[channel.rank] = ("", f"its answer cannot be read: {body.reason}", time.time())
         elif head.kind == "error":
             call.faults[channel.rank] = body

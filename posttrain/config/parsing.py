@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from posttrain.config import Config, OnlineConfig, check, value_of, with_algorithm
-from posttrain.errors import UsageError
-from posttrain.verbs import TRAINERS
+from posttrain.config.sections import Config, OnlineConfig, check, value_of, with_algorithm
+from posttrain.config.verbs import TRAINERS
+from posttrain.core.errors import UsageError
 
 DEFAULTS = "defaults"  # the entry of a file that names files to read before it
 SPELLINGS = {"shuffle_minibatch": "shuffle_mini_batch"}  # options of other libraries that differ in a letter

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import yaml
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
@@ -310,7 +310,7 @@ class OnlineConfig(Config):
 
 
 def with_algorithm(algorithm: Any) -> Config:
-    """The defaults of a verb: the common ones, changed as the algorithm (a class of posttrain.algos) asks."""
+    """The defaults of a verb: the common ones, changed as the algorithm (a class of posttrain.algorithms) asks."""
     base = OnlineConfig if algorithm.online else Config
     own = [("algo", algorithm.Config, field(default_factory=algorithm.Config))]
     config = dataclasses.make_dataclass("Config", own, bases=(base,), kw_only=True)()

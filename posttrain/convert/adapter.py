@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.convert.pieces import Part, Piece, Stored
+from posttrain.convert.pieces import Part, Piece, Stored
+from posttrain.core.errors import CheckpointError, UsageError
 
 ROWS_AT_ONCE = 4096  # of float32 beside a matrix in half precision
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.checkpoint import NAME, step_of, sync_folder, write_checkpoint
-from posttrain.models.convert.adapter import Adapter
-from posttrain.models.convert.families import hf_stored
-from posttrain.models.convert.files import TensorFile, create_pt, create_safetensors
-from posttrain.models.convert.megatron import Layout, Shards, check_layout
-from posttrain.models.convert.pieces import Stored, check_parts, check_stored, components
-from posttrain.models.convert.source import MANIFEST, Source
-from posttrain.models.convert.stream import Stream, as_bytes
+from posttrain.checkpoints.checkpoint import NAME, step_of, sync_folder, write_checkpoint
+from posttrain.convert.adapter import Adapter
+from posttrain.convert.families import hf_stored
+from posttrain.convert.files import TensorFile, create_pt, create_safetensors
+from posttrain.convert.megatron import Layout, Shards, check_layout
+from posttrain.convert.pieces import Stored, check_parts, check_stored, components
+from posttrain.convert.source import MANIFEST, Source
+from posttrain.convert.stream import Stream, as_bytes
+from posttrain.core.errors import CheckpointError, UsageError
 
 ITERATION = "iter_0000001"
 SHARD_BYTES = 5_000_000_000

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.models.convert.families import hf_stored
-from posttrain.models.convert.look import Seen
-from posttrain.models.convert.pieces import Piece, Stored, components
-from posttrain.models.convert.stream import Stream
+from posttrain.convert.families import hf_stored
+from posttrain.convert.inspect import Seen
+from posttrain.convert.pieces import Piece, Stored, components
+from posttrain.convert.stream import Stream
 
 ROWS_AT_ONCE = 4096
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.errors import UsageError
-from posttrain.models.convert.pieces import Part, Span, Stored, stacked
+from posttrain.convert.pieces import Part, Span, Stored, stacked
+from posttrain.core.errors import UsageError
 
 Config = dict[str, Any]
 

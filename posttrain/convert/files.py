@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from posttrain.errors import CheckpointError
+from posttrain.core.errors import CheckpointError
 
 NAMES = {
     "F64": torch.float64,

@@ -10,14 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import CheckpointError, PosttrainError, UsageError
-from posttrain.models.checkpoint import NAME, list_checkpoints, looks_complete, readable, step_of, verify
-from posttrain.models.convert.adapter_files import CONFIG, WEIGHTS, is_adapter_folder, is_peft
-from posttrain.models.convert.families import Shape
-from posttrain.models.convert.files import TensorFile, open_safetensors
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.pieces import Part, Piece, Stored
-from posttrain.models.convert.source import (
+from posttrain.checkpoints.checkpoint import NAME, list_checkpoints, looks_complete, readable, step_of, verify
+from posttrain.convert.adapter_files import CONFIG, WEIGHTS, is_adapter_folder, is_peft
+from posttrain.convert.families import Shape
+from posttrain.convert.files import TensorFile, open_safetensors
+from posttrain.convert.megatron import Layout
+from posttrain.convert.pieces import Part, Piece, Stored
+from posttrain.convert.source import (
     MANIFEST,
     Source,
     hf_files,
@@ -29,7 +28,8 @@ from posttrain.models.convert.source import (
     recognise_format,
     recognise_layout,
 )
-from posttrain.models.load import resolve_path
+from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.models.loading import resolve_path
 
 
 @dataclass

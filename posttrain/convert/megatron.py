@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.convert.families import Shape, by_group
-from posttrain.models.convert.pieces import Part, Piece, Span, Stored, stacked
+from posttrain.convert.families import Shape, by_group
+from posttrain.convert.pieces import Part, Piece, Span, Stored, stacked
+from posttrain.core.errors import CheckpointError, UsageError
 
 CORE = {  # module: parts, how tensor ranks share it
     "input_layernorm": ("input_norm", "copy"),

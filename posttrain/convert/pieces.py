@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 Span = tuple[int, int]
 Rectangle = tuple[int, int, int, int]  # top, bottom, left, right

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.convert.families import COMPUTED, Shape, family_of, hf_stored, model_parts, predictors_in
-from posttrain.models.convert.files import Entry, TensorFile, open_pt, open_safetensors
-from posttrain.models.convert.megatron import Layout, Shards, check_layout, layout_from_json
-from posttrain.models.convert.pieces import Part, Stored
+from posttrain.convert.families import COMPUTED, Shape, family_of, hf_stored, model_parts, predictors_in
+from posttrain.convert.files import Entry, TensorFile, open_pt, open_safetensors
+from posttrain.convert.megatron import Layout, Shards, check_layout, layout_from_json
+from posttrain.convert.pieces import Part, Stored
+from posttrain.core.errors import CheckpointError, UsageError
 
 MANIFEST = "convert.json"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.errors import CheckpointError
-from posttrain.models.convert.adapter import Adapter
-from posttrain.models.convert.files import Rooms
-from posttrain.models.convert.pieces import Piece, Span, Stored
-from posttrain.models.convert.source import MANIFEST, Source
+from posttrain.convert.adapter import Adapter
+from posttrain.convert.files import Rooms
+from posttrain.convert.pieces import Piece, Span, Stored
+from posttrain.convert.source import MANIFEST, Source
+from posttrain.core.errors import CheckpointError
 
 SMALL = 64 << 20  # groups of tensors up to this size are held in memory together
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.convert.convert import convert
-from posttrain.models.convert.families import family_of
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.source import Source, open_source
+from posttrain.convert.conversion import convert
+from posttrain.convert.families import family_of
+from posttrain.convert.megatron import Layout
+from posttrain.convert.source import Source, open_source
+from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.models.export import head_of, probe
-from posttrain.models.load import read_model
+from posttrain.models.loading import read_model
 
 
 def verify_logits(source: Source, out: Path, target: Layout, scratch: Path) -> float:

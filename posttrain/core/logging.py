@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.core.errors import PosttrainError, UsageError
 
 WALL_CLOCK_KEYS = frozenset({"tokens_per_second", "memory_gib"})
 """Metrics that differ between two equal runs, besides all that begin with `time/`."""
@@ -65,7 +65,7 @@ def memory_gib() -> float:
     """Most memory held so far: of the accelerator if there is one, else of this process."""
     torch = sys.modules.get("torch")  # whoever has a model has imported it
     if torch is not None and torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != "mps":
-        replay = sys.modules.get("posttrain.models.replay")
+        replay = sys.modules.get("posttrain.nn.training_graphs")
         held = replay.memory_held() if replay is not None else 0
         return float(torch.accelerator.max_memory_allocated() + held) / 2**30
     status = Path("/proc/self/status")

@@ -1,7 +1,7 @@
 """Maths: log-probabilities and divergences without full logits, returns, the router's balance, the schedule.
 
 Logits are made a chunk of positions at a time and thrown away; the backward pass makes them again. So memory
-does not grow with tokens x vocabulary. models/layers.py has a faster route for plain heads.
+does not grow with tokens x vocabulary. nn/layers.py has a faster route for plain heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.types import Drawing
+from posttrain.core.types import Drawing
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [n, H] -> float32 logits [n, V]."""

@@ -1,7 +1,7 @@
 """The values that travel: a ragged `Sample` on the controller, a packed `Batch` on the worker.
 
 The alignment rule, stated once: `x[i]` speaks of `tokens[i]`, and `logprobs[i]` is the log-probability of
-`tokens[i]` given all tokens before it. The shift between logits and tokens lives in models/forward.py alone.
+`tokens[i]` given all tokens before it. The shift between logits and tokens lives in nn/forward.py alone.
 
     tokens    <s>  2   +   2   =   4   </s>
     mask       0   0   0   0   0   1   1      True where the policy chose the token and it counts

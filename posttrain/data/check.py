@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from posttrain.core.errors import DataError
+from posttrain.core.types import RowKind
 from posttrain.data.dataset import chunks, encode, source_format, understand
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Example, Question
-from posttrain.data.formats import VERBS
-from posttrain.data.sources import BadRow, Meter, Row, parts_of
-from posttrain.errors import DataError
-from posttrain.types import RowKind
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.reading.examples import Example, Question
+from posttrain.data.reading.formats import VERBS
+from posttrain.data.reading.sources import BadRow, Meter, Row, parts_of
 
 PROBLEMS_LISTED = 20
 ROWS_SHOWN = 3

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.data.encode import Encoded, Encoder
-from posttrain.data.examples import Example
-from posttrain.data.formats import SourceFormat
-from posttrain.data.mixture import Mixture, split_weights
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import Sample
+from posttrain.data.encoding.encoder import Encoded, Encoder
 from posttrain.data.prompts import PromptBuilder, PromptRows
-from posttrain.data.sources import BadRow, Part, Row, parts_of
+from posttrain.data.reading.examples import Example
+from posttrain.data.reading.formats import SourceFormat
+from posttrain.data.reading.mixture import Mixture, split_weights
+from posttrain.data.reading.sources import BadRow, Part, Row, parts_of
 from posttrain.data.store import RowBuilder, RowStore
-from posttrain.errors import DataError, UsageError
-from posttrain.types import Sample
 
 __all__ = ["Dataset", "Encoder", "RowStream", "load_dataset", "split_rows"]
 
@@ -61,7 +61,7 @@ def load_dataset(
     """
     if not files:
         raise UsageError("no data files are given: set data.train")
-    from posttrain.data.tokenized import is_indexed  # which uses this file
+    from posttrain.data.indexed_dataset import is_indexed  # which uses this file
 
     names, weights = split_weights(files)
     if len(names) == 1 and is_indexed(names[0]):
@@ -105,7 +105,7 @@ def load_dataset(
 
 def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
     """Rows that `posttrain data preprocess` has tokenised."""
-    from posttrain.data.tokenized import load_indexed, load_indexed_prompts
+    from posttrain.data.indexed_dataset import load_indexed, load_indexed_prompts
 
     if encoder.kind == "prompt":
         prompts, counts, verdict = load_indexed_prompts(name, encoder, max_rows)

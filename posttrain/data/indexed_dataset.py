@@ -21,15 +21,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Question
-from posttrain.data.formats import VERBS
-from posttrain.data.handlers import IGNORED
-from posttrain.data.indexed import IndexedReader, Numbers, bin_path, idx_path
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import RowKind, Sample
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.preprocessing.handlers import IGNORED
+from posttrain.data.preprocessing.indexed import IndexedReader, Numbers, bin_path, idx_path
 from posttrain.data.prompts import PromptRows
+from posttrain.data.reading.examples import Question
+from posttrain.data.reading.formats import VERBS
 from posttrain.data.store import RowStore
-from posttrain.errors import DataError, UsageError
-from posttrain.types import RowKind, Sample
 
 MARK = "_packed"
 BLOCK = 2**22  # numbers looked at together

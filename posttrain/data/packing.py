@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from posttrain.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
+from posttrain.core.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
 
 Places = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.types import Prompt
+from posttrain.core.types import Prompt
 
 
 class PromptRows(Sequence[list[Prompt]]):

@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.types import Sample
+from posttrain.core.types import Sample
 
 SPILL = 256 * 2**20  # bytes of a column kept in memory; beyond, it goes to a file that is mapped
 BLOCK = 2**20

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from posttrain.types import Ints, Sample
+from posttrain.core.types import Ints, Sample
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from posttrain.core.types import Drawing, Floats, Sample
 from posttrain.engines.base import OnToken, Request, Sampling
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, trunk_needs_eager
-from posttrain.types import Drawing, Floats, Sample
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, trunk_needs_eager
 
 
 class Looks(Protocol):

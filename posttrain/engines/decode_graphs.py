@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from posttrain.models.replay import CAPTURING
+from posttrain.nn.training_graphs import CAPTURING
 
 
 class Graphs:

@@ -1,6 +1,6 @@
 """The passes of generation through the models that most people train, with few and fat steps.
 
-The families of models/layers.py are walked here, on the trainer's own weights. Every other model runs its own code (see
+The families of nn/layers.py are walked here, on the trainer's own weights. Every other model runs its own code (see
 local.py).
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.engines import plain
-from posttrain.engines.cache import SlotCache
-from posttrain.models import attention
-from posttrain.models.layers import head_norms, knows, lay_together, window_of
-from posttrain.types import Batch
+from posttrain.core.types import Batch
+from posttrain.engines.kernels import reference
+from posttrain.engines.kv_cache import SlotCache
+from posttrain.nn import attention
+from posttrain.nn.layers import head_norms, knows, lay_together, window_of
 
 Attend = Callable[[int, "Layer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """(layer's index, layer, queries and keys and values, cos and sin) -> [n, heads, d]."""
@@ -126,7 +126,7 @@ class FusedDecoder:
             keys, values = cache.layer(index, layer.kv_shape, layer.kv_shape, qkv)
             query = self.steps.rotate_and_store(qkv, *angles, positions, keys, values, *layer.norms)
             scaling = layer.module.self_attn.scaling
-            if self.steps is plain:
+            if self.steps is reference:
                 return cache.attend_plainly(query, keys, values, scaling, layer.window)
             return self.steps.attend(query, keys, values, positions, cache.longest, scaling, layer.window)
 

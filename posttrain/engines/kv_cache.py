@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.data.pack import sent
-from posttrain.engines import plain
-from posttrain.models import steps as layer_steps
-from posttrain.models.attention import plain_attention
+from posttrain.data.packing import sent
+from posttrain.engines.kernels import reference
+from posttrain.nn.attention import plain_attention
+from posttrain.nn.kernels import reference as layer_steps
 
 
 def steps_for(device: torch.device) -> ModuleType:
-    """Where the small steps of decoding come from: as those of a layer, see models/steps.py."""
+    """Where the small steps of decoding come from: as those of a layer, see nn/kernels/reference.py."""
     if layer_steps.steps_for(device) is layer_steps:
-        return plain
-    from posttrain.engines import kernels
+        return reference
+    from posttrain.engines.kernels import triton
 
-    return kernels
+    return triton
 
 
 class SlotCache:
@@ -33,7 +33,9 @@ class SlotCache:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.source = self.slot = self.place = self.positions = torch.empty(0, dtype=torch.long, device=device)
         self.longest = 0
-        self.bags: dict[tuple[int | None, int, int], plain.Bags] = {}  # of this step, by window and numbers of heads
+        self.bags: dict[
+            tuple[int | None, int, int], reference.Bags
+        ] = {}  # of this step, by window and numbers of heads
 
     def layer(
         self, index: int, key: Sequence[int], value: Sequence[int], like: torch.Tensor
@@ -83,11 +85,11 @@ class SlotCache:
     ) -> torch.Tensor:
         """As plain.attend; what layers have in common is found out once a step."""
         if not self.head_by_head(query):
-            return plain.attend(query, keys, values, self.positions, self.longest, scaling, window)
+            return reference.attend(query, keys, values, self.positions, self.longest, scaling, window)
         kind = (window, query.shape[1], values.shape[2])
         if kind not in self.bags:
-            parts = plain.parts_of(self.positions, self.longest, window, query.dtype)
-            self.bags[kind] = plain.Bags(parts, query.shape[1], values)
+            parts = reference.parts_of(self.positions, self.longest, window, query.dtype)
+            self.bags[kind] = reference.Bags(parts, query.shape[1], values)
         return self.bags[kind].attend(query, keys, values, scaling)
 
     def head_by_head(self, like: torch.Tensor) -> bool:
@@ -105,14 +107,14 @@ class SlotCache:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What stock modules call through models/attention.py: [1, n, heads, d_value]."""
+        """What stock modules call through nn/attention.py: [1, n, heads, d_value]."""
         keys, values = self.layer(layer, key.shape[1::2], value.shape[1::2], key)
         q, rows = query[0].transpose(0, 1).contiguous(), torch.arange(len(self.positions), device=self.device)
         keys[rows, self.positions] = key[0].transpose(0, 1)
         values[rows, self.positions] = value[0].transpose(0, 1)
         if softcap is None and sinks is None:
             return self.attend_plainly(q, keys, values, scaling, sliding_window)[None]
-        mask = plain.visible(self.positions, self.longest, sliding_window)[:, None, None]
+        mask = reference.visible(self.positions, self.longest, sliding_window)[:, None, None]
         k, v = (stream[: len(q), : self.longest].transpose(1, 2) for stream in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
         return plain_attention(grouped, k, v, mask, scaling, softcap, sinks).reshape(1, *q.shape[:2], v.shape[3])

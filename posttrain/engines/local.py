@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from posttrain.engines import plain
+from posttrain.core.types import Sample
 from posttrain.engines.base import Between, OnAnswer, OnToken, Request, Sampling
-from posttrain.engines.cache import SlotCache, bytes_per_position, steps_for
-from posttrain.engines.fused import FusedDecoder
-from posttrain.engines.graph import Graphs
-from posttrain.engines.session import Hear, Session
+from posttrain.engines.decode_graphs import Graphs
+from posttrain.engines.decoder import FusedDecoder
+from posttrain.engines.kernels import reference
+from posttrain.engines.kv_cache import SlotCache, bytes_per_position, steps_for
+from posttrain.engines.scheduler import Hear, Session
 from posttrain.engines.slots import Slots
-from posttrain.models.forward import Trunk
-from posttrain.types import Sample
+from posttrain.nn.forward import Trunk
 
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
 MORE_SLOTS, MORE_SHARE = 2048, 0.25  # a small model fills a GPU with so many; of its memory, for more than the usual
@@ -188,7 +188,7 @@ class LocalEngine:
 
     def can_capture(self) -> bool:
         """Whether a step can become a graph: our own code and kernels on a GPU, and no weights to unpack on the way."""
-        if self.device.type != "cuda" or self.decoder is None or steps_for(self.device) is plain:
+        if self.device.type != "cuda" or self.decoder is None or steps_for(self.device) is reference:
             return False
         return not getattr(self.trunk.model, "is_quantized", False)
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from posttrain import ops
-from posttrain.data.pack import collate, sent
+from posttrain.core import ops
+from posttrain.core.types import Floats, Ints, Sample
+from posttrain.data.packing import collate, sent
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.cache import steps_for
-from posttrain.models import attention
-from posttrain.types import Floats, Ints, Sample
+from posttrain.engines.kv_cache import steps_for
+from posttrain.nn import attention
 
 if TYPE_CHECKING:
     from posttrain.engines.local import LocalEngine

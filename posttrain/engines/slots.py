@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.data.pack import sent
+from posttrain.data.packing import sent
 
 
 class Slots:

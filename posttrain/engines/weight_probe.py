@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from posttrain.types import Floats, Sample
+from posttrain.core.types import Floats, Sample
 
 PROBE_TOKENS = 24
 # How far log-probabilities may lie apart on average: another engine computes in another order than the trainer does.

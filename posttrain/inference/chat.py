@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.examples import Message, turn
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.data.reading.examples import Message, turn
 from posttrain.engines.base import Request, Sampling
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.inference.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
+from posttrain.inference.text_stream import TextStream, visible
 from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
-from posttrain.serve.stream import TextStream, visible
 
 HELP = """\
 /clear           forget the conversation (also: clear, new)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.columns import KeyMap
-from posttrain.data.examples import Chat, Message, prompt_of, text_of
-from posttrain.data.formats import SourceFormat
-from posttrain.data.lines import as_lines
-from posttrain.data.sources import Row, read_rows
-from posttrain.errors import DataError, UsageError
-from posttrain.loops.folder import atomic_write
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.jsonl import as_lines
+from posttrain.data.reading.columns import KeyMap
+from posttrain.data.reading.examples import Chat, Message, prompt_of, text_of
+from posttrain.data.reading.formats import SourceFormat
+from posttrain.data.reading.sources import Row, read_rows
+from posttrain.train.run_directory import atomic_write
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from itertools import product
 
 import numpy as np
 
-from posttrain.errors import DataError
-from posttrain.loops.evaluate import RIGHT, half_width, pass_at
+from posttrain.core.errors import DataError
+from posttrain.inference.completion_files import Answer
 from posttrain.rewards.verdict import label_of
-from posttrain.serve.answers import Answer
+from posttrain.train.evaluation import RIGHT, half_width, pass_at
 
 FLIPS = 20_000  # random sign changes, where all of them are too many
 FEW = 14  # differences of which all sign changes are tried

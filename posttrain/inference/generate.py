@@ -17,20 +17,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from posttrain.config import ClusterConfig, DataConfig, ModelConfig
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.jsonl import as_lines
+from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import Dataset, load_dataset
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Question
-from posttrain.data.lines import as_lines
-from posttrain.data.templates import apply_template
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.encoding.templates import apply_template
+from posttrain.data.reading.examples import Question
 from posttrain.engines.base import Request, Sampling
-from posttrain.errors import DataError, UsageError
-from posttrain.loops.folder import atomic_write_text
-from posttrain.loops.run import fingerprint
-from posttrain.models.load import load_tokenizer, read_config, resolve_path, vocabulary_size
-from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.answers import jsonl
-from posttrain.serve.model import (
+from posttrain.inference.completion_files import jsonl
+from posttrain.inference.model import (
     CONDITION,
     base_of,
     check_sampling,
@@ -39,9 +36,12 @@ from posttrain.serve.model import (
     position_limit,
     stop_ids_of,
 )
-from posttrain.serve.progress import Progress
-from posttrain.serve.workers import beams_of, check_workers, deciding, speaker, tensor_parallel
-from posttrain.types import Prompt, Sample
+from posttrain.inference.progress import Progress
+from posttrain.inference.workers import beams_of, check_workers, deciding, speaker, tensor_parallel
+from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
+from posttrain.rollout.rollouts import seed_of
+from posttrain.train.run import fingerprint
+from posttrain.train.run_directory import atomic_write_text
 
 WORTH_SHARING = 64  # answers for a device
 log = logging.getLogger("posttrain")

@@ -9,17 +9,17 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from posttrain.config import DataConfig, ModelConfig, UpdateConfig
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Message, Question
-from posttrain.data.templates import stop_ids
+from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Prompt, Sample
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.encoding.templates import stop_ids
+from posttrain.data.reading.examples import Message, Question
 from posttrain.engines.base import OnToken, Request, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.errors import UsageError
-from posttrain.learner import Learner
-from posttrain.models import lora
-from posttrain.models.load import hub_options, is_adapter, read_config, resolve_path
-from posttrain.types import Prompt, Sample
+from posttrain.models import adapters
+from posttrain.models.loading import hub_options, is_adapter, read_config, resolve_path
+from posttrain.train.learner import Learner
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
 """How a prompt says what its answer is to be worth, in training and afterwards (arXiv:2308.12050)."""
@@ -65,7 +65,7 @@ class ServedModel:
 def base_of(source: str) -> str:
     """The model itself, or the one that adapters were made for."""
     while is_adapter(source):
-        source = resolve_path(lora.base_of(Path(source)))
+        source = resolve_path(adapters.base_of(Path(source)))
     return source
 
 

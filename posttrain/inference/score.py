@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DataConfig, ModelConfig, UpdateConfig
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Chat
-from posttrain.errors import DataError, RewardError, UsageError
-from posttrain.learner import Learner
-from posttrain.loops.helpers import check_reward_model
-from posttrain.loops.run import fingerprint
-from posttrain.models.load import resolve_path
+from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.core.errors import DataError, RewardError, UsageError
+from posttrain.core.types import Sample
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.reading.examples import Chat
+from posttrain.inference.completion_files import Answer, jsonl, read_answers, write_rows
+from posttrain.models.loading import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
-from posttrain.serve.answers import Answer, jsonl, read_answers, write_rows
-from posttrain.types import Sample
+from posttrain.train.learner import Learner
+from posttrain.train.roles import check_reward_model
+from posttrain.train.run import fingerprint
 
 AT_ONCE = 256  # answers
 

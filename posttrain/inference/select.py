@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import DataError, UsageError
-from posttrain.serve.answers import Answer, read_answers, write_rows
-from posttrain.serve.model import CONDITION, conditioned
+from posttrain.core.errors import DataError, UsageError
+from posttrain.inference.completion_files import Answer, read_answers, write_rows
+from posttrain.inference.model import CONDITION, conditioned
 
 Row = dict[str, Any]
 

@@ -15,28 +15,22 @@ from typing import Protocol
 
 import torch
 
-from posttrain.config import ClusterConfig, DataConfig, ModelConfig, launched_size
-from posttrain.data.templates import apply_template
-from posttrain.engines import vllm
+from posttrain.cluster import worker
+from posttrain.cluster.base import Pending
+from posttrain.cluster.placement import Places
+from posttrain.cluster.slots import Seat
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, launched_size
+from posttrain.core.devices import default_device
+from posttrain.core.errors import UsageError, WorkerError
+from posttrain.core.types import Sample
+from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Engine, Request, Sampling
-from posttrain.engines.beam import BeamEngine
-from posttrain.errors import UsageError, WorkerError
-from posttrain.learner import default_device
-from posttrain.models.load import (
-    compute_dtype,
-    is_adapter,
-    load_model,
-    load_tokenizer,
-    read_config,
-    resolve_path,
-)
+from posttrain.engines.beam_search import BeamEngine
+from posttrain.engines.vllm import engine as vllm
+from posttrain.inference.model import ServedModel, base_of
+from posttrain.models.loading import compute_dtype, is_adapter, load_model, load_tokenizer, read_config, resolve_path
 from posttrain.models.tensors import plain_tensors
-from posttrain.runtime import worker
-from posttrain.runtime.base import Pending
-from posttrain.runtime.places import Places
-from posttrain.runtime.samplers import ATTEMPTS, Seat
-from posttrain.serve.model import ServedModel, base_of
-from posttrain.types import Sample
+from posttrain.train.rollout_workers import ATTEMPTS
 
 DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
 SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once

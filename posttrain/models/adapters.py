@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.config import ModelConfig
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.shard import gathered, local, part_of
-from posttrain.types import Head
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.types import Head
+from posttrain.parallel.fsdp import gathered, local, part_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper

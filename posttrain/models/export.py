@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.config import ModelConfig
-from posttrain.errors import CheckpointError, PosttrainError, UsageError
-from posttrain.models import lora
-from posttrain.models.load import (
+from posttrain.checkpoints.tensor_files import TensorFiles
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.core.types import Head
+from posttrain.models import adapters
+from posttrain.models.loading import (
     AUTO_CLASSES,
     is_adapter,
     load_tokenizer,
@@ -23,8 +25,6 @@ from posttrain.models.load import (
     resolve_path,
     save_model,
 )
-from posttrain.models.tensor_files import TensorFiles
-from posttrain.types import Head
 
 PROBE_LENGTH = 24
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     rounding = 0.0  # from float32, in which adapters are merged, to the type of the base
     if merging:
         before = probe(model)
-        compare(before, probe(lora.merge(model)), "the merged model differs from the one with adapters")
+        compare(before, probe(adapters.merge(model)), "the merged model differs from the one with adapters")
         model = in_dtype_of_base(model, folder, head)
         rounding = relative_difference(before, probe(model))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,8 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
 def head_of(folder: str) -> Head:
     """Which head the model was trained with, as its files say."""
     if is_adapter(folder):
-        task = json.loads((Path(folder) / lora.CONFIG).read_text(encoding="utf-8")).get("task_type")
-        return "score" if task == lora.TASKS["score"] else "token"
+        task = json.loads((Path(folder) / adapters.CONFIG).read_text(encoding="utf-8")).get("task_type")
+        return "score" if task == adapters.TASKS["score"] else "token"
     architectures = read_config(folder, "token").architectures or [""]
     return "score" if architectures[0].endswith("ForSequenceClassification") else "token"
 
@@ -99,7 +99,7 @@ def take_average(model: PreTrainedModel, folder: Path) -> None:
 def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTrainedModel:
     """Round float32 weights once, to the type that each has in the model the adapters were made for."""
     while is_adapter(folder):
-        folder = resolve_path(lora.base_of(Path(folder)))
+        folder = resolve_path(adapters.base_of(Path(folder)))
     rounded = read_model(folder, head, "auto").eval()
     rounded.load_state_dict(merged.state_dict())
     rounded.config = merged.config
@@ -131,7 +131,7 @@ def compare(expected: torch.Tensor, found: torch.Tensor, complaint: str) -> floa
 
 def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
     """Read the folder back and compare: every weight bit for bit, then what comes out."""
-    if lora.is_adapted(model):
+    if adapters.is_adapted(model):
         copy = read_model(str(folder), head, model.dtype)
     else:
         copy = AUTO_CLASSES[head].from_pretrained(folder, dtype=model.dtype, local_files_only=True)

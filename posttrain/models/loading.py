@@ -34,16 +34,17 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from posttrain.config import ModelConfig
-from posttrain.data.sources import MODELSCOPE, modelscope_model
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models import attention, lora
-from posttrain.models.checkpoint import resolve_model_folder
+from posttrain.checkpoints.checkpoint import resolve_model_folder
+from posttrain.checkpoints.tensor_files import TensorFiles, save_in_parts
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.types import Head
+from posttrain.data.reading.sources import MODELSCOPE, modelscope_model
+from posttrain.models import adapters
 from posttrain.models.pico import pico_folder
-from posttrain.models.shard import Shards
-from posttrain.models.tensor_files import TensorFiles, save_in_parts
 from posttrain.models.tensors import module_tensors, read_parts, some_of, stored, stored_entries
-from posttrain.types import Head
+from posttrain.nn import attention
+from posttrain.parallel.fsdp import Shards
 
 AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +89,7 @@ def describe(folder: Path) -> str:
 
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds LoRA adapters instead of a model."""
-    return (Path(folder) / lora.CONFIG).is_file()
+    return (Path(folder) / adapters.CONFIG).is_file()
 
 
 @cache
@@ -137,7 +138,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     option = "model.tokenizer" if model.tokenizer else "model.path"
     source = tokenizer_folder(model.tokenizer) or resolve_path(model.tokenizer or model.path)
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
-        source = resolve_path(lora.base_of(Path(source)))
+        source = resolve_path(adapters.base_of(Path(source)))
     with explained(source, option):
         if is_bare_vocabulary(Path(source)):
             tokenizer = tokenizer_of_vocabulary(Path(source))
@@ -176,7 +177,7 @@ def vocabulary_size(model: ModelConfig) -> int:
     """How many token ids the model knows; often more than its tokenizer has."""
     source = resolve_path(model.path)
     while is_adapter(source) and not (Path(source) / "config.json").is_file():
-        source = resolve_path(lora.base_of(Path(source)))
+        source = resolve_path(adapters.base_of(Path(source)))
     return int(read_config(source, "token").get_text_config().vocab_size)
 
 
@@ -210,9 +211,9 @@ def load_model(
         torch.default_generator.manual_seed(seed)
         skeleton, folder = read_skeleton(source, head, dtype) if shards is not None else (None, Path())
         loaded = skeleton or read_model(source, head, dtype, device=device, in_4bit=model.load_in_4bit)
-        if lora.is_adapted(loaded):
+        if adapters.is_adapted(loaded):
             # Merged, so that the weights without new adapters are this model: what a reference has to be.
-            lora.merge(loaded)
+            adapters.merge(loaded)
         if model.path == "pico":  # its folder is a cache
             loaded.name_or_path = "pico"
         if head == "score":
@@ -220,7 +221,7 @@ def load_model(
         loaded.get_input_embeddings().padding_idx = None  # nothing is padded: it may be a real token, and must learn
         if trainable and model.lora_rank:
             with as_if_there(loaded):
-                lora.add_adapters(loaded, model, head)
+                adapters.add_adapters(loaded, model, head)
         else:
             loaded.requires_grad_(trainable)
     if shards is not None:
@@ -245,10 +246,10 @@ def read_model(
     if is_adapter(source):
         if in_4bit:
             raise UsageError(f"model.load_in_4bit: {source} holds adapters; `posttrain export` it and load the result")
-        model = read_model(resolve_path(lora.base_of(Path(source))), head, dtype)
-        if lora.is_adapted(model):
-            lora.merge(model)
-        lora.attach(model, Path(source))
+        model = read_model(resolve_path(adapters.base_of(Path(source))), head, dtype)
+        if adapters.is_adapted(model):
+            adapters.merge(model)
+        adapters.attach(model, Path(source))
         if (Path(source) / "config.json").is_file():  # with facts that training wrote down, as score_mean
             for name, value in read_config(source, head).to_dict().items():
                 if not hasattr(model.config, name):
@@ -258,7 +259,7 @@ def read_model(
     extra: dict[str, Any] = {}
     if in_4bit:
         assert isinstance(dtype, torch.dtype) and device is not None
-        extra = {"quantization_config": lora.four_bits(dtype, head), "device_map": {"": device}}
+        extra = {"quantization_config": adapters.four_bits(dtype, head), "device_map": {"": device}}
     config = read_config(source, head)
     with explained(source):
         model, report = AUTO_CLASSES[head].from_pretrained(
@@ -272,7 +273,7 @@ def read_model(
             **extra,
         )
     if in_4bit:
-        lora.hold_still(model)
+        adapters.hold_still(model)
     check_report(source, head, report)
     if "score.weight" in report["missing_keys"]:
         initialise_score(model)
@@ -452,8 +453,8 @@ def save_model(
 
     Where processes hold the model together, each writes some of the tensors and the first one all the rest.
     """
-    if lora.is_adapted(model):
-        lora.save_adapter(model, folder, write=shards is None or shards.rank == 0)
+    if adapters.is_adapted(model):
+        adapters.save_adapter(model, folder, write=shards is None or shards.rank == 0)
     elif shards is None:
         model.save_pretrained(folder)
     else:
@@ -467,7 +468,7 @@ def save_model(
     config.use_cache = True
     config.dtype = model.dtype if shards is None else shards.dtype
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    if lora.is_adapted(model) and hasattr(config, "quantization_config"):
+    if adapters.is_adapted(model) and hasattr(config, "quantization_config"):
         del config.quantization_config  # how the base is held in memory, not what it is
     config.save_pretrained(folder)
     if model.get_output_embeddings() is None and config.pad_token_id is not None:  # a score model, see above
@@ -478,8 +479,8 @@ def save_model(
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Read what `save_model` wrote into the same tensors, which stay where they are."""
-    if lora.is_adapted(model):
-        lora.load_adapter(model, folder)
+    if adapters.is_adapted(model):
+        adapters.load_adapter(model, folder)
         return
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         read_parts(model, folder)

@@ -29,14 +29,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from posttrain.config import ModelConfig
-from posttrain.data.pack import collate
-from posttrain.models import attention, load, lora, shapes
-from posttrain.models.experts import experts_of
-from posttrain.models.forward import Trunk, forward
-from posttrain.models.layers import MASTER, PlainHead, speed_up
-from posttrain.models.optimizer import accumulate_into
-from posttrain.types import Batch, Head, Request, Sample
+from posttrain.config.sections import ModelConfig
+from posttrain.core.types import Batch, Head, Request, Sample
+from posttrain.data.packing import collate
+from posttrain.models import adapters, loading
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.kernels import meta
+from posttrain.nn.layers import MASTER, PlainHead, speed_up
+from posttrain.nn.optimizer import accumulate_into
+from posttrain.parallel.expert import experts_of
 
 # A number, its share of the scale of its block of 64, and of the scale of 256 such scales.
 BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
@@ -101,17 +103,17 @@ class Needs:
 
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
     """The model as training would load it, on the meta device: all shapes, no weights."""
-    source = load.resolve_path(config.path)
-    while load.is_adapter(source):  # it would be merged into its base
-        source = load.resolve_path(lora.base_of(Path(source)))
-    hf_config = load.read_config(source, head)
+    source = loading.resolve_path(config.path)
+    while loading.is_adapter(source):  # it would be merged into its base
+        source = loading.resolve_path(adapters.base_of(Path(source)))
+    hf_config = loading.read_config(source, head)
     hf_config.pad_token_id = None  # else some models look for it among the tokens, which have no values here
-    with torch.device("meta"), load.explained(source):
-        model = load.AUTO_CLASSES[head].from_config(hf_config, dtype=dtype)
+    with torch.device("meta"), loading.explained(source):
+        model = loading.AUTO_CLASSES[head].from_config(hf_config, dtype=dtype)
     if trainable and config.lora_rank:
         with torch.device("meta"):
-            lora.add_adapters(model, config, head)
-        for parameter in load.trainable_parameters(model).values():
+            adapters.add_adapters(model, config, head)
+        for parameter in loading.trainable_parameters(model).values():
             parameter.data = parameter.data.to(dtype)  # as peft does on a real device
     else:
         model.requires_grad_(trainable)
@@ -237,7 +239,7 @@ def passing(
 ) -> Passing:
     """What one pass over a pack of these samples allocates. The model (and the teacher) are on the meta device.
 
-    `kernels`: with those of an accelerator, for the layers that models/layers.py knows; `divided`: among processes.
+    `kernels`: with those of an accelerator, for the layers that nn/layers.py knows; `divided`: among processes.
     """
     if any(p.ndim == 3 and p.dtype == torch.float32 for p in model.parameters()):
         # Of experts' products in float32 the meta device knows nothing: count in two bytes a number, then double.
@@ -286,8 +288,8 @@ def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) 
 def trunk_of(model: Any, kernels: bool, divided: bool) -> Trunk:
     if not kernels:
         return Trunk(model, ragged_kernel=False)
-    speed_up(model, shapes, together=not divided)
-    return Trunk(model, ragged_kernel=False, plain_head=PlainHead.of(model, shapes))
+    speed_up(model, meta, together=not divided)
+    return Trunk(model, ragged_kernel=False, plain_head=PlainHead.of(model, meta))
 
 
 def vars_of(values: Any) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from posttrain.errors import CheckpointError, PosttrainError
-from posttrain.models import lora
-from posttrain.models.shard import Shards, gathered, local, part_of
-from posttrain.models.tensor_files import Entry, TensorFiles
+from posttrain.checkpoints.tensor_files import Entry, TensorFiles
+from posttrain.core.errors import CheckpointError, PosttrainError
+from posttrain.models import adapters
+from posttrain.parallel.fsdp import Shards, gathered, local, part_of
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -29,11 +29,11 @@ def stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str,
 def plain_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors of a model, adapters merged, by the names its files have; processes that share it call together."""
     for name, live in module_tensors(model).items():
-        if lora.is_beside(name):
+        if adapters.is_beside(name):
             continue
         whole = gathered(local(live).to(dtype) if isinstance(live, torch.nn.Parameter) else local(live), live)
-        if lora.is_adapted(model):
-            whole, name = lora.merged(model, name, whole), lora.plain_name(name)
+        if adapters.is_adapted(model):
+            whole, name = adapters.merged(model, name, whole), adapters.plain_name(name)
         yield from stored(model, name, whole).items()
 
 
@@ -92,7 +92,7 @@ def read_parts(model: PreTrainedModel, folder: Path, wanted: set[str] | None = N
     for name, live in module_tensors(model).items():
         if wanted is not None and name not in wanted:
             continue
-        plain = lora.plain_name(name)
+        plain = adapters.plain_name(name)
         names = list(stored(model, plain, torch.empty(live.shape, device="meta")))
         known |= set(names)
         part, (key, *more) = part_of(live), names

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from posttrain.models.context import Context
-from posttrain.models.steps import steps_for
-from posttrain.types import Batch, Sharing
+from posttrain.core.types import Batch, Sharing
+from posttrain.nn.kernels.reference import steps_for
+from posttrain.parallel.context import Context
 
 NAME = "posttrain_packed"
 log = logging.getLogger("posttrain")

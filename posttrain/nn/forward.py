@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from posttrain import ops
-from posttrain.data.pack import collate
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.models import attention
-from posttrain.models.context import Context, Own
-from posttrain.models.layers import PlainHead, Slopes, speed_up
-from posttrain.models.replay import Passes
-from posttrain.types import Batch, Objective, Outputs, Request, Sample
+from posttrain.core import ops
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import Batch, Objective, Outputs, Request, Sample
+from posttrain.data.packing import collate
+from posttrain.nn import attention
+from posttrain.nn.layers import PlainHead, Slopes, speed_up
+from posttrain.nn.training_graphs import Passes
+from posttrain.parallel.context import Context, Own
 
 ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
 
@@ -38,7 +38,7 @@ class Trunk:
 
     @classmethod
     def of(cls, model: Any) -> Trunk:
-        """Its layers run the kernels of models/layers.py from now on, where those know them."""
+        """Its layers run the kernels of nn/layers.py from now on, where those know them."""
         speed_up(model)
         return cls(model, attention.has_ragged_kernel(model), plain_head=PlainHead.of(model))
 

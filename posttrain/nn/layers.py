@@ -22,9 +22,9 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from posttrain.models import attention
-from posttrain.models.steps import steps_for
-from posttrain.types import Drawing
+from posttrain.core.types import Drawing
+from posttrain.nn import attention
+from posttrain.nn.kernels.reference import steps_for
 
 FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 log = logging.getLogger("posttrain")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from posttrain.config import UpdateConfig
-from posttrain.models.layers import MASTER
-from posttrain.models.shard import Shards, local, part_of
-from posttrain.models.tensor_files import TensorFiles, save_in_parts, save_tensors
+from posttrain.checkpoints.tensor_files import TensorFiles, save_in_parts, save_tensors
+from posttrain.config.sections import UpdateConfig
+from posttrain.nn.layers import MASTER
+from posttrain.parallel.fsdp import Shards, local, part_of
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24

@@ -17,11 +17,12 @@ from weakref import WeakSet
 
 import torch
 
-from posttrain.data.pack import sent
-from posttrain.models import attention, steps
-from posttrain.models.layers import MASTER, knows
-from posttrain.models.steps import steps_for
-from posttrain.types import Batch
+from posttrain.core.types import Batch
+from posttrain.data.packing import sent
+from posttrain.nn import attention
+from posttrain.nn.kernels import reference
+from posttrain.nn.kernels.reference import steps_for
+from posttrain.nn.layers import MASTER, knows
 
 LEAST_OFTEN = 2  # packs of a size, before it is worth a graph
 MOST_GRAPHS = 24
@@ -206,7 +207,7 @@ class Passes:
         fused = knows(model) and attention.has_ragged_kernel(model) and not model.is_gradient_checkpointing
         whole = all(p.requires_grad and hasattr(p, MASTER) for p in parameters)  # no adapters, nothing frozen
         worth = sum(p.numel() for p in parameters) * tokens <= MOST_WORK
-        kernels = fused and steps_for(parameters[0].device) is not steps
+        kernels = fused and steps_for(parameters[0].device) is not reference
         return cls(model) if kernels and whole and worth else None
 
     @property

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 
 def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -1,7 +1,7 @@
 """One model held by many processes: FSDP2 over them, tensor and context parallelism inside.
 
 Rank = (data rank * context_parallel + context rank) * tensor_parallel + tensor rank. Data ranks see different samples.
-The ranks of one see the same: context ranks divide the tokens (models/context.py), tensor ranks the heads. FSDP
+The ranks of one see the same: context ranks divide the tokens (parallel/context.py), tensor ranks the heads. FSDP
 divides the parameters among data and context ranks.
 Everything that needs whole parameters runs inside the forward of one small module, `Whole`, which is FSDP's root: so
 embeddings, heads and what is computed from them in chunks are gathered once a pass. Gradients are summed, not averaged,
@@ -24,11 +24,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from posttrain.errors import UsageError
-from posttrain.models.context import Context
-from posttrain.models.experts import keep_own
-from posttrain.models.tensor_files import Entry
-from posttrain.types import Outputs
+from posttrain.checkpoints.tensor_files import Entry
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Outputs
+from posttrain.parallel.context import Context
+from posttrain.parallel.expert import keep_own
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Layout:
     """Shard even where there is one process only."""
     context_parallel: int = 1
     expert_parallel: int = 1
-    """1, or as many as FSDP has ranks: each keeps some experts (models/experts.py) instead of a part of each."""
+    """1, or as many as FSDP has ranks: each keeps some experts (parallel/expert.py) instead of a part of each."""
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from posttrain.learner import Learner, default_device
-from posttrain.types import Floats
+from posttrain.core.devices import default_device
+from posttrain.core.types import Floats
 
 BUCKET_BYTES = 256 * 2**20
 MEETING_LIMIT = timedelta(seconds=60)  # all are there and idle; one that is lost is noticed by the controller
@@ -124,51 +123,6 @@ class Transfer:
         """End an exchange that is under way, where the backend can."""
         with contextlib.suppress(AttributeError):
             self.group.abort()
-
-
-class Sender:
-    """Beside a learner in its process; all processes that hold the model send together, the first of them really."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-        self.transfer: Transfer | None = None
-        self.first = not dist.is_initialized() or dist.get_rank() == 0
-
-    def connect(self, meeting: Meeting) -> str:
-        """Meet the receivers; why it could not be done, or nothing."""
-        self.transfer = None
-        if self.first:
-            try:
-                self.transfer = Transfer(meeting, 0)
-            except RuntimeError as error:  # a receiver is gone: the controller replaces it
-                return str(error).splitlines()[0]
-        return ""
-
-    @torch.no_grad()
-    def send(self) -> Moved:
-        """The weights of now, and what the learners make of a few tokens with them.
-
-        A receiver that is lost does not stop the learners.
-        """
-        began = time.monotonic()
-        weights = iter(self.learner.weights())
-        moved, failure = 0, ""
-        if self.first:
-            assert self.transfer is not None, "connect comes first"
-            try:
-                moved = self.transfer.send(weights)
-                if self.learner.device.type == "cuda":
-                    torch.cuda.synchronize()
-            except RuntimeError as error:
-                failure = str(error).splitlines()[0]
-                self.transfer = None  # hangs up, so that the other receivers do not wait for the rest
-        for _ in weights:  # the others wait for this process's part in each tensor
-            pass
-        return Moved(moved, time.monotonic() - began, failure, self.learner.probed())
-
-    def abort(self) -> None:
-        if self.transfer is not None:
-            self.transfer.abort()
 
 
 def padded(size: int) -> int:

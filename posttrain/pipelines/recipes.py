@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import Config, DataConfig, ModelConfig, as_mapping, with_algorithm
-from posttrain.data.sources import parts_of
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import Config, DataConfig, ModelConfig, as_mapping, with_algorithm
+from posttrain.core.errors import Stopped, UsageError
+from posttrain.data.reading.sources import parts_of
 from posttrain.engines.base import Sampling
-from posttrain.errors import Stopped, UsageError
-from posttrain.loops.folder import atomic_write_text
-from posttrain.loops.helpers import check_reward_model
-from posttrain.models.load import resolve_path
+from posttrain.inference.generate import Generation
+from posttrain.inference.model import fill_condition
+from posttrain.inference.score import Scoring
+from posttrain.models.loading import resolve_path
 from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_options
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward
 from posttrain.pipelines.summary import by_iteration, closing_words
 from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.generate import Generation
-from posttrain.serve.model import fill_condition
-from posttrain.serve.score import Scoring
+from posttrain.train.roles import check_reward_model
+from posttrain.train.run_directory import atomic_write_text
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
 FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")

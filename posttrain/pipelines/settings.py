@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, UpdateConfig
-from posttrain.options import Entry, check_key, flatten, parse_plain, read_entries
-from posttrain.serve.model import CONDITION
-from posttrain.verbs import PIPELINES
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.parsing import Entry, check_key, flatten, parse_plain, read_entries
+from posttrain.config.sections import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, UpdateConfig
+from posttrain.config.verbs import PIPELINES
+from posttrain.inference.model import CONDITION
 
 
 @dataclass(kw_only=True, slots=True)

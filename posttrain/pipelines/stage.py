@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.loops.folder import RunFolder, atomic_write_text, find_run
-from posttrain.loops.run import fingerprint
-from posttrain.models.checkpoint import describe_files, holds_run, verify_files
-from posttrain.models.load import resolve_path
-from posttrain.models.tensor_files import load_json
+from posttrain.checkpoints.checkpoint import describe_files, holds_run, verify_files
+from posttrain.checkpoints.tensor_files import load_json
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.models.loading import resolve_path
+from posttrain.train.run import fingerprint
+from posttrain.train.run_directory import RunFolder, atomic_write_text, find_run
 
 Figures = dict[str, float]
 REPORT = "report.json"  # in the folder of a command that is done

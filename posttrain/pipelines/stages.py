@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import Config, as_mapping
-from posttrain.config import check as check_config
-from posttrain.data.sources import find_files, read_rows
-from posttrain.errors import UsageError
-from posttrain.log import part_of
-from posttrain.loops import train_from
-from posttrain.models.checkpoint import holds_run, sync_folder
+from posttrain.algorithms import ALGORITHMS
+from posttrain.checkpoints.checkpoint import holds_run, sync_folder
+from posttrain.config.parsing import from_mapping
+from posttrain.config.sections import Config, as_mapping
+from posttrain.config.sections import check as check_config
+from posttrain.core.errors import UsageError
+from posttrain.core.logging import part_of
+from posttrain.data.reading.sources import find_files, read_rows
+from posttrain.inference.generate import Generation, check, generate
+from posttrain.inference.progress import ProgressLine
+from posttrain.inference.score import Scoring, score_file
+from posttrain.inference.select import METHODS, select_file
+from posttrain.inference.workers import deciding
 from posttrain.models.export import export
-from posttrain.models.load import resolve_path
-from posttrain.options import from_mapping
+from posttrain.models.loading import resolve_path
 from posttrain.pipelines.stage import Figures, Stage
 from posttrain.rewards.specs import parse_specs
-from posttrain.serve.generate import Generation, check, generate
-from posttrain.serve.progress import ProgressLine
-from posttrain.serve.score import Scoring, score_file
-from posttrain.serve.select import METHODS, select_file
-from posttrain.serve.workers import deciding
+from posttrain.train import train_from
 
 BEST = 0.95  # the part of the answers that are worth less than what a model is asked for next
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.inference.model import CONDITION
 from posttrain.pipelines.stage import Figures, Stage
-from posttrain.serve.model import CONDITION
 
 
 def by_iteration(stages: Sequence[Stage], figures: Sequence[Figures]) -> list[Figures]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from posttrain.errors import RewardError, UsageError
+from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.pool import CHUNK, Job, Pool
 from posttrain.rewards.process import Limits
 from posttrain.rewards.specs import Spec, parse_specs

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.errors import UsageError
-from posttrain.rewards import adapters
+from posttrain.core.errors import UsageError
+from posttrain.rewards import signatures
 from posttrain.rewards.remote import RemoteError, RemoteTimeoutError, Service
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import allow_seconds, verifiers
@@ -72,7 +72,7 @@ class Asked:
 
     call: Callable[[Sequence[Completion]], Any]
     batch: bool
-    adapted: adapters.Adapted | None = None
+    adapted: signatures.Adapted | None = None
 
 
 def load(spec: dict[str, str], seconds: float) -> Asked:
@@ -87,7 +87,7 @@ def load(spec: dict[str, str], seconds: float) -> Asked:
     if not hasattr(module, spec["function"]):
         there = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise UsageError(f"{place} has no function {spec['function']!r}; it has {', '.join(there) or 'none'}")
-    adapted = adapters.adapt(getattr(module, spec["function"]), spec["function"])
+    adapted = signatures.adapt(getattr(module, spec["function"]), spec["function"])
     return Asked(adapted.call, adapted.form.batch, adapted)
 
 
@@ -126,7 +126,7 @@ def _import_module(place: str) -> Any:
 def ok(result: Any, seconds: float) -> Outcome:
     """One element of what a function returned; an error if it is no finite number."""
     with Catch() as caught:
-        value, reason = adapters.one_result(result)
+        value, reason = signatures.one_result(result)
         return {"kind": "ok", "value": value, "reason": reason[-REASON_LIMIT:], "seconds": seconds}
     return failure(caught, seconds)
 
@@ -238,7 +238,7 @@ class Servant:
         """None: it failed, and asking for one at a time may show for which."""
         start = self._start_clock()
         with Catch() as caught:
-            results = adapters.many_results(asked.call(completions), len(completions))
+            results = signatures.many_results(asked.call(completions), len(completions))
             seconds = (time.perf_counter() - start) / len(completions)
             return [ok(result, seconds) for result in results]
         if isinstance(caught.error, RemoteError):
@@ -251,7 +251,7 @@ class Servant:
         with Catch() as caught:
             result = asked.call([completion])
             if asked.batch:
-                (result,) = adapters.many_results(result, 1)
+                (result,) = signatures.many_results(result, 1)
             return ok(result, time.perf_counter() - start)
         return failure(caught, time.perf_counter() - start)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 from posttrain.rewards.specs import Spec
 
 LOAD_SECONDS = 120.0  # to start a process and import a file, which may import large libraries

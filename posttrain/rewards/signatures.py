@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 from posttrain.rewards.verdict import LABELS, Completion, label_of
 
 FORMS = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 from posttrain.rewards.verifier import verifiers
 
 COMBINE = "combine:"

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 from posttrain.rewards.verdict import Completion
 
 Judge = Callable[[Completion], tuple[float, str]]

@@ -9,9 +9,9 @@ import inspect
 import sys
 from typing import Any
 
-from posttrain.errors import UsageError
-from posttrain.rewards.adapters import number
+from posttrain.core.errors import UsageError
 from posttrain.rewards.child import Catch, Outcome, Servant, import_place
+from posttrain.rewards.signatures import number
 
 ROLES = ("system", "user", "assistant", "tool")
 

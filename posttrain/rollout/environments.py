@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.errors import RewardError, UsageError
+from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.process import LOAD_SECONDS, Child, DeadError, LateError, Limits, RetiredError
 from posttrain.rewards.specs import MODULE, Spec
 

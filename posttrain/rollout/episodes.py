@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import OnlineConfig
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.tokens import Segment, TokenEncoder
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Prompt, Sample
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.engines.base import Request, Sampling
-from posttrain.errors import PosttrainError
-from posttrain.rollout.environment import Environments, Talk
-from posttrain.rollout.record import ENVIRONMENT_FAILED, Rollout
+from posttrain.rollout.environments import Environments, Talk
+from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
 from posttrain.rollout.rollouts import Generator, seed_of
-from posttrain.types import Prompt, Sample
 
 
 @dataclass(slots=True)

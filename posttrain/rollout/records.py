@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.lines import as_line
-from posttrain.errors import DataError, UsageError
-from posttrain.log import append, cut_after
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.jsonl import as_line
+from posttrain.core.logging import append, cut_after
+from posttrain.core.types import Floats, Prompt, Sample
 from posttrain.rewards.verdict import Verdict
-from posttrain.types import Floats, Prompt, Sample
 
 FILE = "rollouts.jsonl"
 ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend

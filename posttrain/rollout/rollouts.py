@@ -17,13 +17,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from posttrain.config import OnlineConfig
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.errors import DataError
+from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import RowStream
 from posttrain.engines.base import OnAnswer, Request, Sampling
-from posttrain.errors import DataError
-from posttrain.rollout.judge import Judge
-from posttrain.rollout.record import Rollout, as_row, from_row, unjudged
-from posttrain.types import Prompt, Sample
+from posttrain.rollout.records import Rollout, as_row, from_row, unjudged
+from posttrain.rollout.scoring import Judge
 
 Phase = Callable[[str], AbstractContextManager[None]]
 

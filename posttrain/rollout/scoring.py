@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import OnlineConfig
-from posttrain.errors import RewardError
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
-from posttrain.rollout.record import Rollout
+from posttrain.rollout.records import Rollout
 
 PROMPTS_KEPT = 4096  # as texts: the answers to a prompt come one by one
 ModelScores = Callable[[Sequence[Rollout]], list[float]]

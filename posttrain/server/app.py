@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.errors import UsageError
-from posttrain.serve.http import Call, Handler, HttpServer, Refusal, Reply
-from posttrain.serve.metrics import Metrics
+from posttrain.core.errors import UsageError
+from posttrain.server.http import Call, Handler, HttpServer, Refusal, Reply
+from posttrain.server.metrics import Metrics
 
 SHORTEST_TOKEN = 8
 GRACE_SECONDS = 30.0  # to write an answer to a slow reader, after the time for making it

@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.encode import Encoder
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Ints
+from posttrain.data.encoding.encoder import Encoder
 from posttrain.engines.base import Request
-from posttrain.errors import PosttrainError
+from posttrain.inference.model import ServedModel
 from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.http import Call, Handler, Refusal, Reply
-from posttrain.serve.metrics import Metrics
-from posttrain.serve.model import ServedModel
-from posttrain.serve.protocol import (
+from posttrain.server.engine_thread import Scheduler, Ticket
+from posttrain.server.http import Call, Handler, Refusal, Reply
+from posttrain.server.metrics import Metrics
+from posttrain.server.output_text import Speller, Wording
+from posttrain.server.protocol import (
     DONE,
     Entry,
     Envelope,
@@ -32,9 +35,6 @@ from posttrain.serve.protocol import (
     read_json,
     usage_of,
 )
-from posttrain.serve.scheduler import Scheduler, Ticket
-from posttrain.serve.wording import Speller, Wording
-from posttrain.types import Ints
 
 # Between two events of a stream, and events of all streams: nobody reads faster, and each one interrupts the engine.
 STREAM_SECONDS = (0.05, 0.25)

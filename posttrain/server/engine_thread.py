@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from posttrain.core.types import Sample
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.session import Answer, Likeliest, Session
-from posttrain.types import Sample
+from posttrain.engines.scheduler import Answer, Likeliest, Session
 
 
 @dataclass(slots=True, eq=False)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.engines.session import Likeliest
-from posttrain.serve.protocol import Entry, Spelled
-from posttrain.serve.stream import TextStream
+from posttrain.engines.scheduler import Likeliest
+from posttrain.inference.text_stream import TextStream
+from posttrain.server.protocol import Entry, Spelled
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece spells a byte
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.data.examples import Message
+from posttrain.data.reading.examples import Message
 from posttrain.engines.base import Sampling
-from posttrain.serve.http import Refusal
+from posttrain.server.http import Refusal
 
 MOST_CHOICES = 128  # answers that one request may ask for
 MOST_STOPS = 16

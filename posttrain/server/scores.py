@@ -7,13 +7,13 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from posttrain.data.examples import Message
-from posttrain.models.load import read_config, resolve_path
-from posttrain.serve.answers import Answer
-from posttrain.serve.http import Call, Handler, Refusal, Reply
-from posttrain.serve.metrics import Metrics
-from posttrain.serve.protocol import read_json, read_message, read_text
-from posttrain.serve.score import RewardModel
+from posttrain.data.reading.examples import Message
+from posttrain.inference.completion_files import Answer
+from posttrain.inference.score import RewardModel
+from posttrain.models.loading import read_config, resolve_path
+from posttrain.server.http import Call, Handler, Refusal, Reply
+from posttrain.server.metrics import Metrics
+from posttrain.server.protocol import read_json, read_message, read_text
 
 MOST_COMPLETIONS = 1024  # of one request
 METRICS = {

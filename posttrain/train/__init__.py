@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.config import Config
-    from posttrain.loops.run import Result
+    from posttrain.config.sections import Config
+    from posttrain.train.run import Result
 
 
 def train(verb: str, /, **options: Any) -> Result:
     """`posttrain <verb>` from Python: options as nested dicts, as in the YAML file."""
-    from posttrain.algos import ALGORITHMS
-    from posttrain.options import from_mapping
+    from posttrain.algorithms import ALGORITHMS
+    from posttrain.config.parsing import from_mapping
 
     return train_from(verb, from_mapping(verb, ALGORITHMS[verb], options))
 
 
 def train_from(verb: str, config: Config) -> Result:
     """Train until all steps are done. A run that lost a worker goes on from its last checkpoint if it may."""
-    from posttrain.config import OnlineConfig
-    from posttrain.errors import UsageError
-    from posttrain.loops import offline, online
-    from posttrain.loops.restart import restarting
-    from posttrain.loops.run import Result
-    from posttrain.runtime import launched, worker
+    from posttrain.cluster import launched, worker
+    from posttrain.config.sections import OnlineConfig
+    from posttrain.core.errors import UsageError
+    from posttrain.train import offline, online
+    from posttrain.train.restart import restarting
+    from posttrain.train.run import Result
 
     if worker.is_worker:
         raise UsageError(

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.config import OnlineConfig
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.types import Prompt, Sample
 from posttrain.engines.base import OnAnswer, Request, Sampling
-from posttrain.rollout.judge import Judge
-from posttrain.rollout.record import Rollout
+from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Conversation, Generator, answers, by_group, seed_of
-from posttrain.types import Prompt, Sample
+from posttrain.rollout.scoring import Judge
 
 RIGHT = 0.5  # an answer whose first reward is above this counts as right
 EXAMINATION = 0xE7A1  # keeps its random numbers apart from those of training

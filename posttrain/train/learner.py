@@ -1,7 +1,7 @@
 """The learner: a model and its optimizer on one device. Knows packs, sums and gradients; knows no algorithm by name.
 
-Where processes hold a model together (models/shard.py) each has a learner, all are called at once, each with samples of
-its own, and the methods keep in step: who has less to compute makes passes that count for nothing.
+Where processes hold a model together (parallel/fsdp.py) each has a learner, all are called at once, each with samples
+of its own, and the methods keep in step: who has less to compute makes passes that count for nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.data.pack import collate, pack
-from posttrain.data.templates import apply_template, stop_ids
+from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.devices import default_device
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
+from posttrain.data.encoding.templates import apply_template, stop_ids
+from posttrain.data.packing import collate, pack
 from posttrain.engines.base import Between, OnAnswer, Sampling
 from posttrain.engines.base import Request as Wanted
-from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.probe import probe
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.models import lora, memory, replay
-from posttrain.models.forward import TokenSlopes, Trunk, check_router, forward, prove
-from posttrain.models.load import (
+from posttrain.engines.vllm.replica import Follower
+from posttrain.engines.weight_probe import probe
+from posttrain.models import adapters as lora
+from posttrain.models import memory
+from posttrain.models.loading import (
     compute_dtype,
     load_model,
     load_tokenizer,
@@ -37,11 +40,11 @@ from posttrain.models.load import (
     save_model,
     trainable_parameters,
 )
-from posttrain.models.optimizer import Optimizer
-from posttrain.models.shard import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
-from posttrain.models.tensor_files import load_tensors, save_tensors
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
-from posttrain.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
+from posttrain.nn import training_graphs
+from posttrain.nn.forward import TokenSlopes, Trunk, check_router, forward, prove
+from posttrain.nn.optimizer import Optimizer
+from posttrain.parallel.fsdp import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
 
 PLAIN = Drawing()
 VALUE_HEAD = "value_head.weight"
@@ -119,7 +122,7 @@ class Learner:
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
         lends = engine[0] == "vllm" or bool(layout and layout.offload)  # memory that is free now and then
         if trainable and self.shards is None and not lends:
-            self.trunk.passes = replay.Passes.of(self.model, update.tokens_per_device)
+            self.trunk.passes = training_graphs.Passes.of(self.model, update.tokens_per_device)
         self.config, self.head = model, head
         LEARNERS.add(self)
         self.version = 0  # of the weights
@@ -490,7 +493,7 @@ def memory_to_come() -> int:
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
     passes = [memory.full_pack(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
     wanted = [one.optimizer.bytes_to_come(one.device) for one in trained if one.optimizer]
-    return sum(wanted) + max(0, max(passes, default=0) - replay.memory_held())
+    return sum(wanted) + max(0, max(passes, default=0) - training_graphs.memory_held())
 
 
 def check_teacher(student: Trunk, teacher: Trunk) -> None:
@@ -508,8 +511,3 @@ def new_value_head(model: Any, seed: int) -> torch.nn.Linear:
     head = torch.nn.Linear(size, 1, bias=False)
     head.weight.data.normal_(0.0, 1 / (size + 1), generator=torch.Generator().manual_seed(seed))
     return head if like.is_meta else head.to(device=like.device, dtype=like.dtype)
-
-
-def default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")

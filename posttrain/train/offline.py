@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import shlex
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import Config
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import Config
+from posttrain.core.errors import DivergedError
+from posttrain.core.types import Objective, count
 from posttrain.data.dataset import RowStream
-from posttrain.errors import DivergedError
-from posttrain.learner import Sums
-from posttrain.loops.helpers import Helpers
-from posttrain.loops.run import Result, Run, due
-from posttrain.loops.update import give_up_if_diverged, update
-from posttrain.runtime.base import LearnerGroup, add_up, averages
-from posttrain.types import Objective, count
+from posttrain.train.learner import Sums
+from posttrain.train.learner_group import LearnerGroup, add_up, averages
+from posttrain.train.roles import Helpers
+from posttrain.train.run import Result, Run, due
+from posttrain.train.update import give_up_if_diverged, update
 
 
 def train_from(verb: str, config: Config) -> Result:

@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import OnlineConfig
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
+from posttrain.core.types import Drawing, Sample, count
 from posttrain.engines.base import Sampling
-from posttrain.errors import DivergedError, PosttrainError, RewardError, UsageError
-from posttrain.loops.evaluate import Examination
-from posttrain.loops.helpers import Critic, Helpers, RewardModel, check_reward_model, fill_values
-from posttrain.loops.pretraining import Pretraining
-from posttrain.loops.run import Result, Run, due
-from posttrain.loops.summary import averaged, closing_words, mixed_versions, summary
-from posttrain.loops.update import give_up_if_diverged, update
 from posttrain.rewards.base import Rewards
-from posttrain.rollout import record
-from posttrain.rollout.dialogue import Dialogues
-from posttrain.rollout.environment import Environments
-from posttrain.rollout.judge import Judge
-from posttrain.rollout.record import Rollout
+from posttrain.rollout import records
+from posttrain.rollout.environments import Environments
+from posttrain.rollout.episodes import Dialogues
+from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Generator, Rollouts
-from posttrain.types import Drawing, Sample, count
+from posttrain.rollout.scoring import Judge
+from posttrain.train.evaluation import Examination
+from posttrain.train.pretraining_mix import Pretraining
+from posttrain.train.roles import Critic, Helpers, RewardModel, check_reward_model, fill_values
+from posttrain.train.run import Result, Run, due
+from posttrain.train.summary import averaged, closing_words, mixed_versions, summary
+from posttrain.train.update import give_up_if_diverged, update
 
 MISMATCHES_ALLOWED = 3
 BEFORE_FIRST_STEP = (
@@ -64,7 +64,7 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
         for _, path in rewards.models:
             check_reward_model(path)
         if config.rollout.replay:
-            record.file_of(Path(config.rollout.replay))
+            records.file_of(Path(config.rollout.replay))
         environments = environments_of(config)
         if environments is not None:
             stack.enter_context(environments).check()
@@ -129,7 +129,7 @@ class Trainer:
             phase=run.log.phase,
             greedy_baseline=algo.greedy_baseline,
             environment=self.dialogues(speaker, self.sampling),
-            recorded=record.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
+            recorded=records.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
             update=self.samplers.update if self.samplers else None,
         )
         self.pretraining = Pretraining(run) if algo.pretrain_files() else None
@@ -140,7 +140,7 @@ class Trainer:
         if self.rollouts.recorded is not None:
             for _ in range(self.step):
                 next(self.rollouts.recorded, None)
-        self.record = record.Record(run.folder.path, self.step)
+        self.record = records.Record(run.folder.path, self.step)
 
     def train(self) -> Result:
         run, metrics = self.run, dict[str, float]()
@@ -190,7 +190,7 @@ class Trainer:
         folder = self.run.folder.path
         return RewardError(
             f"{error}\n\nthe answers: posttrain samples {folder} --failed\n"
-            f"judge them again: posttrain rewards check {folder / record.FILE} --reward {' '.join(self.config.reward)}"
+            f"judge them again: posttrain rewards check {folder / records.FILE} --reward {' '.join(self.config.reward)}"
         )
 
     def train_step(self, rollouts: list[Rollout]) -> dict[str, float]:

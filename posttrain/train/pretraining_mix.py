@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from posttrain.config import DataConfig
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError
+from posttrain.core.types import Objective, Request
 from posttrain.data.dataset import Encoder, RowStream, load_dataset
-from posttrain.data.mixture import split_weights
-from posttrain.errors import DataError
-from posttrain.loops.run import Run
-from posttrain.loops.update import Besides
-from posttrain.types import Objective, Request
+from posttrain.data.reading.mixture import split_weights
+from posttrain.train.run import Run
+from posttrain.train.update import Besides
 
 
 class Pretraining:

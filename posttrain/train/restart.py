@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from posttrain.errors import WorkerError
-from posttrain.models.checkpoint import holds_run
+from posttrain.checkpoints.checkpoint import holds_run
+from posttrain.core.errors import WorkerError
 
 if TYPE_CHECKING:
-    from posttrain.config import Config
-    from posttrain.loops.run import Result
+    from posttrain.config.sections import Config
+    from posttrain.train.run import Result
 
 log = logging.getLogger("posttrain")
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.algos.base import Algorithm
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.learner import PLAIN
-from posttrain.loops.run import Run
-from posttrain.models import checkpoint
-from posttrain.models.load import load_tokenizer, read_config, resolve_path
-from posttrain.rollout.record import Rollout
-from posttrain.runtime.base import LearnerGroup
-from posttrain.types import Drawing, Objective, Request, Sample
+from posttrain.algorithms.base import Algorithm
+from posttrain.checkpoints import checkpoint
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.types import Drawing, Objective, Request, Sample
+from posttrain.models.loading import load_tokenizer, read_config, resolve_path
+from posttrain.rollout.records import Rollout
+from posttrain.train.learner import PLAIN
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.run import Run
 
 
 class Helpers:

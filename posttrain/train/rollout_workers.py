@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,16 +12,18 @@ from typing import Any
 
 import torch
 
-from posttrain.config import INFLIGHT, ModelConfig, UpdateConfig
-from posttrain.data.templates import apply_template
+from posttrain.cluster.base import Pending, Workers, cut
+from posttrain.cluster.slots import Seat
+from posttrain.config.sections import INFLIGHT, ModelConfig, UpdateConfig
+from posttrain.core.devices import default_device
+from posttrain.core.errors import PosttrainError, WorkerError
+from posttrain.core.types import Floats, Sample
+from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import OnAnswer, Request, Sampling
-from posttrain.engines.probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
-from posttrain.errors import PosttrainError, WorkerError
-from posttrain.learner import Learner, default_device
-from posttrain.models.load import compute_dtype, load_tokenizer, read_config, resolve_path
-from posttrain.runtime.base import Pending, Pool, Workers, cut
-from posttrain.runtime.transfer import Meeting, Moved, Transfer
-from posttrain.types import Floats, Sample
+from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
+from posttrain.models.loading import compute_dtype, load_tokenizer, read_config, resolve_path
+from posttrain.parallel.weight_transfer import Meeting, Moved, Transfer
+from posttrain.train.learner import Learner
 
 ATTEMPTS = 3  # to bring weights over, each with new workers in place of those that were lost
 
@@ -95,6 +98,51 @@ class Sampler:
         return self.version
 
 
+class Sender:
+    """Beside a learner in its process; all processes that hold the model send together, the first of them really."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.transfer: Transfer | None = None
+        self.first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+    def connect(self, meeting: Meeting) -> str:
+        """Meet the receivers; why it could not be done, or nothing."""
+        self.transfer = None
+        if self.first:
+            try:
+                self.transfer = Transfer(meeting, 0)
+            except RuntimeError as error:  # a receiver is gone: the controller replaces it
+                return str(error).splitlines()[0]
+        return ""
+
+    @torch.no_grad()
+    def send(self) -> Moved:
+        """The weights of now, and what the learners make of a few tokens with them.
+
+        A receiver that is lost does not stop the learners.
+        """
+        began = time.monotonic()
+        weights = iter(self.learner.weights())
+        moved, failure = 0, ""
+        if self.first:
+            assert self.transfer is not None, "connect comes first"
+            try:
+                moved = self.transfer.send(weights)
+                if self.learner.device.type == "cuda":
+                    torch.cuda.synchronize()
+            except RuntimeError as error:
+                failure = str(error).splitlines()[0]
+                self.transfer = None  # hangs up, so that the other receivers do not wait for the rest
+        for _ in weights:  # the others wait for this process's part in each tensor
+            pass
+        return Moved(moved, time.monotonic() - began, failure, self.learner.probed())
+
+    def abort(self) -> None:
+        if self.transfer is not None:
+            self.transfer.abort()
+
+
 class Turns:
     """A model that one thread uses at a time. Who generates has it for long, and lets visitors in between two steps.
 
@@ -163,7 +211,7 @@ def agreement() -> Callable[[int], int]:
 
 def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> Any:
     """With the learners' type of numbers, so that both compute the same."""
-    from posttrain.engines import vllm
+    from posttrain.engines.vllm import engine as vllm
 
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
@@ -178,42 +226,6 @@ def own_rank() -> int:
 
 def first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class Seat:
-    """A rollout worker's place; who sits there may change."""
-
-    def __init__(self, make: Callable[[], Pool], start: Callable[[Pool], Workers]) -> None:
-        self.make, self.begin = make, start
-        self.pool: Pool | None = None
-        self.workers: Workers | None = None
-
-    def fill(self) -> None:
-        if self.workers is None:
-            self.pool = self.make()
-            self.workers = self.begin(self.pool)
-
-    def empty(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = self.workers = None
-
-    def submit(self, method: str, *args: Any) -> Pending:
-        assert self.workers is not None, "nobody sits here"
-        try:
-            return self.workers.submit(method, *args)
-        except WorkerError as error:  # lost since, as another thread has found out
-            return Refused(error)
-
-
-class Refused:
-    """A call that could not be sent."""
-
-    def __init__(self, error: WorkerError) -> None:
-        self.error = error
-
-    def result(self) -> list[Any]:
-        raise self.error
 
 
 class Samplers:

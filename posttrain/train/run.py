@@ -15,24 +15,23 @@ from typing import Any, Protocol
 
 import torch
 
-from posttrain import config as configs
-from posttrain import log as logs
-from posttrain.algos.base import Algorithm
-from posttrain.config import Config, ModelConfig, OnlineConfig
+from posttrain.algorithms.base import Algorithm
+from posttrain.checkpoints import checkpoint
+from posttrain.checkpoints.tensor_files import load_json, save_json
+from posttrain.cluster.placement import Places
+from posttrain.cluster.worker_host import Ref
+from posttrain.config import sections as configs
+from posttrain.config.sections import Config, ModelConfig, OnlineConfig
+from posttrain.core import logging as logs
+from posttrain.core.errors import CheckpointError, DataError, Stopped, UsageError, WorkerError
+from posttrain.core.types import Objective, Prompt, Sample
 from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
-from posttrain.errors import CheckpointError, DataError, Stopped, UsageError, WorkerError
-from posttrain.learner import Learner
-from posttrain.loops.folder import RunFolder, StopSignals
-from posttrain.models import checkpoint
-from posttrain.models.load import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
-from posttrain.models.shard import Layout
-from posttrain.models.tensor_files import load_json, save_json
-from posttrain.runtime.base import LearnerGroup
-from posttrain.runtime.host import Ref
-from posttrain.runtime.places import Places
-from posttrain.runtime.samplers import Sampler, Samplers
-from posttrain.runtime.transfer import Sender
-from posttrain.types import Objective, Prompt, Sample
+from posttrain.models.loading import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.rollout_workers import Sampler, Samplers, Sender
+from posttrain.train.run_directory import RunFolder, StopSignals
 
 
 @dataclass(slots=True)

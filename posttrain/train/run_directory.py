@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from posttrain.errors import UsageError
-from posttrain.models.checkpoint import clean_temporaries, holds_run, sync_folder
+from posttrain.checkpoints.checkpoint import clean_temporaries, holds_run, sync_folder
+from posttrain.core.errors import UsageError
 
 RUNS = Path("runs")
 

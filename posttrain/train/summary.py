@@ -6,10 +6,10 @@ import shlex
 
 import numpy as np
 
-from posttrain.loops.run import Run
-from posttrain.rollout.record import Rollout
+from posttrain.core.types import Sample
+from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
-from posttrain.types import Sample
+from posttrain.train.run import Run
 
 
 def averaged(parts: list[dict[str, float]]) -> dict[str, float]:

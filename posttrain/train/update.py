@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain import ops
-from posttrain.errors import DataError, DivergedError
-from posttrain.loops.run import Run
-from posttrain.runtime.base import LearnerGroup, averages
-from posttrain.types import Objective, Sample, count
+from posttrain.core import ops
+from posttrain.core.errors import DataError, DivergedError
+from posttrain.core.types import Objective, Sample, count
+from posttrain.train.learner_group import LearnerGroup, averages
+from posttrain.train.run import Run
 
 BAD_STEPS_ALLOWED = 3
 

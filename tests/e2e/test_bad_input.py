@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.algos.sft import SFT
-from posttrain.log import Log
-from posttrain.models.checkpoint import holds_run, list_checkpoints, newest_valid, verify
-from posttrain.models.tensor_files import load_json, load_tensors
-from posttrain.types import Loss
+from posttrain.algorithms.sft import SFT
+from posttrain.checkpoints.checkpoint import holds_run, list_checkpoints, newest_valid, verify
+from posttrain.checkpoints.tensor_files import load_json, load_tensors
+from posttrain.core.logging import Log
+from posttrain.core.types import Loss
 from tests.e2e.commands import PATIENCE, command, rows_of, start
 from tests.e2e.rows import write_rows
 from tests.e2e.test_resume import bytes_of
@@ -40,7 +40,7 @@ def refused(tmp_path, capsys, monkeypatch):
             raise AssertionError("a model was loaded")
 
         with monkeypatch.context() as patch:
-            patch.setattr("posttrain.learner.load_model", load)
+            patch.setattr("posttrain.train.learner.load_model", load)
             found = command(*argv)
         said = capsys.readouterr()
         message = " ".join(said.err.replace("│", " ").split())  # the parser draws a box and breaks lines
@@ -183,7 +183,7 @@ def test_a_teacher_of_another_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize(("model", "words"), [("pico", "'✓' is 3 tokens"), ("tiny", "does not know '✓'")])
 def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys):
     path = "pico" if model == "pico" else tiny_folder("llama", tmp_path)
-    monkeypatch.setattr("posttrain.learner.load_model", None)
+    monkeypatch.setattr("posttrain.train.learner.load_model", None)
     argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--out", "run")
     assert command(*argv, "--algo.reward_tokens", "✓", "✗") == 2
     said = capsys.readouterr().err
@@ -442,7 +442,7 @@ def full(*_args, **_options):
 
 
 @pytest.mark.parametrize(
-    "broken", ["posttrain.models.optimizer.save_tensors", "posttrain.learner.save_model", "os.fsync"]
+    "broken", ["posttrain.nn.optimizer.save_tensors", "posttrain.train.learner.save_model", "os.fsync"]
 )
 def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
@@ -468,9 +468,9 @@ def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("what", ["config", "bad batch"])
 def test_a_disk_that_is_full_at_other_times(what, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("posttrain.loops.folder.atomic_write_text", full)
+    monkeypatch.setattr("posttrain.train.run_directory.atomic_write_text", full)
     if what == "bad batch":
-        monkeypatch.setattr("posttrain.loops.run.Run.write_config", lambda run: None)
+        monkeypatch.setattr("posttrain.train.run.Run.write_config", lambda run: None)
         spoil(monkeypatch, {2}, "nan")
     assert command(*training()) == 1
     said = capsys.readouterr().err

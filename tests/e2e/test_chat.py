@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from posttrain.loops import train
+from posttrain.train import train
 from tests.e2e.commands import PATIENCE, command
 
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 import posttrain
-from posttrain.algos import ALGORITHMS
-from posttrain.config import with_algorithm
-from posttrain.models.checkpoint import newest_valid, step_of
-from posttrain.options import option_keys
-from posttrain.verbs import TOOLS, TRAINERS
+from posttrain.algorithms import ALGORITHMS
+from posttrain.checkpoints.checkpoint import newest_valid, step_of
+from posttrain.config.parsing import option_keys
+from posttrain.config.sections import with_algorithm
+from posttrain.config.verbs import TOOLS, TRAINERS
 from tests.e2e.commands import PATIENCE, command, rows_of, start, wait_until
 from tests.e2e.rows import write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
@@ -211,7 +211,7 @@ def test_python_is_the_same_as_the_command(tmp_path):
 
 HOLDER = """
 import sys
-from posttrain.loops.folder import RunFolder
+from posttrain.train.run_directory import RunFolder
 folder = RunFolder.open("run", "sft", resume=True)
 print("open", flush=True)
 sys.stdin.read()

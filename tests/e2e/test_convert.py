@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from posttrain.models.checkpoint import write_checkpoint
-from posttrain.models.load import resolve_path
+from posttrain.checkpoints.checkpoint import write_checkpoint
+from posttrain.models.loading import resolve_path
 from tests.e2e.commands import command
 from tests.tiny import tiny_folder
 
@@ -274,7 +274,7 @@ def test_mistakes_are_named(arguments, complaint, llama, tmp_path, capsys):
 def test_a_killed_conversion_leaves_no_target(llama, tmp_path):
     code = (
         "import os, signal, sys\n"
-        "from posttrain.models.convert import convert\n"
+        "from posttrain.convert import convert\n"
         "convert.Conversion.write_manifest = lambda self, report: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from posttrain.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from posttrain.errors import DataError, UsageError
-from posttrain.loops import train
-from posttrain.models.checkpoint import newest_valid
-from posttrain.models.tensor_files import load_json
+from posttrain.checkpoints.checkpoint import newest_valid
+from posttrain.checkpoints.tensor_files import load_json
+from posttrain.core.errors import DataError, UsageError
+from posttrain.train import train
 from tests.e2e.commands import rows_of
 from tests.e2e.test_resume import bytes_of, metrics_of, stop_after
 

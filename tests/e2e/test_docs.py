@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import DataConfig, ModelConfig, with_algorithm
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.parsing import option_keys, verb_of_file
+from posttrain.config.sections import DataConfig, ModelConfig, with_algorithm
+from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
 from posttrain.data.dataset import Encoder
-from posttrain.data.formats import FORMATS, SourceFormat, recognise
-from posttrain.data.sources import Row
-from posttrain.models.load import load_tokenizer, vocabulary_size
-from posttrain.options import option_keys, verb_of_file
+from posttrain.data.reading.formats import FORMATS, SourceFormat, recognise
+from posttrain.data.reading.sources import Row
+from posttrain.models.loading import load_tokenizer, vocabulary_size
 from posttrain.pipelines.settings import start_of
-from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 from tests.e2e.commands import PATIENCE, command, rows_of, start
 
 ROOT = Path(__file__).parents[2]

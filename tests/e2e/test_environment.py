@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.log import is_wall_clock
-from posttrain.rollout import record
+from posttrain.core.logging import is_wall_clock
+from posttrain.rollout import records
 from tests.e2e.commands import command, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def numbers(run):
 
 
 def answers(run):
-    return [{**row, "seconds": 0} for row in rows_of(run / record.FILE)]
+    return [{**row, "seconds": 0} for row in rows_of(run / records.FILE)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -73,7 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(options, tmp_path, ahead):
 
 def test_what_is_recorded_is_the_conversation(options):
     assert command("grpo", *options, "--out", "run") == 0
-    for row in rows_of(Path("run") / record.FILE):
+    for row in rows_of(Path("run") / records.FILE):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert row["messages"][0]["content"] == "Say two words." and row["text"] == said[-1]
         assert len(said) == row["turns"]
@@ -95,7 +95,7 @@ def test_evaluation_is_played_too(options):
 def test_other_rewards_are_added(options):
     reward = ["--reward", f"{ROOT}/examples/reward.py:short", "--rewards.weights", 4]
     assert command("grpo", *options, *reward, "--steps", 1, "--out", "run") == 0
-    for row in rows_of(Path("run") / record.FILE):
+    for row in rows_of(Path("run") / records.FILE):
         assert row["reward"] == row["rewards"]["environment"] + 4 * row["rewards"]["reward.short"]
 
 

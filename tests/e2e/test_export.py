@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import DataConfig, ModelConfig, UpdateConfig
+from posttrain.algorithms import ALGORITHMS
+from posttrain.checkpoints.checkpoint import newest_valid
+from posttrain.checkpoints.tensor_files import load_tensors
+from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.learner import Learner
-from posttrain.models.checkpoint import newest_valid
-from posttrain.models.load import load_tokenizer
+from posttrain.models.loading import load_tokenizer
 from posttrain.models.pico import pico_folder
-from posttrain.models.tensor_files import load_tensors
+from posttrain.train.learner import Learner
 from tests.e2e.commands import command, rows_of
 from tests.e2e.rows import write_rows
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from posttrain.loops import train
-from posttrain.models import optimizer
+from posttrain.nn import optimizer
+from posttrain.train import train
 from tests.e2e.test_resume import metrics_of, options
 
 STEPS = 2

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from posttrain import GRPOTrainer
-from posttrain.errors import DivergedError, RewardError, UsageError
-from posttrain.loops import train
+from posttrain.core.errors import DivergedError, RewardError, UsageError
+from posttrain.train import train
 from tests.e2e.rows import ROWS, write_judge, write_rows
 from tests.tiny import tiny_folder
 
@@ -72,8 +72,8 @@ def test_it_stays_one_for_fifty_steps_without_learning(tmp_path):
 
 def test_the_ratio_shows_sampling_that_the_trainer_is_not_told_of(tmp_path, monkeypatch):
     """The tests above mean nothing if a mismatch would not show; and it stops the run."""
-    from posttrain.loops import online
-    from posttrain.types import Drawing
+    from posttrain.core.types import Drawing
+    from posttrain.train import online
 
     monkeypatch.setattr(online, "Drawing", lambda **_: Drawing())
     with pytest.raises(DivergedError, match=r"rollout.max_mismatch = 0.1"):
@@ -222,7 +222,7 @@ def score(text, answer):
 
 def test_answers_without_a_gradient_are_left_out_and_change_nothing(tmp_path, monkeypatch):
     """Groups of equal rewards need not be computed: weights and loss are the same as if they were."""
-    from posttrain.algos.grpo import GRPO
+    from posttrain.algorithms.grpo import GRPO
 
     (tmp_path / "half.py").write_text(HALF)
     chosen = options(tmp_path, reward=[f"{tmp_path}/half.py:score"], steps=3)

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from posttrain.cli.samples import run as samples
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.log import is_wall_clock
-from posttrain.rollout import record
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.logging import is_wall_clock
+from posttrain.rollout import records
 from tests.e2e.commands import command, rows_of
 
 CODE = """
@@ -75,7 +75,7 @@ def as_rows(text):
 
 
 def test_best_and_worst_of_the_newest_step(run, capsys):
-    recorded = [row for row in rows_of(run / record.FILE) if row["step"] == 4]
+    recorded = [row for row in rows_of(run / records.FILE) if row["step"] == 4]
     rewards = sorted((row["reward"] for row in recorded), reverse=True)
     found = as_rows(shown(capsys, run, "--json", "--best", 2, "--worst", 1))
     assert [row["reward"] for row in found] == [*rewards[:2], rewards[-1]]
@@ -90,7 +90,7 @@ def test_best_and_worst_of_the_newest_step(run, capsys):
 
 def test_one_prompt_over_the_steps(run, workplace, capsys):
     origin = f"{workplace}/rows.jsonl:3"
-    expected = [row["text"] for row in rows_of(run / record.FILE) if row["origin"] == origin]
+    expected = [row["text"] for row in rows_of(run / records.FILE) if row["origin"] == origin]
     found = as_rows(shown(capsys, run, "--prompt", origin, "--json"))
     assert [row["text"] for row in found] == expected and len(expected) == 6  # two epochs of three answers
     assert found == as_rows(shown(capsys, run, "--prompt", "rows.jsonl:3", "--json"))
@@ -101,7 +101,7 @@ def test_one_prompt_over_the_steps(run, workplace, capsys):
 
 def test_failures_and_why(run, failing, capsys):
     assert "no answer failed" in shown(capsys, run, "--failed")
-    recorded = [row for row in rows_of(failing / record.FILE) if row["failure"]]
+    recorded = [row for row in rows_of(failing / records.FILE) if row["failure"]]
     assert recorded and all(len(row["text"]) % 3 == 0 for row in recorded)
     text = shown(capsys, failing, "--failed")
     assert f"{len(recorded)} time" in text and "ValueError: \\x1b[31mthree\\x07" in text
@@ -115,9 +115,10 @@ def test_failures_and_why(run, failing, capsys):
 def test_nothing_that_a_terminal_obeys_is_printed(run, failing, capsys, tmp_path, how):
     nasty = "\x1b]0;owned\x07 \x9b31m \u202e [red]x[/red] \r\b\x00 \u2028 界"
     rows = [
-        {**row, "text": nasty, "prompt": [{"role": "user", "content": nasty}]} for row in rows_of(failing / record.FILE)
+        {**row, "text": nasty, "prompt": [{"role": "user", "content": nasty}]}
+        for row in rows_of(failing / records.FILE)
     ]
-    (tmp_path / record.FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / records.FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = shown(capsys, tmp_path, *how)
     assert not [letter for letter in text if not letter.isprintable() and letter != "\n"]
     if "--json" not in how and "--failed" not in how:
@@ -135,7 +136,7 @@ def test_a_pipe_gets_plain_lines_that_fit(run):
 
 
 def test_wrong_use(run, tmp_path):
-    (tmp_path / record.FILE).touch()
+    (tmp_path / records.FILE).touch()
     for args, complaint in (
         ([tmp_path / "none"], "no recorded answers"),
         ([tmp_path], "nothing is recorded there yet"),
@@ -148,8 +149,8 @@ def test_wrong_use(run, tmp_path):
 
 
 def test_a_torn_line_is_passed_over(run, tmp_path, capsys):
-    whole = (run / record.FILE).read_bytes()
-    (tmp_path / record.FILE).write_bytes(whole[:-30])
+    whole = (run / records.FILE).read_bytes()
+    (tmp_path / records.FILE).write_bytes(whole[:-30])
     assert shown(capsys, tmp_path).startswith("step 4: 5 answers")
 
 
@@ -181,15 +182,15 @@ def test_a_replay_with_the_same_rewards_is_the_same_run(workplace, tmp_path, ver
     assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys() and all((one[name] == two[name]).all() for name in one)
-    replayed = [{**row, "seconds": 0} for row in rows_of(tmp_path / "two" / record.FILE)]
-    assert replayed == [{**row, "seconds": 0} for row in rows_of(tmp_path / "one" / record.FILE)]
+    replayed = [{**row, "seconds": 0} for row in rows_of(tmp_path / "two" / records.FILE)]
+    assert replayed == [{**row, "seconds": 0} for row in rows_of(tmp_path / "one" / records.FILE)]
     assert not any("time/generate" in row for row in rows_of(tmp_path / "two" / "metrics.jsonl"))
 
 
 def test_a_replay_with_other_rewards_scores_again(workplace, run, tmp_path):
     given = options(workplace, "digits", steps=3)
     assert command("grpo", *given, "--rollout.replay", run, "--out", tmp_path / "run") == 0
-    rows, recorded = rows_of(tmp_path / "run" / record.FILE), rows_of(run / record.FILE)
+    rows, recorded = rows_of(tmp_path / "run" / records.FILE), rows_of(run / records.FILE)
     for row, old in zip(rows, recorded, strict=False):
         assert (row["tokens"], row["logprobs"], row["step"]) == (old["tokens"], old["logprobs"], old["step"])
         assert row["rewards"] == {"rewards.digits": sum(letter.isdigit() for letter in row["text"])}
@@ -201,7 +202,7 @@ def test_a_replay_with_other_rewards_scores_again(workplace, run, tmp_path):
 def test_a_replay_mends_what_failed(workplace, failing, tmp_path):
     given = options(workplace, "letters", steps=2)
     assert command("grpo", *given, "--rollout.replay", failing, "--out", tmp_path / "run") == 0
-    assert not any(row["failure"] for row in rows_of(tmp_path / "run" / record.FILE))
+    assert not any(row["failure"] for row in rows_of(tmp_path / "run" / records.FILE))
 
 
 def test_a_replay_needs_a_record_that_is_long_enough(workplace, run, tmp_path, capsys):

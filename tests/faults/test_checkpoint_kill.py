@@ -18,9 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from posttrain.errors import CheckpointError
-from posttrain.models import checkpoint, tensor_files
-from posttrain.models.checkpoint import (
+from posttrain.checkpoints import checkpoint, tensor_files
+from posttrain.checkpoints.checkpoint import (
     clean_temporaries,
     is_valid,
     list_checkpoints,
@@ -29,6 +28,7 @@ from posttrain.models.checkpoint import (
     step_of,
     write_checkpoint,
 )
+from posttrain.core.errors import CheckpointError
 
 Step = Callable[[Path], object]
 
@@ -305,7 +305,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint_kill import *
 if "tensor" in {writer!r}:
     import torch
-    from posttrain.models.tensor_files import save_tensors
+    from posttrain.checkpoints.tensor_files import save_tensors
     def save_a_tensor(folder):
         save_tensors(folder / "x.safetensors", dict(x=torch.zeros(10_000)))
 save(Path(), 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import RewardError, UsageError
+from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.base import Completion, Rewards, combine
 
 FAULTS = textwrap.dedent(

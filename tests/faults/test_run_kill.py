@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.checkpoints.checkpoint import newest_valid, step_of
 from posttrain.cli.main import main
-from posttrain.learner import Learner
-from posttrain.log import Log
-from posttrain.models.checkpoint import newest_valid, step_of
+from posttrain.core.logging import Log
+from posttrain.train.learner import Learner
 from tests.e2e.commands import PATIENCE
 from tests.e2e.rows import write_judge, write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
@@ -203,8 +203,8 @@ def warden(verb):
 
 if __name__ == "__main__":
     for module in (
-        "posttrain.loops.offline",
-        "posttrain.loops.online",
+        "posttrain.train.offline",
+        "posttrain.train.online",
         "tyro",
         "peft",
         "torch._inductor",

@@ -20,10 +20,10 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import torch.distributed as dist
-from posttrain.algos.base import register
-from posttrain.algos.sft import SFT
+from posttrain.algorithms.base import register
+from posttrain.algorithms.sft import SFT
 from posttrain.cli.main import main
-from posttrain.verbs import TRAINERS
+from posttrain.config.verbs import TRAINERS
 
 TRAINERS["frail"] = "SFT that may die"
 

@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.errors import UsageError
-from posttrain.learner import Learner
-from posttrain.models import layers, steps
-from posttrain.models.context import Context
-from posttrain.models.shard import Layout
-from posttrain.types import Loss, Objective, Request, Sample, count
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.nn import layers
+from posttrain.nn.kernels import reference
+from posttrain.parallel.context import Context
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
-from tests.unit.models.test_sharing import rows, twin_of_the_kernel
+from tests.unit.nn.test_sharing import rows, twin_of_the_kernel
 
 GROUPS = [(40, (5, 12, 1)), (33, (9, 9)), (70, (4,))]
 CASES = ("shared beginnings", "ragged kernel", "little counts", "nothing counts")
@@ -42,7 +43,7 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
     if case == "ragged kernel":
         torch.nn.attention.varlen.varlen_attn = twin_of_the_kernel(behind=True)
         learner.trunk.ragged_kernel = True
-        learner.inside(layers.speed_up, learner.model, steps)
+        learner.inside(layers.speed_up, learner.model, reference)
     made, wanted = samples(case), Request(names=frozenset({"logprobs", "entropy"}))
     objective = Objective(request=wanted, loss=lambda out, _: Loss(total=-out.logprobs.sum()), unit="token")
     assert learner.shared_tokens and learner.shared_tokens < 33

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.models.shard import Layout
-from posttrain.runtime.base import cut
-from posttrain.types import Objective, count
+from posttrain.algorithms import ALGORITHMS
+from posttrain.cluster.base import cut
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.types import Objective, count
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
 from tests.invariance.test_split import prepared
 from tests.invariance.worlds import run_world
 from tests.tiny import tiny_folder

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.algorithms import ALGORITHMS
+from posttrain.cluster.base import cut
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import count
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.base import Sampling
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.learner import Learner
-from posttrain.models.shard import Layout
-from posttrain.runtime.base import cut
-from posttrain.types import count
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
 from tests.invariance.test_split import prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.models import layers
-from posttrain.models import steps as plain_steps
-from posttrain.models.shard import Layout
-from posttrain.runtime.base import cut
-from posttrain.types import Objective, Request, count
+from posttrain.algorithms import ALGORITHMS
+from posttrain.cluster.base import cut
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.types import Objective, Request, count
+from posttrain.nn import layers
+from posttrain.nn.kernels import reference as plain_steps
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
 from tests.invariance.test_split import prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.errors import PosttrainError
-from posttrain.learner import Learner
-from posttrain.models import layers
-from posttrain.runtime.base import add_up, averages
-from posttrain.types import Drawing, Objective, Request, Sample, count
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Drawing, Objective, Request, Sample, count
+from posttrain.nn import layers
+from posttrain.train.learner import Learner
+from posttrain.train.learner_group import add_up, averages
 from tests.tiny import tiny_folder
 
 VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [

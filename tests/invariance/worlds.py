@@ -21,7 +21,9 @@ SECONDS = 600  # for one world; the machine may be busy
 def run_world(size: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `work(rank, *args)` in so many processes of one gloo group; what each returned, as JSON can hold it."""
     context = multiprocessing.get_context("forkserver")  # imports once, and no thread of this process is inherited
-    context.set_forkserver_preload([__name__, "posttrain.learner", "posttrain.algos", "peft", work.__module__])
+    context.set_forkserver_preload(
+        [__name__, "posttrain.train.learner", "posttrain.algorithms", "peft", work.__module__]
+    )
     folder.mkdir(parents=True)
     members = [context.Process(target=enter, args=(rank, size, folder, work, args)) for rank in range(size)]
     for member in members:

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from posttrain.data.pack import collate
-from posttrain.types import Batch, Sample
+from posttrain.core.types import Batch, Sample
+from posttrain.data.packing import collate
 
 
 def sample(rng: np.random.Generator, mask: list[int], **fields) -> Sample:

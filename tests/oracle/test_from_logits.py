@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain import ops
+from posttrain.core import ops
 
 from . import slow
 

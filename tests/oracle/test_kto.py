@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos.kto import KTO
-from posttrain.errors import UsageError
-from posttrain.types import Outputs, Sample
+from posttrain.algorithms.kto import KTO
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Outputs, Sample
 
 from .batches import batch_of
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos import ALGORITHMS
-from posttrain.types import Outputs
+from posttrain.algorithms import ALGORITHMS
+from posttrain.core.types import Outputs
 
 from . import slow
 from .batches import batch_of, per_sample_lists, random_logprobs, samples

@@ -2,8 +2,8 @@
 
 import pytest
 
-from posttrain.algos import ALGORITHMS
-from posttrain.errors import UsageError
+from posttrain.algorithms import ALGORITHMS
+from posttrain.core.errors import UsageError
 
 
 def build(name, **options):

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain import ops
-from posttrain.algos import ALGORITHMS
-from posttrain.algos.policy import standardized
-from posttrain.errors import UsageError
-from posttrain.types import Sample
+from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms.policy import standardized
+from posttrain.core import ops
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Sample
 
 from . import slow_policy
 from .test_policy_losses import ONLINE, algorithm, drawn, label

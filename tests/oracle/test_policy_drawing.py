@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain import ops
-from posttrain.data.pack import collate
+from posttrain.core import ops
+from posttrain.core.types import Drawing, Request
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request as Asked
 from posttrain.engines.base import Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward
-from posttrain.types import Drawing, Request
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 from . import slow

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain import ops
-from posttrain.types import Outputs, Sample
+from posttrain.core import ops
+from posttrain.core.types import Outputs, Sample
 
 from .batches import batch_of
 from .test_policy_losses import algorithm

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos import ALGORITHMS
-from posttrain.types import Outputs
+from posttrain.algorithms import ALGORITHMS
+from posttrain.core.types import Outputs
 
 from . import slow, slow_policy
 from .batches import batch_of, per_sample_lists, random_logprobs, samples

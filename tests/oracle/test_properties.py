@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import Config, OnlineConfig
-from posttrain.types import Loss, Outputs
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import Config, OnlineConfig
+from posttrain.core.types import Loss, Outputs
 
 from .batches import batch_of, random_logprobs, sample, samples
 

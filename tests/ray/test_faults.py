@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from posttrain.runtime.places import Places
+from posttrain.cluster.placement import Places
 from tests.ray.nodes import SECONDS, Run, agree, gone
 from tests.ray.test_runs import APART, COMMON, VERBS, models, on_ray, posttrain, ppo
 
@@ -91,7 +91,7 @@ def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp
     assert posttrain(*options, "--steps", steps - 1, "--out", tmp_path / "one") == 0
     plan = {2 + number: (role, how) for role, number in ROLES.items()} | {steps: ("actor", how)}
     monkeypatch.setattr(Disturbed, "plan", plan, raising=False)
-    monkeypatch.setattr("posttrain.loops.run.Places", Disturbed)
+    monkeypatch.setattr("posttrain.train.run.Places", Disturbed)
     layout = [f"{role}.devices=1" for role in ROLES if role != "actor"]
     cluster = on_ray(both, len(ROLES), *layout)
     cluster = cluster if transport == "ray" else cluster[2:]

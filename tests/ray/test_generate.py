@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ClusterConfig, DataConfig, ModelConfig
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.engines.base import Sampling
-from posttrain.serve.generate import Generation, generate
+from posttrain.inference.generate import Generation, generate
 from tests.ray.nodes import ROOT
 
 if importlib.util.find_spec("ray") is None:

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from posttrain.config import ClusterConfig
-from posttrain.errors import UsageError, WorkerError
+from posttrain.config.sections import ClusterConfig
+from posttrain.core.errors import UsageError, WorkerError
 from tests.ray.nodes import SECONDS, gone
-from tests.unit.runtime.things import Thing
+from tests.unit.cluster.things import Thing
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed here", allow_module_level=True)
@@ -21,7 +21,7 @@ if importlib.util.find_spec("ray") is None:
 @pytest.fixture
 def places(both, tmp_path):
     """Pools of two workers."""
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     made = []
 
@@ -81,7 +81,7 @@ def test_one_that_is_lost(places, how):
 def test_more_than_there_is(both, tmp_path):
     import ray
 
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     places = Places(ClusterConfig(devices=7, ray=both.address, limits=(0, 2.0)), tmp_path)
     # Where an earlier test lost a node there may soon be more, and it waits.
@@ -106,7 +106,7 @@ def test_places_that_others_have(places):
 
 def test_tensor_ranks_share_a_node(both, tmp_path):
     """Four fit as three and one; pairs that talk all the time are not torn apart."""
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=2",), limits=(0, float(SECONDS))), tmp_path)
     try:
@@ -119,7 +119,7 @@ def test_tensor_ranks_share_a_node(both, tmp_path):
 
 
 def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=4",), limits=(0, float(SECONDS))), tmp_path)
     try:
@@ -132,7 +132,7 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
 def test_another_version(both, tmp_path, monkeypatch):
     import ray
 
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     monkeypatch.setattr(ray, "__version__", "2.1.0")
     places = Places(ClusterConfig(devices=2, ray=both.address), tmp_path)
@@ -144,7 +144,7 @@ def test_another_version(both, tmp_path, monkeypatch):
 def test_a_node_where_the_package_is_missing(places, tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("class Employee:\n    def serve(self, *args):\n        pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("posttrain.runtime.ray.Employee", importlib.import_module("only_here").Employee)
+    monkeypatch.setattr("posttrain.cluster.ray.Employee", importlib.import_module("only_here").Employee)
     (tmp_path / "only_here.py").unlink()
     said = r"new worker, rank [01] .* did not start: ModuleNotFoundError: No module named 'only_here'. All nodes need"
     with pytest.raises(WorkerError, match=said):
@@ -165,7 +165,7 @@ def test_two_ways_to_start_workers(monkeypatch):
     [("ray://127.0.0.1:10001", "Run the command on a node of the cluster"), ("nonsense", "no Ray cluster answers")],
 )
 def test_no_cluster_there(address, words, tmp_path):
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     with pytest.raises(UsageError, match=words):
         Places(ClusterConfig(devices=2, ray=address), tmp_path).pool("actor")

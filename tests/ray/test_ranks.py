@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch.distributed as dist
 
-from posttrain.config import ClusterConfig
+from posttrain.config.sections import ClusterConfig
 from tests.invariance.test_ranks import as_rank, folders_for_all, test_ranks_do_not_matter
 from tests.ray.nodes import SECONDS
 
@@ -25,7 +25,7 @@ class Rank:
 @pytest.fixture(scope="module")
 def made(nodes, tmp_path_factory):
     """Tiny models, and the answers of both actors; all cases in one start."""
-    from posttrain.runtime.places import Places
+    from posttrain.cluster.placement import Places
 
     place = tmp_path_factory.mktemp("ranks")
     folders = folders_for_all(place)

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.data.lines import as_line
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import CheckpointError, Stopped, UsageError
+from posttrain.core.jsonl import as_line
 from posttrain.engines.base import Sampling
-from posttrain.errors import CheckpointError, Stopped, UsageError
+from posttrain.inference.generate import Generation
+from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
 from posttrain.pipelines.recipes import check, run_from, stages_of
 from posttrain.pipelines.settings import from_options, start_of
 from posttrain.pipelines.stage import open_folder, seal_of
 from posttrain.pipelines.stages import best_reward
 from posttrain.pipelines.summary import by_iteration
-from posttrain.serve.generate import Generation
-from posttrain.serve.score import Scoring
 
 
 @dataclass
@@ -256,7 +256,7 @@ def test_every_iteration_begins_with_the_model_before(verb, configured):
 
 def test_devices_and_engine_are_those_of_the_pipeline(configured, monkeypatch):
     """Only what decides the answers is sealed: a pipeline may go on with other devices."""
-    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)  # as if it were installed
+    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)  # as if it were installed
     changes = {"generate.engine": ("vllm", "max_num_seqs=4"), "cluster.devices": 3}
     plain, other = (
         [stage for stage in stages_of(verb, configured(verb, **given), Path("run")) if isinstance(stage, Generate)]

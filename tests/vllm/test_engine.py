@@ -11,13 +11,13 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import Drawing, Sample
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.vllm import VllmEngine, parsed
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.learner import Learner
-from posttrain.models import lora
-from posttrain.types import Drawing, Sample
+from posttrain.engines.vllm.engine import VllmEngine, parsed
+from posttrain.models import adapters
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 HEADS = {"hidden_size": 128, "intermediate_size": 96}  # 4 heads of 32, the smallest that vLLM has kernels for
@@ -242,14 +242,14 @@ def test_answers_of_a_group_share_their_prompt():
 def test_adapters_alone_are_sent(tmp_path):
     folder = tiny_folder("qwen2", tmp_path, **HEADS)
     learner = Learner(ModelConfig(path=str(folder), lora_rank=4, lora_alpha=16), UpdateConfig())
-    settings = lora.settings(learner.model)
+    settings = adapters.settings(learner.model)
     engine = VllmEngine(learner.model.config, learner.tokenizer, base=str(folder), adapter=settings)
     before = {}
     for version in range(3):
         with torch.no_grad():
             for parameter in learner.parameters().values():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        engine.load(lora.adapter_tensors(learner.model).items(), version)
+        engine.load(adapters.adapter_tensors(learner.model).items(), version)
         samples = engine.generate(requests(), Sampling(max_tokens=12, temperature=0.8))
         for sample, logprobs in zip(samples, learner.logprobs(samples, drawing=Drawing(temperature=0.8)), strict=True):
             assert sample.version == version and np.abs(sample.logprobs - logprobs).max() < 2e-4

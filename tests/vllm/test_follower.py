@@ -9,13 +9,13 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import PosttrainError
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.follower import Follower
 from posttrain.engines.local import LocalEngine
-from posttrain.errors import PosttrainError
-from posttrain.learner import Learner
-from posttrain.models.load import save_model
+from posttrain.engines.vllm.replica import Follower
+from posttrain.models.loading import save_model
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 HEADS = {"hidden_size": 128, "intermediate_size": 96}

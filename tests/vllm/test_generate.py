@@ -9,8 +9,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.train.learner import Learner
 from tests.e2e.commands import command, rows_of
 from tests.tiny import tiny_folder
 

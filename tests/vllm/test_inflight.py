@@ -9,11 +9,11 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.probe import probe
-from posttrain.engines.vllm import VllmEngine
-from posttrain.learner import Learner
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.weight_probe import probe
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 HEADS = {"hidden_size": 128, "intermediate_size": 96}

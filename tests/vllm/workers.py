@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from posttrain.config import ModelConfig
-from posttrain.data.pack import collate
+from posttrain.config.sections import ModelConfig
+from posttrain.core.types import Request as Wanted
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.vllm import VllmEngine
-from posttrain.models.forward import Trunk, forward
-from posttrain.models.load import load_model, load_tokenizer
-from posttrain.types import Request as Wanted
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.models.loading import load_model, load_tokenizer
+from posttrain.nn.forward import Trunk, forward
 
 
 def main(divided: str, kind: str) -> None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from posttrain.data.examples import Message
-from posttrain.data.templates import turn_ends
-from posttrain.data.tokens import Part, Segment, TokenEncoder, any_of
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.encoding.templates import turn_ends
+from posttrain.data.encoding.tokens import Part, Segment, TokenEncoder, any_of
+from posttrain.data.reading.examples import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

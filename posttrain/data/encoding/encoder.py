@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.config import DataConfig
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.examples import Chat, Example, Labelled, Message, Pair, Question, Stepwise, Text
-from posttrain.data.templates import apply_template
-from posttrain.data.tokens import Part, Segment, TokenEncoder
-from posttrain.errors import DataError, UsageError
-from posttrain.types import Prompt, RowKind, Sample
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import Prompt, RowKind, Sample
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.templates import apply_template
+from posttrain.data.encoding.tokens import Part, Segment, TokenEncoder
+from posttrain.data.reading.examples import Chat, Example, Labelled, Message, Pair, Question, Stepwise, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from posttrain.data.tokens import whole_tokens
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
+from posttrain.data.encoding.tokens import whole_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,7 +127,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 @cache
 def shipped() -> dict[str, Template]:
     """The templates that come with the package."""
-    file = resources.files("posttrain.data").joinpath("templates.yaml")
+    file = resources.files("posttrain.data.encoding").joinpath("templates.yaml")
     return parse(file.read_text(encoding="utf-8"), "templates.yaml")
 
 

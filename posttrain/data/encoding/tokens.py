@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from posttrain.data.words import WordCache
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
+from posttrain.data.encoding.word_cache import WordCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

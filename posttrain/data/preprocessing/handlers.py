@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from posttrain.config import DataConfig
-from posttrain.data.columns import KeyMap
-from posttrain.data.encode import Encoded, Encoder
-from posttrain.data.examples import Chat, Example, Message, Text, fault, filled_text
-from posttrain.data.formats import SourceFormat
-from posttrain.data.indexed import Numbers, token_dtype
-from posttrain.data.sentences import sentences
-from posttrain.data.sources import Row
-from posttrain.errors import DataError, UsageError
-from posttrain.types import RowKind, Sample
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import RowKind, Sample
+from posttrain.data.encoding.encoder import Encoded, Encoder
+from posttrain.data.preprocessing.indexed import Numbers, token_dtype
+from posttrain.data.preprocessing.sentences import sentences
+from posttrain.data.reading.columns import KeyMap
+from posttrain.data.reading.examples import Chat, Example, Message, Text, fault, filled_text
+from posttrain.data.reading.formats import SourceFormat
+from posttrain.data.reading.sources import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

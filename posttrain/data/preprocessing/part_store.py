@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.handlers import Handler, Outcome
-from posttrain.data.indexed import (
+from posttrain.core.errors import UsageError
+from posttrain.data.preprocessing.handlers import Handler, Outcome
+from posttrain.data.preprocessing.indexed import (
     UNFINISHED,
     IndexedReader,
     IndexedWriter,
@@ -22,7 +23,6 @@ from posttrain.data.indexed import (
     sync_folder,
     unpublish,
 )
-from posttrain.errors import UsageError
 
 
 @contextmanager

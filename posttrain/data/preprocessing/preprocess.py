@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import posttrain
-from posttrain.data.handlers import (
+from posttrain.core.errors import DataError, PosttrainError, UsageError
+from posttrain.data.encoding.templates import apply_template
+from posttrain.data.preprocessing.handlers import (
     IGNORED,
     GeneralPretrainHandler,
     Handler,
@@ -35,11 +37,9 @@ from posttrain.data.handlers import (
     handler_class,
     make_handler,
 )
-from posttrain.data.indexed import IndexedReader, Numbers
-from posttrain.data.parts import Shop, Target, file_hash, shop_of
-from posttrain.data.sources import BadRow, Meter, Part, Row, parts_of
-from posttrain.data.templates import apply_template
-from posttrain.errors import DataError, PosttrainError, UsageError
+from posttrain.data.preprocessing.indexed import IndexedReader, Numbers
+from posttrain.data.preprocessing.part_store import Shop, Target, file_hash, shop_of
+from posttrain.data.reading.sources import BadRow, Meter, Part, Row, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

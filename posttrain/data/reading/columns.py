@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.data.examples import fault
-from posttrain.data.sources import Row
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
+from posttrain.data.reading.examples import fault
+from posttrain.data.reading.sources import Row
 
 OPTIONAL = ("query", "system", "history", "input", "tools")  # a row may well be without
 ROLE_TAGS = {

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from posttrain.data.sources import Row
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.data.reading.sources import Row
 
 Message: TypeAlias = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.data.columns import KeyMap
-from posttrain.data.examples import (
+from posttrain.core.errors import DataError
+from posttrain.core.types import RowKind
+from posttrain.data.reading.columns import KeyMap
+from posttrain.data.reading.examples import (
     ROLES,
     Chat,
     Example,
@@ -40,9 +42,7 @@ from posttrain.data.examples import (
     turn,
     value_of,
 )
-from posttrain.data.sources import Row
-from posttrain.errors import DataError
-from posttrain.types import RowKind
+from posttrain.data.reading.sources import Row
 
 VERBS: dict[RowKind, tuple[str, ...]] = {
     "text": ("pretrain",),

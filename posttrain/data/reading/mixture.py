@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|[+-]?inf|nan)", re.DOTALL | re.I)
 MOST_ROWS = 2**31  # of an epoch

@@ -21,7 +21,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
 
 ROW_LIMIT = 64 * 2**20  # bytes of a row; more is refused without being read into memory
 RAW_KEPT = 2**16  # characters of a refused row that are shown where it is too long for all of them

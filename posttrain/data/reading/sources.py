@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from posttrain.data.readers import READERS, BadRow, Meter, Row, Rows, extension, read_file
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
+from posttrain.data.reading.readers import READERS, BadRow, Meter, Row, Rows, extension, read_file
 
 __all__ = ["READERS", "BadRow", "Meter", "Part", "Row", "find_files", "parts_of", "read_rows", "scan_rows"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from posttrain.models.steps import add_norm as add_norm
-from posttrain.models.steps import gated as gated
-from posttrain.models.steps import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.reference import add_norm as add_norm
+from posttrain.nn.kernels.reference import gated as gated
+from posttrain.nn.kernels.reference import rotate_and_store as rotate_and_store
 
 PART = 16  # rows that attend together on a CPU
 BLOCK = 4096  # tokens of the vocabulary whose probabilities are added first

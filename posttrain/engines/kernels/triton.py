@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.models.kernels import add_norm as add_norm
-from posttrain.models.kernels import gated as gated
-from posttrain.models.kernels import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.triton import add_norm as add_norm
+from posttrain.nn.kernels.triton import gated as gated
+from posttrain.nn.kernels.triton import rotate_and_store as rotate_and_store
 
 BLOCK = 4096
 PROGRAMS = 264  # a GPU wants so many; long caches of few rows are split to get there

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import Floats, Sample
 from posttrain.engines.base import Between, OnToken, Request, Sampling
-from posttrain.engines.probe import difference
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.types import Floats, Sample
+from posttrain.engines.weight_probe import difference
 
 BACKEND = "posttrain"  # our name among vLLM's ways of moving weights
 OPTION = "rollout.engine vllm"

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from posttrain.engines import vllm
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Floats, Sample
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.probe import OTHER_ENGINE, probe
-from posttrain.errors import UsageError
-from posttrain.models import lora
-from posttrain.models.load import is_adapter, resolve_path
-from posttrain.models.shard import gathered, local
-from posttrain.types import Floats, Sample
+from posttrain.engines.vllm import engine as vllm
+from posttrain.engines.weight_probe import OTHER_ENGINE, probe
+from posttrain.models import adapters
+from posttrain.models.loading import is_adapter, resolve_path
+from posttrain.parallel.fsdp import gathered, local
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Looks = Callable[[Sequence[Sample]], list[Floats]]
@@ -40,7 +40,7 @@ class Follower:
         self.options, self.model, self.tokenizer, self.dtype = options, model, tokenizer, dtype
         self.logprobs = logprobs
         self.base = base_folder(model)
-        self.weights: Weights = (lambda: whole(lora.adapter_tensors(model).items())) if self.base else weights
+        self.weights: Weights = (lambda: whole(adapters.adapter_tensors(model).items())) if self.base else weights
         self.probe = probe(model.config.get_text_config().vocab_size)
         self.engine: vllm.VllmEngine | None = None
         self.version = 0
@@ -48,7 +48,7 @@ class Follower:
     def refresh(self) -> None:
         """Take the trainer's weights of now, and see that they have arrived."""
         if self.engine is None:
-            adapter = lora.settings(self.model) if self.base else None
+            adapter = adapters.settings(self.model) if self.base else None
             self.engine = vllm.VllmEngine(
                 self.model.config,
                 self.tokenizer,
@@ -81,7 +81,7 @@ class Follower:
 
 def base_folder(model: PreTrainedModel) -> str:
     """Where vLLM finds the weights that adapters stand beside; empty: there are no adapters, or nothing to find."""
-    if not lora.is_adapted(model):
+    if not adapters.is_adapted(model):
         return ""
     source = resolve_path(model.name_or_path)
     return "" if is_adapter(source) else source

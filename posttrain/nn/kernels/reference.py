@@ -18,10 +18,10 @@ def steps_for(device: torch.device) -> ModuleType:
     if device.type != "cuda":
         return sys.modules[__name__]
     try:
-        from posttrain.models import kernels
+        from posttrain.nn.kernels import triton
     except ImportError:
         return sys.modules[__name__]
-    return kernels
+    return triton
 
 
 def add_norm(

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.errors import CheckpointError
-from posttrain.models import checkpoint
-from posttrain.models.checkpoint import (
+from posttrain.checkpoints import checkpoint
+from posttrain.checkpoints.checkpoint import (
     clean_temporaries,
     fingerprint_files,
     holds_run,
@@ -31,7 +30,7 @@ from posttrain.models.checkpoint import (
     verify,
     write_checkpoint,
 )
-from posttrain.models.tensor_files import (
+from posttrain.checkpoints.tensor_files import (
     Entry,
     TensorFiles,
     load_json,
@@ -40,6 +39,7 @@ from posttrain.models.tensor_files import (
     save_json,
     save_tensors,
 )
+from posttrain.core.errors import CheckpointError
 
 
 def save(checkpoints: Path, step: int, size: int = 1000, mark: int = 0) -> Path:
@@ -505,6 +505,7 @@ def test_the_files_that_make_a_model(tmp_path):
 
 
 def test_looking_at_folders_needs_no_torch():
-    code = "import sys; import posttrain.models.checkpoint, posttrain.loops.folder; sys.exit('torch' in sys.modules)"
+    modules = "posttrain.checkpoints.checkpoint, posttrain.train.run_directory"
+    code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert checkpoint.MANIFEST == "manifest.json"

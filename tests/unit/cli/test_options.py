@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.cli import generate, score, select
 from posttrain.cli.options import parse
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 
 def written(tmp_path, text):

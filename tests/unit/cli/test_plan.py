@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain import config as configs
-from posttrain.algos import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS
 from posttrain.cli import plan, plan_pipeline, tools
-from posttrain.config import Config
-from posttrain.errors import UsageError
+from posttrain.config import sections as configs
+from posttrain.config.sections import Config
+from posttrain.core.errors import UsageError
 from posttrain.pipelines.settings import PipelineConfig, start_of
 from tests.tiny import tiny_folder
 
@@ -59,9 +59,9 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     assert ledger["rows"][0] == "9" and ledger["evaluation rows"][0] == "1"
     assert ledger["samples"] == ("18", "2 a row")
     assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
-    from posttrain.data.pack import pack
-    from posttrain.loops.run import load_data
-    from posttrain.models.load import load_tokenizer
+    from posttrain.data.packing import pack
+    from posttrain.models.loading import load_tokenizer
+    from posttrain.train.run import load_data
 
     algo = ALGORITHMS["dpo"](config.algo)
     data = load_data(config, algo, load_tokenizer(config.model), 263)

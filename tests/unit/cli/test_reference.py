@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.algos import ALGORITHMS
-from posttrain.algos.preference import CPO, SimPO
+from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms.preference import CPO, SimPO
 from posttrain.cli.reference import escaped, meanings, page, shown, type_name
-from posttrain.config import with_algorithm
-from posttrain.options import option_keys
+from posttrain.config.parsing import option_keys
+from posttrain.config.sections import with_algorithm
+from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
 from posttrain.pipelines.settings import start_of
-from posttrain.verbs import PIPELINES, TOOLS, TRAINERS
 
 PAGE = Path(__file__).parents[3] / "docs/commands.md"
 

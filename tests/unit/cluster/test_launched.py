@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import launched_size
-from posttrain.errors import UsageError
-from posttrain.runtime import launched
+from posttrain.cluster import launched
+from posttrain.config.sections import launched_size
+from posttrain.core.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 from pathlib import Path
-from posttrain.runtime import launched
-from tests.unit.runtime.things import Together
+from posttrain.cluster import launched
+from tests.unit.cluster.things import Together
 
 class Mine(Together):
     "A class of the script itself."

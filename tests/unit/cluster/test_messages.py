@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.runtime import wire
-from posttrain.types import STREAMS, Sample
+from posttrain.cluster import messages
+from posttrain.core.types import STREAMS, Sample
 
 
 def through(body, kind="call", **options):
     ours, theirs = Pipe()
     with ours, theirs:
-        sender = threading.Thread(target=wire.send, args=(ours, kind, 7, body), kwargs=options)
+        sender = threading.Thread(target=messages.send, args=(ours, kind, 7, body), kwargs=options)
         sender.start()
-        received = wire.receive(theirs)
+        received = messages.receive(theirs)
         sender.join()
         assert not theirs.poll(), "something was left over"
     return received
@@ -75,9 +75,9 @@ def test_the_head_says_what_it_is():
 def test_what_cannot_be_sent_leaves_the_connection_usable():
     ours, theirs = Pipe()
     with pytest.raises(TypeError):
-        wire.send(ours, "call", 1, threading.Lock())
-    wire.send(ours, "call", 2, "next")
-    head, body = wire.receive(theirs)
+        messages.send(ours, "call", 1, threading.Lock())
+    messages.send(ours, "call", 2, "next")
+    head, body = messages.receive(theirs)
     assert (head.number, body) == (2, "next")
 
 
@@ -90,15 +90,15 @@ class Strange:
 
 def test_what_cannot_be_read_is_named_and_the_next_message_comes():
     ours, theirs = Pipe()
-    wire.send(ours, "call", 1, (Strange(), [np.arange(4.0)]))
-    wire.send(ours, "call", 2, "next")
-    head, body = wire.receive(theirs)
+    messages.send(ours, "call", 1, (Strange(), [np.arange(4.0)]))
+    messages.send(ours, "call", 2, "next")
+    head, body = messages.receive(theirs)
     assert head.number == 1 and "not a number" in body.reason
-    assert wire.receive(theirs)[1] == "next"
+    assert messages.receive(theirs)[1] == "next"
 
 
 def test_a_peer_that_reads_no_more_is_noticed():
     ours, _theirs = Pipe()
-    wire.bound(ours, 0.2)
+    messages.bound(ours, 0.2)
     with pytest.raises(BlockingIOError):
-        wire.send(ours, "call", 1, [np.zeros(10_000_000)])
+        messages.send(ours, "call", 1, [np.zeros(10_000_000)])

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import UsageError, WorkerError
-from posttrain.runtime.host import Ref
-from posttrain.runtime.processes import MeetingPoint, ProcessPool, share_of_cores
-from tests.unit.runtime.things import Late, Thing, Together
+from posttrain.cluster.processes import MeetingPoint, ProcessPool, share_of_cores
+from posttrain.cluster.worker_host import Ref
+from posttrain.core.errors import UsageError, WorkerError
+from tests.unit.cluster.things import Late, Thing, Together
 
 GENEROUS = 120.0
 
@@ -31,8 +31,8 @@ def pool(folder, size=1, seconds=GENEROUS, **options):
 
 def light(folder, size, seconds=GENEROUS):
     """A crew of several processes that need not meet."""
-    from posttrain.runtime.crew import Channel, Crew
-    from posttrain.runtime.processes import launch
+    from posttrain.cluster.processes import launch
+    from posttrain.cluster.worker_pool import Channel, Crew
 
     channels = []
     for rank in range(size):
@@ -214,15 +214,15 @@ CONTROLLER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.unit.runtime.test_processes import light
-from tests.unit.runtime.things import Thing
+from tests.unit.cluster.test_processes import light
+from tests.unit.cluster.things import Thing
 
 class Mine(Thing):
     "A class of the script itself."
 
 if __name__ == "__main__":
-    from posttrain.runtime.processes import greet
-    from posttrain.runtime.host import Group
+    from posttrain.cluster.processes import greet
+    from posttrain.cluster.worker_host import Group
     crew = light(Path({folder!r}), 2)
     greet(crew, [Group(0, 1, ("", 0), "", 1.0)] * 2)
     workers = crew.start("actor", Mine, "mine")

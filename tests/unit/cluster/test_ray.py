@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.cluster import run as cluster
-from posttrain.errors import UsageError
-from posttrain.runtime.ray import LocalCluster, Node, Recruit, connect, gather, interface_of, passed_on, state_file
+from posttrain.cluster.ray import LocalCluster, Node, Recruit, connect, gather, interface_of, passed_on, state_file
+from posttrain.core.errors import UsageError
 
 
 @pytest.fixture(autouse=True)

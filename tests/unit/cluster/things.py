@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 
 
 class Thing:
@@ -150,6 +150,6 @@ class Telling:
         return ""
 
     def send(self):
-        from posttrain.runtime.transfer import Moved
+        from posttrain.parallel.weight_transfer import Moved
 
         return Moved(10, 0.5)

@@ -5,11 +5,11 @@ import typing
 import pytest
 import yaml
 
-from posttrain import config as configs
-from posttrain.algos import ALGORITHMS
-from posttrain.config import as_mapping, as_yaml, check, value_of
-from posttrain.errors import UsageError
-from posttrain.options import check_key, flatten, from_mapping, option_keys, parse, verb_of_file
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config import sections as configs
+from posttrain.config.parsing import check_key, flatten, from_mapping, option_keys, parse, verb_of_file
+from posttrain.config.sections import as_mapping, as_yaml, check, value_of
+from posttrain.core.errors import UsageError
 
 LEAST = {"model": {"path": "pico"}, "data": {"train": ["a.jsonl"]}}
 # Where what `another` finds would be out of bounds, or would not go with the rest.

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from tests.unit.models.convert.models import make
+from tests.unit.convert.models import make
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.models.convert.convert import convert
-from posttrain.models.convert.source import open_source
+from posttrain.convert.conversion import convert
+from posttrain.convert.source import open_source
 
 VOCABULARY = 101  # odd: it has to be padded
 COMMON = {

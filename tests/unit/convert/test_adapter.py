@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.convert.adapter_files import Base, read_adapter, write_adapter
-from posttrain.models.convert.families import model_parts
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.source import read_json
-from tests.unit.models.convert.models import converted, core, weights
+from posttrain.convert.adapter_files import Base, read_adapter, write_adapter
+from posttrain.convert.families import model_parts
+from posttrain.convert.megatron import Layout
+from posttrain.convert.source import read_json
+from posttrain.core.errors import CheckpointError, UsageError
+from tests.unit.convert.models import converted, core, weights
 
 peft = pytest.importorskip("peft")
 

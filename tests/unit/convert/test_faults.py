@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from posttrain.errors import CheckpointError, PosttrainError, UsageError
-from posttrain.models.convert import stream
-from posttrain.models.convert.files import open_pt
-from posttrain.models.convert.megatron import Layout
-from tests.unit.models.convert.models import converted, core, make, weights
+from posttrain.convert import stream
+from posttrain.convert.files import open_pt
+from posttrain.convert.megatron import Layout
+from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from tests.unit.convert.models import converted, core, make, weights
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.models.convert.convert import convert
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.source import open_source
+from posttrain.convert.conversion import convert
+from posttrain.convert.megatron import Layout
+from posttrain.convert.source import open_source
 from tests.tiny import tiny_folder
-from tests.unit.models.convert.models import converted, core
+from tests.unit.convert.models import converted, core
 
 pytest.importorskip("megatron.core")
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.convert.families import FAMILIES, model_parts
-from posttrain.models.convert.megatron import Layout
-from posttrain.models.convert.source import read_json
-from tests.unit.models.convert.models import NAMES, assert_equal, converted, core
+from posttrain.convert.families import FAMILIES, model_parts
+from posttrain.convert.megatron import Layout
+from posttrain.convert.source import read_json
+from tests.unit.convert.models import NAMES, assert_equal, converted, core
 
 CASES = 18  # for each of the tiny models: more than 300 in all, with and without those that have no legacy form
 

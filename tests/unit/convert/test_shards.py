@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.errors import UsageError
-from posttrain.models.convert.families import shape_of
-from posttrain.models.convert.megatron import Layout, chunks
-from posttrain.models.convert.pieces import fault_in_cover
-from posttrain.models.convert.source import read_json
-from tests.unit.models.convert.models import assert_equal, converted, core, weights
+from posttrain.convert.families import shape_of
+from posttrain.convert.megatron import Layout, chunks
+from posttrain.convert.pieces import fault_in_cover
+from posttrain.convert.source import read_json
+from posttrain.core.errors import UsageError
+from tests.unit.convert.models import assert_equal, converted, core, weights
 
 # the tiny models: hidden 16, 4 heads of 4 in 2 groups, feed-forward 24, vocabulary 101, 4 layers
 

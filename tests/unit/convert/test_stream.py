@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 
-from posttrain.models.convert import convert as conversion
-from posttrain.models.convert import stream
-from posttrain.models.convert.files import Rooms
-from posttrain.models.convert.megatron import Layout
-from tests.unit.models.convert.models import assert_equal, converted, weights
+from posttrain.convert import conversion, stream
+from posttrain.convert.files import Rooms
+from posttrain.convert.megatron import Layout
+from tests.unit.convert.models import assert_equal, converted, weights
 
 
 class Watched(Rooms):

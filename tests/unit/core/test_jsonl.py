@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.lines import as_line, as_lines
+from posttrain.core.jsonl import as_line, as_lines
 
 
 @given(st.text())

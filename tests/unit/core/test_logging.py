@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.errors import PosttrainError, UsageError
-from posttrain.log import Console, Log, Phases, check_sinks, is_wall_clock, memory_gib
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.logging import Console, Log, Phases, check_sinks, is_wall_clock, memory_gib
 
 
 def new_log(folder: Path | None, **options) -> Log:
@@ -63,7 +63,7 @@ def test_equal_runs_differ_only_in_wall_clock_keys(tmp_path):
 
 def test_phases_sum_to_the_wall_time_and_inner_ones_are_not_counted_twice(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("posttrain.log.time.perf_counter", lambda: now)
+    monkeypatch.setattr("posttrain.core.logging.time.perf_counter", lambda: now)
     phases = Phases()
     now = 1.0  # 1 s of nothing
     phases.enter("train")
@@ -91,7 +91,7 @@ def test_phases_reach_the_metrics_even_when_the_body_raises(tmp_path):
 
 def test_speed_leaves_out_evaluation_and_saving(tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr("posttrain.log.time.perf_counter", lambda: now)
+    monkeypatch.setattr("posttrain.core.logging.time.perf_counter", lambda: now)
     with new_log(tmp_path) as log:
         with log.phase("train"):
             now += 2.0
@@ -193,7 +193,7 @@ def test_terminal_rewrites_one_line_and_prints_messages_above_it(monkeypatch):
 
 def test_a_closed_pipe_does_not_end_the_run(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from posttrain.log import Log\n"
+        "import sys; from pathlib import Path; from posttrain.core.logging import Log\n"
         "options = dict(total_steps=3, quiet=False, tensorboard=False, wandb='', config={})\n"
         "with Log(Path(sys.argv[1]), **options) as l:\n"
         "    sys.stdin.readline()\n"
@@ -257,7 +257,7 @@ def test_what_matters_of_pairs_is_in_the_progress_line(capsys):
 
 def test_eta_counts_from_the_first_step_on(monkeypatch, capsys):
     now = 1000.0  # the program is old when the first step ends
-    monkeypatch.setattr("posttrain.log.time.monotonic", lambda: now)
+    monkeypatch.setattr("posttrain.core.logging.time.monotonic", lambda: now)
     console = Console(total_steps=1000, quiet=False)
     console.step(1, {"loss": 1.0, "memory_gib": 0.0, "time/load": 60.0, "time/train": 3.0, "time/other": 0.5})
     now = 1010.0
@@ -331,13 +331,18 @@ def test_a_missing_sink_is_a_usage_error_with_the_command_that_installs_it(tmp_p
 
 
 def test_log_and_its_module_import_no_heavy_library():
-    program = "import posttrain.log, sys; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    program = (
+        "import posttrain.core.logging, sys; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_quiet_libraries(before):
-    calls = ["import posttrain.log; posttrain.log.quiet_libraries()", "from transformers.utils import logging"]
+    calls = [
+        "import posttrain.core.logging; posttrain.core.logging.quiet_libraries()",
+        "from transformers.utils import logging",
+    ]
     program = "\n".join(calls if before else reversed(calls))
     program += "\nassert logging.get_verbosity() == logging.ERROR and not logging.is_progress_bar_enabled()"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMERS", "HF_"))}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from posttrain import ops
+from posttrain.core import ops
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from posttrain.config import DataConfig
+from posttrain.config.sections import DataConfig
 from posttrain.data import check as checks
 from posttrain.data.check import Piece, check_source, histogram, shortened
-from posttrain.data.encode import Encoder
+from posttrain.data.encoding.encoder import Encoder
 from tests.unit.data.made import byte_level
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "there"}]}

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from posttrain.config import DataConfig
-from posttrain.data import dataset, encode
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import Sample
+from posttrain.data import dataset
 from posttrain.data.dataset import Encoder, RowStream, load_dataset, split_rows
-from posttrain.data.examples import Chat, Labelled, Pair, Stepwise, Text
-from posttrain.errors import DataError, UsageError
-from posttrain.types import Sample
+from posttrain.data.encoding import encoder as encoding
+from posttrain.data.reading.examples import Chat, Labelled, Pair, Stepwise, Text
 from tests.unit.data.made import CHATML, byte_level
 
 MARK = "ки"
@@ -331,10 +332,10 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
     plain = made.encode_all
     monkeypatch.setattr(made, "encode_all", lambda examples: sizes.append(len(examples)) or plain(examples))
     assert len(load_dataset([file], made).rows) == 7 and max(sizes) == 2
-    monkeypatch.setattr(encode, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "MOST_CHARACTERS", 100)
     with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; at most 100 can be encoded as one row"):
         load_dataset([file], made)
-    monkeypatch.setattr(encode, "MOST_MESSAGES", 3)
+    monkeypatch.setattr(encoding, "MOST_MESSAGES", 3)
     with pytest.raises(DataError, match="4 messages; a conversation may have 3"):
         made.encode(Chat(origin="f:1", messages=(QUESTION + bot("a")) * 2))
 

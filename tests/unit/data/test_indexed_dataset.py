@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from posttrain.config import DataConfig
-from posttrain.data import tokenized
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data import indexed_dataset
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.data.handlers import PreprocessConfig
-from posttrain.data.indexed import IndexedWriter
-from posttrain.data.preprocess import preprocess
-from posttrain.data.tokenized import is_indexed, load_indexed
-from posttrain.errors import DataError, UsageError
+from posttrain.data.indexed_dataset import is_indexed, load_indexed
+from posttrain.data.preprocessing.handlers import PreprocessConfig
+from posttrain.data.preprocessing.indexed import IndexedWriter
+from posttrain.data.preprocessing.preprocess import preprocess
 from posttrain.models.pico import build_tokenizer
 from tests.unit.data.made import byte_level
 
@@ -60,7 +60,7 @@ def plain(rows):
 @pytest.mark.parametrize(("max_tokens", "on_long"), [(500, "truncate"), (21, "truncate"), (21, "drop")])
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_tokens, on_long, adds_bos):
-    monkeypatch.setattr(tokenized, "BLOCK", 64)  # so that there are many blocks
+    monkeypatch.setattr(indexed_dataset, "BLOCK", 64)  # so that there are many blocks
     handler, rows, options = KINDS[kind]
     tokenizer = PICO if adds_bos else byte_level(bos_token=None)
     source, prefix = written(tmp_path, handler, rows, tokenizer, **options)

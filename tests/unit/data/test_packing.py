@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.pack import collate, moved, pack, runs
-from posttrain.types import Sample
+from posttrain.core.types import Sample
+from posttrain.data.packing import collate, moved, pack, runs
 
 
 def sample(length, start=0, **extra):

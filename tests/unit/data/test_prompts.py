@@ -2,11 +2,11 @@
 
 import pytest
 
-from posttrain.config import DataConfig
-from posttrain.data.encode import Encoder
-from posttrain.data.formats import SourceFormat
-from posttrain.data.sources import Row
-from posttrain.errors import DataError
+from posttrain.config.sections import DataConfig
+from posttrain.core.errors import DataError
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.reading.formats import SourceFormat
+from posttrain.data.reading.sources import Row
 from tests.unit.data.made import byte_level
 
 ROWS = [

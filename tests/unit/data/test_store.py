@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from posttrain.core.types import Sample
 from posttrain.data.store import RowBuilder, RowStore
-from posttrain.types import Sample
 
 
 def sample(length, seed=0, targets=False, **fields):

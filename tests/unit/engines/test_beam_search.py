@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.data.pack import collate
+from posttrain.core.types import Request as Wanted
+from posttrain.core.types import Sample
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.beam import BeamEngine
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward
-from posttrain.types import Request as Wanted
-from posttrain.types import Sample
+from posttrain.engines.beam_search import BeamEngine
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = np.array([9, 20, 31], dtype=np.int32)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.data.pack import collate
-from posttrain.engines import plain
+from posttrain.core.types import Request as Wanted
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
+from posttrain.engines.kernels import reference
 from posttrain.engines.local import LocalEngine
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward
-from posttrain.types import Request as Wanted
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
 from tests.tiny import NAMES, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -29,14 +29,14 @@ def close(found, expected, dtype, factor=1.0):
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("width", [48, 896, 3584])
 def test_norm_and_gate(dtype, width):
-    from posttrain.engines import kernels
+    from posttrain.engines.kernels import triton
 
     x, residual, weight = random(33, width, dtype=dtype), random(33, width, dtype=dtype), random(width, dtype=dtype)
-    found, expected = (steps.add_norm(x, residual, weight, 1e-6) for steps in (kernels, plain))
+    found, expected = (steps.add_norm(x, residual, weight, 1e-6) for steps in (triton, reference))
     for ours, theirs in zip(found, expected, strict=True):
         close(ours, theirs, dtype, 2)
     both = random(33, 2 * width, dtype=dtype)
-    close(kernels.gated(both), plain.gated(both), dtype, 2)
+    close(triton.gated(both), reference.gated(both), dtype, 2)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -44,7 +44,7 @@ def test_norm_and_gate(dtype, width):
     ("width", "kv_heads", "heads"), [(8, 2, 4), (64, 2, 14), (128, 4, 28), (96, 8, 8), (256, 1, 4)]
 )
 def test_rotation_and_attention(dtype, width, kv_heads, heads):
-    from posttrain.engines import kernels
+    from posttrain.engines.kernels import triton
 
     rows, capacity = 37, 1024
     caches = [random(40, capacity, kv_heads, width, dtype=dtype) for _ in range(2)]
@@ -54,28 +54,28 @@ def test_rotation_and_attention(dtype, width, kv_heads, heads):
     cos, sin = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
     qkv = random(rows, (heads + 2 * kv_heads) * width, dtype=dtype)
     for norm in (None, random(width, dtype=dtype)):
-        expected = plain.rotate_and_store(qkv, cos, sin, positions, *caches, norm, norm, 1e-6)
-        close(kernels.rotate_and_store(qkv, cos, sin, positions, *copies, norm, norm, 1e-6), expected, dtype, 8)
+        expected = reference.rotate_and_store(qkv, cos, sin, positions, *caches, norm, norm, 1e-6)
+        close(triton.rotate_and_store(qkv, cos, sin, positions, *copies, norm, norm, 1e-6), expected, dtype, 8)
         for stream, copy in zip(caches, copies, strict=True):
             close(copy, stream, dtype, 8)
     for window in (None, 100):
         for few in (rows, 1):  # one row: the cache is split among programs
             query = random(few, heads, width, dtype=dtype)
             arguments = (query, *caches, positions[:few], 1001, None, window)
-            close(kernels.attend(*arguments), plain.attend(*arguments), dtype)
+            close(triton.attend(*arguments), reference.attend(*arguments), dtype)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_draws(dtype):
-    from posttrain.engines import kernels
+    from posttrain.engines.kernels import triton
 
     rows = 512
     logits = random(rows, 50_000, dtype=dtype) * 3
     seeds, places = torch.arange(rows, device="cuda") - 5, torch.arange(rows, device="cuda") * 3
     for temperature, floor in ((1.0, None), (0.7, None), (0.7, 8.0)):
         least = None if floor is None else torch.full((rows, 1), floor, device="cuda")
-        tokens, logprobs = kernels.draw(logits, temperature, least, seeds, places)
-        expected, expected_logprobs = plain.draw(logits, temperature, least, seeds, places)
+        tokens, logprobs = triton.draw(logits, temperature, least, seeds, places)
+        expected, expected_logprobs = reference.draw(logits, temperature, least, seeds, places)
         same = tokens == expected
         assert same.float().mean() > 0.99  # sums of another order may put a boundary elsewhere
         assert (logprobs - expected_logprobs)[same].abs().max() < 1e-5
@@ -131,7 +131,7 @@ def test_logprobs_equal_the_trainers(name, dtype):
 
 
 def test_the_largest_logits_by_blocks():
-    from posttrain import ops
+    from posttrain.core import ops
 
     logits = random(64, 50_021, dtype=torch.bfloat16).float()  # rounded: many are equal
     assert torch.equal(ops.largest(logits, 20), logits.topk(20, dim=-1).values)

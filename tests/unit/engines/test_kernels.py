@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain import ops
-from posttrain.engines.plain import BLOCK, PART, Bags, attend, draw, parts_of, uniforms
+from posttrain.core import ops
+from posttrain.engines.kernels.reference import BLOCK, PART, Bags, attend, draw, parts_of, uniforms
 
 
 def splitmix(seed, place):

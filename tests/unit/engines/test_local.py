@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.data.pack import collate
+from posttrain.core.types import Request as Wanted
+from posttrain.core.types import Sample
+from posttrain.data.packing import collate
 from posttrain.engines import local
 from posttrain.engines.base import Request, Sampling
-from posttrain.engines.fused import FusedDecoder
+from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.local import LocalEngine, rung
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward
-from posttrain.types import Request as Wanted
-from posttrain.types import Sample
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward
 from tests.tiny import NAMES, tiny_model, tiny_tokenizer
 
 
@@ -61,7 +61,7 @@ SETTINGS = [
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mistral", "deepseek_v3", "mixtral"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_logprobs_equal_a_teacher_forced_pass(name, settings):
-    from posttrain import ops
+    from posttrain.core import ops
 
     model = tiny_model(name).eval()
     engine = engine_for(model)
@@ -313,8 +313,8 @@ def test_joined_weights_are_saved_as_before(tmp_path):
 
 
 def test_adapters_take_part():
-    from posttrain.config import ModelConfig
-    from posttrain.models.lora import add_adapters
+    from posttrain.config.sections import ModelConfig
+    from posttrain.models.adapters import add_adapters
 
     model = tiny_model("qwen2").eval()
     engine = engine_for(model)

@@ -6,13 +6,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from posttrain import ops
-from posttrain.data.pack import collate
+from posttrain.core import ops
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.session import StopTexts
-from posttrain.models import attention
-from posttrain.models.forward import Trunk
+from posttrain.engines.scheduler import StopTexts
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.data.made import byte_level, sentencepiece
 from tests.unit.engines.test_local import AsOnAGPU, engine_for, prompts

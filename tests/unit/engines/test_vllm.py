@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import UsageError
 from posttrain.engines.base import Sampling
-from posttrain.engines.vllm import check_sampling, distinct
-from posttrain.errors import UsageError
-from posttrain.learner import Learner
+from posttrain.engines.vllm.engine import check_sampling, distinct
+from posttrain.train.learner import Learner
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")

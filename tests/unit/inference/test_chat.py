@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.data.sources import read_rows
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Sample
+from posttrain.data.reading.sources import read_rows
 from posttrain.engines.base import Sampling
-from posttrain.errors import UsageError
-from posttrain.serve.chat import Chat, ChatOptions, changed
-from posttrain.serve.model import ServedModel
-from posttrain.types import Sample
+from posttrain.inference.chat import Chat, ChatOptions, changed
+from posttrain.inference.model import ServedModel
 
 DATA = DataConfig(max_tokens=2**20)
 

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from posttrain.errors import DataError
-from posttrain.serve.answers import Answer
-from posttrain.serve.evaluation import by_prompt, compare, failures, figures, mean, paired, share, sign_test
+from posttrain.core.errors import DataError
+from posttrain.inference.completion_files import Answer
+from posttrain.inference.evaluation import by_prompt, compare, failures, figures, mean, paired, share, sign_test
 
 
 def answer(index, reward, text="x", first=None):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.data.sources import read_rows
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import DataError, UsageError
+from posttrain.core.types import Drawing, Sample
+from posttrain.data.reading.sources import read_rows
 from posttrain.engines.base import Sampling
-from posttrain.errors import DataError, UsageError
+from posttrain.inference.completion_files import read_answers
+from posttrain.inference.generate import Generation, generate, manifest_of, opened
+from posttrain.inference.model import ServedModel
+from posttrain.inference.progress import Progress, ProgressLine
 from posttrain.rollout.rollouts import seed_of
-from posttrain.serve.answers import read_answers
-from posttrain.serve.generate import Generation, generate, manifest_of, opened
-from posttrain.serve.model import ServedModel
-from posttrain.serve.progress import Progress, ProgressLine
-from posttrain.types import Drawing, Sample
 from tests.tiny import tiny_folder
 
 

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.data.examples import Chat
-from posttrain.errors import DataError, RewardError, UsageError
-from posttrain.loops import train
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import DataError, RewardError, UsageError
+from posttrain.data.reading.examples import Chat
+from posttrain.inference.completion_files import new_file, read_answers, write_rows
+from posttrain.inference.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
 from posttrain.rewards.base import Rewards
-from posttrain.serve.answers import new_file, read_answers, write_rows
-from posttrain.serve.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
+from posttrain.train import train
 
 CODE = """
 def length(text): return float(len(text))
@@ -167,7 +167,7 @@ def count(text):
 
 
 def test_killed_while_judges_are_asked_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.serve.score.AT_ONCE", 4)
+    monkeypatch.setattr("posttrain.inference.score.AT_ONCE", 4)
     (tmp_path / "counting.py").write_text(COUNTING)
     write_rows(tmp_path / "a.jsonl", [{"prompt": "say", "completion": "x" * n} for n in range(10)])
     config = Scoring(file=f"{tmp_path}/a.jsonl", out=f"{tmp_path}/s.jsonl", reward=(f"{tmp_path}/counting.py:count",))

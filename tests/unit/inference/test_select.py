@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.formats import recognise
-from posttrain.data.sources import Row
-from posttrain.errors import DataError, UsageError
-from posttrain.serve.answers import Answer, read_answers
-from posttrain.serve.select import METHODS, best_of_n, condition, pairs, threshold, top_fraction
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.reading.formats import recognise
+from posttrain.data.reading.sources import Row
+from posttrain.inference.completion_files import Answer, read_answers
+from posttrain.inference.select import METHODS, best_of_n, condition, pairs, threshold, top_fraction
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.floats(-10, 10))
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", " ", "a", "b", "b ", "c"]), REWARDS), max_size=20)

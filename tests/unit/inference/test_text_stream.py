@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from posttrain.inference.text_stream import TextStream, WordWrap, visible
 from posttrain.models.pico import build_tokenizer
-from posttrain.serve.stream import TextStream, WordWrap, visible
 
 TOKENIZER = build_tokenizer()
 

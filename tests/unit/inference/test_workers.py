@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ClusterConfig, DataConfig, ModelConfig
-from posttrain.data.templates import apply_template
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
+from posttrain.core.errors import UsageError, WorkerError
+from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Sampling
-from posttrain.errors import UsageError, WorkerError
-from posttrain.models.load import load_tokenizer
-from posttrain.serve.generate import Generation, devices_for, generate, manifest_of
-from posttrain.serve.model import ServedModel, stop_ids_of
-from posttrain.serve.workers import DEPTH, Answerers, check_workers, deciding
+from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
+from posttrain.inference.model import ServedModel, stop_ids_of
+from posttrain.inference.workers import DEPTH, Answerers, check_workers, deciding
+from posttrain.models.loading import load_tokenizer
 from tests.tiny import tiny_folder
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be(engine, devices, words):
     ],
 )
 def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)  # as if it were installed
+    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)  # as if it were installed
     with pytest.raises(UsageError, match=words):
         check_workers(ModelConfig(**model), engine, ClusterConfig(devices=devices), Sampling(**sampling))
 
@@ -170,7 +170,7 @@ def test_the_engine_counts_where_it_decides_the_answers(config, monkeypatch):
     assert deciding(("local",)) == {}
     assert deciding(("vllm", "max_num_seqs=4", "dtype=half")) == {"engine": "vllm dtype=half"}
     generate(config)
-    monkeypatch.setattr("posttrain.engines.vllm.prepare_environment", lambda: None)
+    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match="engine was None, is 'vllm'"):
         generate(replace(config, engine=("vllm", "max_num_seqs=4"), resume=True))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.config import ModelConfig
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models import load, lora
-from posttrain.models.forward import Trunk, prove
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.models import adapters, loading
 from posttrain.models.tensors import module_tensors, plain_tensors
+from posttrain.nn.forward import Trunk, prove
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_tokenizer
-from tests.unit.models.test_load import TOKENS, edit_json, load_tiny, output
+from tests.unit.models.test_loading import TOKENS, edit_json, load_tiny, output
 
 pytest.importorskip("peft")
 BOTH = pytest.mark.parametrize("head", ["token", "score"])
@@ -25,7 +25,7 @@ ALL = pytest.mark.parametrize("name", NAMES)
 def train(model, seed=0):
     """Stands in for training: every trainable parameter moves."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in load.trainable_parameters(model).values():
+    for parameter in loading.trainable_parameters(model).values():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
@@ -40,12 +40,12 @@ def adapted(folder, head="token", **options):
 def test_adapters_change_nothing_until_trained_and_can_be_switched_off(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path, head=head)
     base, model = output(load_tiny(folder, head)), adapted(folder, head)
-    assert lora.is_adapted(model)
+    assert adapters.is_adapted(model)
     assert torch.equal(output(model), base)
     train(model)
     trained = output(model)
     assert not torch.allclose(trained, base, atol=1e-3)
-    with lora.disabled(model):
+    with adapters.disabled(model):
         assert torch.equal(output(model), base)
     assert torch.equal(output(model), trained)
 
@@ -55,14 +55,14 @@ def test_adapters_change_nothing_until_trained_and_can_be_switched_off(name, hea
 def test_saved_adapters_come_back_and_merge_into_the_same_model(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path, head=head)
     model = train(adapted(folder, head))
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert not (tmp_path / "saved" / "model.safetensors").exists()
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    assert len(saved) == len(load.trainable_parameters(model))
-    again = load.read_model(str(tmp_path / "saved"), head, torch.float32)
+    assert len(saved) == len(loading.trainable_parameters(model))
+    again = loading.read_model(str(tmp_path / "saved"), head, torch.float32)
     assert torch.equal(output(again), output(model))
     merged = load_tiny(tmp_path / "saved", head)
-    assert not lora.is_adapted(merged)
+    assert not adapters.is_adapted(merged)
     prove(Trunk.of(merged))  # our attention has reached its layers
     assert torch.allclose(output(merged), output(model), atol=1e-5, rtol=1e-4)
     plain = load_tiny(folder, head)
@@ -76,8 +76,8 @@ def test_peft_itself_reads_the_folder(name, head, tmp_path):
 
     folder = tiny_folder(name, tmp_path, head=head)
     model = train(adapted(folder, head))
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
-    stock = load.AUTO_CLASSES[head].from_pretrained(folder)
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    stock = loading.AUTO_CLASSES[head].from_pretrained(folder)
     stock = PeftModel.from_pretrained(stock, str(tmp_path / "saved")).eval()
     stock.get_base_model().set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -90,32 +90,32 @@ def test_peft_itself_reads_the_folder(name, head, tmp_path):
 def test_adapters_are_read_back_in_place(name, head, tmp_path):
     model = train(adapted(tiny_folder(name, tmp_path, head=head), head))
     expected = output(model)
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     train(model, seed=1)
     assert not torch.equal(output(model), expected)
-    load.load_weights(model, tmp_path / "saved")
+    loading.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    load.save_model(adapted(folder), tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(adapted(folder), tiny_tokenizer(), tmp_path / "saved")
     with pytest.raises(CheckpointError, match="in one of them only"):
-        load.load_weights(adapted(folder, lora_targets=("q_proj",)), tmp_path / "saved")
+        loading.load_weights(adapted(folder, lora_targets=("q_proj",)), tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"lora_A.* is \(4, .*, the model's is \(2, "):
-        load.load_weights(adapted(folder, lora_rank=2), tmp_path / "saved")
+        loading.load_weights(adapted(folder, lora_rank=2), tmp_path / "saved")
 
 
 @BOTH
 def test_only_adapters_and_the_score_head_get_gradients(head, tmp_path):
     model = train(adapted(tiny_folder("llama", tmp_path), head))
-    trainable = load.trainable_parameters(model)
+    trainable = loading.trainable_parameters(model)
     heads = [name for name in trainable if "lora_" not in name]
     assert heads == (["score.modules_to_save.default.weight"] if head == "score" else [])
     model.train().set_attn_implementation("sdpa")
-    with lora.disabled(model), torch.no_grad():  # a reference pass in between must not unhook anything
+    with adapters.disabled(model), torch.no_grad():  # a reference pass in between must not unhook anything
         model(input_ids=TOKENS)
     model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
     touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -124,9 +124,9 @@ def test_only_adapters_and_the_score_head_get_gradients(head, tmp_path):
 
 def test_switching_off_keeps_a_frozen_model_frozen(tmp_path):
     model = adapted(tiny_folder("llama", tmp_path)).requires_grad_(False)
-    with lora.disabled(model):
+    with adapters.disabled(model):
         pass
-    assert not load.trainable_parameters(model)
+    assert not loading.trainable_parameters(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -136,7 +136,7 @@ def test_activation_checkpointing_gives_the_same_gradients(name, tmp_path):
         model = train(adapted(folder, checkpoint_activations=checkpoint)).train()
         model.set_attn_implementation("sdpa")
         model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in load.trainable_parameters(model).values()])
+        gradients.append([parameter.grad for parameter in loading.trainable_parameters(model).values()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -149,7 +149,7 @@ def test_the_adapters_own_dropout_stays(tmp_path):
 
 def test_the_seed_decides_the_adapters(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    drawn = [lora.adapter_tensors(load_tiny(folder, trainable=True, lora_rank=4, seed=seed)) for seed in (1, 1, 2)]
+    drawn = [adapters.adapter_tensors(load_tiny(folder, trainable=True, lora_rank=4, seed=seed)) for seed in (1, 1, 2)]
     name = next(name for name in drawn[0] if "lora_A" in name)
     assert torch.equal(drawn[0][name], drawn[1][name]) and not torch.equal(drawn[0][name], drawn[2][name])
 
@@ -158,7 +158,7 @@ def test_rank_alpha_and_targets_arrive(tmp_path):
     model = train(
         adapted(tiny_folder("llama", tmp_path), lora_rank=2, lora_alpha=6.0, lora_targets=("q_proj", "v_proj"))
     )
-    names = {name.split(".")[-4] for name in load.trainable_parameters(model)}
+    names = {name.split(".")[-4] for name in loading.trainable_parameters(model)}
     assert names == {"q_proj", "v_proj"}
     layer = model.model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -184,22 +184,22 @@ def test_targets_that_cannot_be(name, targets, said, tmp_path):
 def test_an_untied_output_layer_may_have_an_adapter(tmp_path):
     model = train(adapted(tiny_folder("llama", tmp_path), lora_targets=("lm_head", "embed_tokens")))
     expected = output(model)
-    assert torch.allclose(output(lora.merge(model)), expected, atol=1e-5, rtol=1e-4)
+    assert torch.allclose(output(adapters.merge(model)), expected, atol=1e-5, rtol=1e-4)
 
 
 @BOTH
 def test_new_adapters_stand_on_the_merged_old_ones(head, tmp_path):
     """So that the model without them is the one that training began with."""
     first = train(adapted(tiny_folder("llama", tmp_path, head=head), head))
-    load.save_model(first, tiny_tokenizer(), tmp_path / "first")
+    loading.save_model(first, tiny_tokenizer(), tmp_path / "first")
     second = adapted(tmp_path / "first", head)
     assert torch.allclose(output(second), output(first), atol=1e-5, rtol=1e-4)
     start = output(second)
     train(second, seed=1)
-    with lora.disabled(second):
+    with adapters.disabled(second):
         assert torch.equal(output(second), start)
-    load.save_model(second, tiny_tokenizer(), tmp_path / "second")
-    assert lora.base_of(tmp_path / "second") == str(tmp_path / "first")
+    loading.save_model(second, tiny_tokenizer(), tmp_path / "second")
+    assert adapters.base_of(tmp_path / "second") == str(tmp_path / "first")
     assert torch.allclose(output(load_tiny(tmp_path / "second", head)), output(second), atol=1e-5, rtol=1e-4)
     with pytest.raises(UsageError, match="posttrain export"):
         adapted(tmp_path / "first", head, load_in_4bit=True)
@@ -207,14 +207,14 @@ def test_new_adapters_stand_on_the_merged_old_ones(head, tmp_path):
 
 def test_a_reward_model_may_begin_with_the_adapters_of_a_language_model(tmp_path):
     language = train(adapted(tiny_folder("llama", tmp_path)))
-    load.save_model(language, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(language, tiny_tokenizer(), tmp_path / "saved")
     reward = load_tiny(tmp_path / "saved", "score")
     language.set_attn_implementation("sdpa")
     reward.set_attn_implementation("sdpa")
     with torch.no_grad():
         states = [model.base_model(input_ids=TOKENS).last_hidden_state for model in (language, reward)]
     assert torch.allclose(*states, atol=1e-5)
-    load.save_model(adapted(tiny_folder("llama", tmp_path), "score"), tiny_tokenizer(), tmp_path / "reward")
+    loading.save_model(adapted(tiny_folder("llama", tmp_path), "score"), tiny_tokenizer(), tmp_path / "reward")
     with pytest.raises(CheckpointError, match=r"score\.weight"):
         load_tiny(tmp_path / "reward")
 
@@ -222,30 +222,30 @@ def test_a_reward_model_may_begin_with_the_adapters_of_a_language_model(tmp_path
 def test_facts_and_tokenizer_travel_with_the_adapters(tmp_path):
     model = adapted(tiny_folder("llama", tmp_path), "score")
     model.config.score_mean = 0.25
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert load_tiny(tmp_path / "saved", "score").config.score_mean == 0.25
     config = ModelConfig(path=str(tmp_path / "saved"))
-    assert load.load_tokenizer(config).chat_template and load.vocabulary_size(config) == VOCABULARY
+    assert loading.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
     for file in (tmp_path / "saved").glob("*token*"):
         file.unlink()
     for name in ("chat_template.jinja", "config.json"):  # as other programs save adapters
         (tmp_path / "saved" / name).unlink()
-    assert load.load_tokenizer(config).chat_template and load.vocabulary_size(config) == VOCABULARY
+    assert loading.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
     assert load_tiny(tmp_path / "saved", "score").dtype == torch.float32
 
 
 def test_adapters_of_pico_name_it_and_not_its_cache(tmp_path, monkeypatch):
     model = train(adapted("pico"))
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
-    assert lora.base_of(tmp_path / "saved") == "pico"
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    assert adapters.base_of(tmp_path / "saved") == "pico"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    again = load.read_model(str(tmp_path / "saved"), "token", torch.float32)
+    again = loading.read_model(str(tmp_path / "saved"), "token", torch.float32)
     assert torch.equal(output(again), output(model))
 
 
 def test_the_same_adapters_give_the_same_file(tmp_path):
     for name in ("a", "b"):
-        load.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / name)
+        loading.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / name)
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert files[0] == files[1]
     targets = json.loads(files[0]["adapter_config.json"])["target_modules"]
@@ -253,7 +253,7 @@ def test_the_same_adapters_give_the_same_file(tmp_path):
 
 
 def test_a_lost_base_is_explained(tmp_path):
-    load.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / "saved")
     edit_json(tmp_path / "saved" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
     with pytest.raises(UsageError, match=r"there is no folder .*gone"):
         load_tiny(tmp_path / "saved")
@@ -287,13 +287,13 @@ def test_adapters_on_four_bits(head, tmp_path):
     model.state_dict()
     assert torch.equal(output(model.train()), start)
     model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
-    assert all(p.grad is not None for p in load.trainable_parameters(model).values())
+    assert all(p.grad is not None for p in loading.trainable_parameters(model).values())
     train(model.eval())
     expected = output(model)
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     train(model, seed=1)
-    load.load_weights(model, tmp_path / "saved")
+    loading.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert load_tiny(tmp_path / "saved", head).dtype == torch.float32  # on the weights as they are on disk
 
@@ -303,7 +303,9 @@ def test_peft_gives_no_false_alarm_for_experts(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         model = adapted(tiny_folder("mixtral", tmp_path), lora_rank=4)
-    ranks = [layer.r["default"] for name, layer in lora.adapted_layers(model) if name.endswith("experts.base_layer")]
+    ranks = [
+        layer.r["default"] for name, layer in adapters.adapted_layers(model) if name.endswith("experts.base_layer")
+    ]
     assert ranks == [8] * len(model.model.layers)
 
 
@@ -319,5 +321,5 @@ def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
     assert sent.keys() == plain.keys()
     assert changed == {name for name in plain if "q_proj" in name or "o_proj" in name}
     assert {
-        lora.plain_name(name) for name in module_tensors(train(adapted(folder))) if not lora.is_beside(name)
+        adapters.plain_name(name) for name in module_tensors(train(adapted(folder))) if not adapters.is_beside(name)
     } == set(module_tensors(load_tiny(folder, "token")))

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.checkpoints.checkpoint import write_checkpoint
+from posttrain.checkpoints.tensor_files import save_tensors
+from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.models import adapters, loading
 from posttrain.models import export as export_module
-from posttrain.models import load, lora
-from posttrain.models.checkpoint import write_checkpoint
 from posttrain.models.export import export
-from posttrain.models.tensor_files import save_tensors
 from tests.tiny import tiny_folder, tiny_tokenizer
-from tests.unit.models.test_load import load_tiny, output
-from tests.unit.models.test_lora import adapted, train
+from tests.unit.models.test_adapters import adapted, train
+from tests.unit.models.test_loading import load_tiny, output
 
 STOCK = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 
@@ -24,7 +24,7 @@ def make_run(model, tmp_path, average=None):
     """A run folder with one checkpoint of the model."""
 
     def write(folder):
-        load.save_model(model, tiny_tokenizer(), folder / "model")
+        loading.save_model(model, tiny_tokenizer(), folder / "model")
         if average is not None:
             save_tensors(folder / "ema.safetensors", average)
 
@@ -64,7 +64,7 @@ def test_adapters_may_stay_adapters(tmp_path):
     model = train(adapted(tiny_folder("llama", tmp_path)))
     result = export(str(make_run(model, tmp_path)), tmp_path / "out", merge=False)
     assert not result["merged"] and not (tmp_path / "out" / "model.safetensors").exists()
-    assert torch.equal(output(load.read_model(str(tmp_path / "out"), "token", torch.float32)), output(model))
+    assert torch.equal(output(loading.read_model(str(tmp_path / "out"), "token", torch.float32)), output(model))
 
 
 def test_a_half_precision_base_stays_so(tmp_path):
@@ -82,14 +82,14 @@ def test_the_average_is_taken(rank, tmp_path):
     if rank:
         pytest.importorskip("peft")
     model = train(load_tiny(tiny_folder("qwen2", tmp_path), trainable=True, lora_rank=rank)).eval()
-    average = {name: parameter + 0.1 for name, parameter in load.trainable_parameters(model).items()}
+    average = {name: parameter + 0.1 for name, parameter in loading.trainable_parameters(model).items()}
     run = make_run(model, tmp_path, average)
     assert export(str(run), tmp_path / "out", use_ema=True)["averaged"]
     export(str(run), tmp_path / "last")
     last = output(AutoModelForCausalLM.from_pretrained(tmp_path / "last"))
     assert torch.allclose(last, output(model), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
-        for name, parameter in load.trainable_parameters(model).items():
+        for name, parameter in loading.trainable_parameters(model).items():
             parameter.copy_(average[name])
     averaged = output(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert torch.allclose(averaged, output(model), atol=1e-5, rtol=1e-4) and not torch.allclose(averaged, last)
@@ -135,7 +135,7 @@ def test_a_copy_that_differs_is_an_error_and_leaves_nothing(harm, said, tmp_path
     run = make_run(load_tiny(tiny_folder("llama", tmp_path)), tmp_path)
 
     def save_badly(model, tokenizer, folder):
-        load.save_model(model, tokenizer, folder)
+        loading.save_model(model, tokenizer, folder)
         harm(folder)
 
     monkeypatch.setattr(export_module, "save_model", save_badly)
@@ -149,11 +149,11 @@ def test_a_merge_that_differs_is_an_error_and_leaves_nothing(tmp_path, monkeypat
     run = make_run(train(adapted(tiny_folder("llama", tmp_path))), tmp_path)
 
     def forget(model):
-        for name, layer in lora.adapted_layers(model):
+        for name, layer in adapters.adapted_layers(model):
             model.set_submodule(name, layer.get_base_layer())
         return model
 
-    monkeypatch.setattr(lora, "merge", forget)
+    monkeypatch.setattr(adapters, "merge", forget)
     with pytest.raises(PosttrainError, match="merged model differs"):
         export(str(run), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config import ModelConfig
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models import attention, load
-from posttrain.models.checkpoint import write_checkpoint
+from posttrain.checkpoints.checkpoint import write_checkpoint
+from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.models import loading
+from posttrain.nn import attention
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ TOKENS = torch.arange(6, 30)[None]
 
 
 def load_tiny(path, head="token", *, trainable=False, seed=0, **options):
-    return load.load_model(ModelConfig(path=str(path), **options), head, device=CPU, trainable=trainable, seed=seed)
+    return loading.load_model(ModelConfig(path=str(path), **options), head, device=CPU, trainable=trainable, seed=seed)
 
 
 @torch.no_grad()
@@ -47,28 +48,28 @@ def edit_json(path, **changes):
 
 def test_no_path_names_the_option():
     with pytest.raises(UsageError, match=r"--model\.path"):
-        load.resolve_path("")
+        loading.resolve_path("")
 
 
 def test_pico_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load.resolve_path("pico").startswith(str(tmp_path))
+    assert loading.resolve_path("pico").startswith(str(tmp_path))
 
 
 def test_a_folder_with_a_model_is_itself(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    assert load.resolve_path(str(folder)) == str(folder)
+    assert loading.resolve_path(str(folder)) == str(folder)
 
 
 def test_a_run_folder_is_its_newest_valid_checkpoint(tmp_path):
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3):
-        write_checkpoint(checkpoints, step, lambda folder: load.save_model(model, tokenizer, folder / "model"))
+        write_checkpoint(checkpoints, step, lambda folder: loading.save_model(model, tokenizer, folder / "model"))
     (checkpoints / "step-00000003" / "model" / "config.json").write_text("{}")
     expected = str(checkpoints / "step-00000002" / "model")
-    assert load.resolve_path(str(tmp_path / "run")) == expected
-    assert load.resolve_path(str(checkpoints / "step-00000002")) == expected
+    assert loading.resolve_path(str(tmp_path / "run")) == expected
+    assert loading.resolve_path(str(checkpoints / "step-00000002")) == expected
     assert torch.equal(output(load_tiny(tmp_path / "run")), output(model))
 
 
@@ -76,20 +77,20 @@ def test_a_folder_without_a_model_says_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "data").mkdir()
     with pytest.raises(UsageError, match=r"no model in .*no config\.json.*data/, notes\.txt"):
-        load.resolve_path(str(tmp_path))
+        loading.resolve_path(str(tmp_path))
     with pytest.raises(UsageError, match="It is a file"):
-        load.resolve_path(str(tmp_path / "notes.txt"))
+        loading.resolve_path(str(tmp_path / "notes.txt"))
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "has space"])
 def test_what_is_neither_folder_nor_hub_name_is_refused(path):
     with pytest.raises(UsageError, match="there is no folder"):
-        load.resolve_path(path)
+        loading.resolve_path(path)
 
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-0.5B"])
 def test_a_hub_name_is_left_as_it_is(path):
-    assert load.resolve_path(path) == path
+    assert loading.resolve_path(path) == path
 
 
 def test_a_model_of_modelscope_is_the_folder_it_was_downloaded_to(tmp_path, monkeypatch):
@@ -97,10 +98,10 @@ def test_a_model_of_modelscope_is_the_folder_it_was_downloaded_to(tmp_path, monk
     module = types.ModuleType("modelscope")
     module.snapshot_download = lambda name: asked.append(name) or str(folder)
     monkeypatch.setitem(sys.modules, "modelscope", module)
-    load.modelscope_model.cache_clear()
+    loading.modelscope_model.cache_clear()
     path = "modelscope://owner/tiny.model"
     assert output(load_tiny(path)).equal(output(load_tiny(folder))) and asked == ["owner/tiny.model"]
-    assert load.load_tokenizer(ModelConfig(path=path)).get_vocab() == tiny_tokenizer().get_vocab()
+    assert loading.load_tokenizer(ModelConfig(path=path)).get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def test_models_of_modelscope_that_cannot_be_had(monkeypatch):
@@ -116,14 +117,14 @@ def test_models_of_modelscope_that_cannot_be_had(monkeypatch):
     ):
         monkeypatch.setitem(sys.modules, "modelscope", there)
         with pytest.raises(UsageError, match=words):
-            load.resolve_path(path)
+            loading.resolve_path(path)
 
 
 @pytest.mark.parametrize("reachable", [True, False])
 def test_a_hub_name_that_cannot_be_loaded_is_one_line(monkeypatch, reachable):
-    monkeypatch.setattr(load, "hub_is_reachable", lambda: reachable)
-    monkeypatch.setattr(load, "hub_options", lambda source: {"local_files_only": True})
-    for action in (load_tiny, lambda path: load.load_tokenizer(ModelConfig(path=path))):
+    monkeypatch.setattr(loading, "hub_is_reachable", lambda: reachable)
+    monkeypatch.setattr(loading, "hub_options", lambda source: {"local_files_only": True})
+    for action in (load_tiny, lambda path: loading.load_tokenizer(ModelConfig(path=path))):
         with pytest.raises(UsageError, match="nobody/no-such-model is no folder here") as caught:
             action("nobody/no-such-model")
         assert "\n" not in str(caught.value)
@@ -139,7 +140,7 @@ def test_round_trip_is_exact(name, head, tmp_path):
     model = load_tiny(folder, head, trainable=True)
     expected = output(tiny_model(name, head=head))
     assert torch.equal(output(model.eval()), expected)
-    load.save_model(model, load.load_tokenizer(ModelConfig(path=str(folder))), tmp_path / "saved")
+    loading.save_model(model, loading.load_tokenizer(ModelConfig(path=str(folder))), tmp_path / "saved")
     assert torch.equal(output(load_tiny(tmp_path / "saved", head)), expected)
     stock = AutoModelForSequenceClassification if head == "score" else AutoModelForCausalLM
     assert torch.equal(output(stock.from_pretrained(tmp_path / "saved")), expected)
@@ -147,7 +148,7 @@ def test_round_trip_is_exact(name, head, tmp_path):
 
 def test_the_saved_folder_is_plain(tmp_path):
     folder = tiny_folder("mixtral", tmp_path)
-    load.save_model(load_tiny(folder), tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(load_tiny(folder), tiny_tokenizer(), tmp_path / "saved")
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "saved"))
     assert before == after  # neither our attention nor use_cache=False leaks out
     assert load_file(folder / "model.safetensors").keys() == load_file(tmp_path / "saved/model.safetensors").keys()
@@ -168,10 +169,10 @@ def test_a_score_model_scores_the_last_token_in_stock_code_even_if_it_is_the_end
     folder = tiny_folder("llama", tmp_path, pad_token_id=5)  # padding is the end token, as in SmolLM2
     edit_json(folder / "tokenizer_config.json", pad_token="<|im_end|>")
     config = ModelConfig(path=str(folder))
-    tokenizer = load.load_tokenizer(config)
+    tokenizer = loading.load_tokenizer(config)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 5
     model = load_tiny(folder, "score")
-    load.save_model(model, tokenizer, tmp_path / "saved")
+    loading.save_model(model, tokenizer, tmp_path / "saved")
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     texts = ["1+1=2<|im_end|>", "much longer than that<|im_end|>"]
@@ -191,7 +192,7 @@ def test_facts_in_the_config_survive(head, tmp_path):
     facts = {"score_mean": 0.25, "score_std": 1.5, "placeholder_token": "<step>", "reward_tokens": ["+", "-"]}
     for key, value in facts.items():
         setattr(model.config, key, value)
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     config = load_tiny(tmp_path / "saved", head).config
     assert {key: getattr(config, key) for key in facts} == facts
 
@@ -216,7 +217,7 @@ def test_noise_by_configuration_is_off(tmp_path):
 
 def test_what_is_loaded_for_inference_is_frozen_and_quiet(tmp_path):
     model = load_tiny(tiny_folder("llama", tmp_path))
-    assert not model.training and not load.trainable_parameters(model)
+    assert not model.training and not loading.trainable_parameters(model)
     assert model.config._attn_implementation == attention.NAME and not model.config.use_cache
     assert model.dtype == torch.float32
 
@@ -229,8 +230,8 @@ def test_dtype_of_the_files_does_not_matter_on_a_cpu(tmp_path):
 
 
 def test_trainable_parameters_are_in_order_and_tied_ones_come_once(tmp_path):
-    tied = load.trainable_parameters(load_tiny(tiny_folder("qwen2", tmp_path), trainable=True))
-    untied = load.trainable_parameters(load_tiny(tiny_folder("qwen2_untied", tmp_path), trainable=True))
+    tied = loading.trainable_parameters(load_tiny(tiny_folder("qwen2", tmp_path), trainable=True))
+    untied = loading.trainable_parameters(load_tiny(tiny_folder("qwen2_untied", tmp_path), trainable=True))
     assert list(untied) == [*tied, "lm_head.weight"]
     assert len({id(parameter) for parameter in tied.values()}) == len(tied)
 
@@ -249,15 +250,15 @@ def test_a_skeleton_and_its_parts_are_the_model(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         torch.default_generator.manual_seed(3)
-        whole = load.read_model(str(folder), head, dtype)
+        whole = loading.read_model(str(folder), head, dtype)
         torch.default_generator.manual_seed(3)
-        skeleton, found = load.read_skeleton(str(folder), head, dtype)
+        skeleton, found = loading.read_skeleton(str(folder), head, dtype)
         absent = {name for name, tensor in skeleton.named_parameters() if tensor.is_meta}
         assert found == folder and absent == dict(skeleton.named_parameters()).keys() - {"score.weight"}
         filled = skeleton._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
         filled.tie_weights()
-        buffers = load.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
-        load.read_parts(filled, folder, absent | buffers)
+        buffers = loading.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
+        loading.read_parts(filled, folder, absent | buffers)
         for kind in ("named_parameters", "named_buffers"):
             one, other = (dict(getattr(model, kind)()) for model in (whole, filled))
             assert one.keys() == other.keys()
@@ -275,22 +276,22 @@ def test_a_skeleton_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
     tiny_folder("llama", tmp_path).rename(place / "snapshot")
     (place / "snapshots").mkdir()
     (place / "snapshot").rename(place / "snapshots" / ("0" * 40))
-    monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(load, "read_config", lambda _, head: config)
+    monkeypatch.setattr(loading.hub, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "read_config", lambda _, head: config)
     config = AutoConfig.from_pretrained(place / "snapshots" / ("0" * 40))
-    skeleton, folder = load.read_skeleton("some/model", "token", torch.float32)
+    skeleton, folder = loading.read_skeleton("some/model", "token", torch.float32)
     assert folder == place / "snapshots" / ("0" * 40) and skeleton.model.embed_tokens.weight.is_meta
 
 
 def test_a_skeleton_needs_tensors_of_its_own_names(tmp_path):
     folder = tiny_folder("llama", tmp_path)
     rewrite(folder, lambda tensors: tensors.update(other=tensors.pop("model.norm.weight")))
-    assert load.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    assert loading.read_skeleton(str(folder), "token", torch.float32)[0] is None
     (folder / "model.safetensors").unlink()
-    assert load.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    assert loading.read_skeleton(str(folder), "token", torch.float32)[0] is None
     score = tiny_folder("llama", tmp_path, head="score")
     with pytest.raises(UsageError, match="is a reward model; a language model is needed here"):
-        load.read_skeleton(str(score), "token", torch.float32)
+        loading.read_skeleton(str(score), "token", torch.float32)
 
 
 def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
@@ -300,7 +301,7 @@ def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
         assert model.is_gradient_checkpointing == checkpoint
         model.set_attn_implementation("sdpa")
         model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in load.trainable_parameters(model).values()])
+        gradients.append([parameter.grad for parameter in loading.trainable_parameters(model).values()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -393,21 +394,21 @@ def test_a_missing_padding_token_is_the_end_token(tmp_path):
     del settings["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     size = len(AutoTokenizer.from_pretrained(folder))
-    tokenizer = load.load_tokenizer(ModelConfig(path=str(folder)))
+    tokenizer = loading.load_tokenizer(ModelConfig(path=str(folder)))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id and len(tokenizer) == size <= VOCABULARY
 
 
 def test_another_tokenizer_may_be_named(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    assert len(load.load_tokenizer(ModelConfig(path=str(folder), tokenizer="pico"))) == 263
+    assert len(loading.load_tokenizer(ModelConfig(path=str(folder), tokenizer="pico"))) == 263
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no model in"):
-        load.load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "empty")))
+        loading.load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "empty")))
 
 
 def test_the_vocabulary_is_the_models_not_the_tokenizers(tmp_path):
     config = ModelConfig(path=str(tiny_folder("gpt2", tmp_path)))
-    assert load.vocabulary_size(config) == VOCABULARY > len(load.load_tokenizer(config))
+    assert loading.vocabulary_size(config) == VOCABULARY > len(loading.load_tokenizer(config))
 
 
 # Saving
@@ -417,7 +418,7 @@ def test_a_generation_config_that_transformers_would_not_save(tmp_path):
     folder = tiny_folder("llama", tmp_path)
     edit_json(folder / "generation_config.json", temperature=0.5)  # without do_sample: loads, does not save
     model = load_tiny(folder)
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["temperature"] == 0.5 and saved["do_sample"]
 
@@ -428,13 +429,13 @@ def test_weights_are_read_back_in_place(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path, head=head)
     model = load_tiny(folder, head, trainable=True)
     expected = output(model.eval())
-    load.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     addresses = {key: tensor.data_ptr() for key, tensor in model.state_dict().items()}
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(1)
     assert not torch.equal(output(model), expected)
-    load.load_weights(model, tmp_path / "saved")
+    loading.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert {key: tensor.data_ptr() for key, tensor in model.state_dict().items()} == addresses
     assert all(parameter.requires_grad for parameter in model.parameters() if parameter.is_floating_point())
@@ -444,11 +445,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     model = load_tiny(tiny_folder("llama", tmp_path))
     other = tiny_folder("qwen2_untied", tmp_path)
     with pytest.raises(CheckpointError, match="does not fit"):
-        load.load_weights(model, tiny_folder("llama", tmp_path / "three", num_hidden_layers=3))
+        loading.load_weights(model, tiny_folder("llama", tmp_path / "three", num_hidden_layers=3))
     with pytest.raises(CheckpointError):
-        load.load_weights(model, other)
+        loading.load_weights(model, other)
     rewrite(tmp_path / "tiny-llama-token", lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
-        load.load_weights(model, tmp_path / "tiny-llama-token")
+        loading.load_weights(model, tmp_path / "tiny-llama-token")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load.load_weights(model, tmp_path / "nowhere")
+        loading.load_weights(model, tmp_path / "nowhere")

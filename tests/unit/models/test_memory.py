@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.data.pack import collate
-from posttrain.models import layers, memory, steps
-from posttrain.models.forward import Trunk, forward
-from posttrain.models.load import load_model, trainable_parameters
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.types import Request, Sample
+from posttrain.data.packing import collate
+from posttrain.models import memory
+from posttrain.models.loading import load_model, trainable_parameters
 from posttrain.models.memory import Needs, Passing, Standing
-from posttrain.models.optimizer import Optimizer
-from posttrain.types import Request, Sample
+from posttrain.nn import layers
+from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.kernels import reference
+from posttrain.nn.optimizer import Optimizer
 from tests.tiny import tiny_folder
 
 CPU = torch.device("cpu")
@@ -102,7 +104,7 @@ def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = Fal
     """Bytes that autograd saves in a real forward pass, parameters aside; with an accelerator's layers, or without."""
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
     trunk = Trunk.of(model)
-    assert not fused or layers.speed_up(model, steps)
+    assert not fused or layers.speed_up(model, reference)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -182,8 +184,9 @@ def test_phases_add_up_what_is_there_at_the_same_time():
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
-    from posttrain.learner import Learner, default_device
-    from posttrain.types import Loss, Objective
+    from posttrain.core.devices import default_device
+    from posttrain.core.types import Loss, Objective
+    from posttrain.train.learner import Learner
 
     big = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
     big |= {"num_key_value_heads": 4, "vocab_size": 65536, "max_position_embeddings": 2048}

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.data.encode import Encoder
-from posttrain.data.examples import Chat, turn
-from posttrain.errors import UsageError
-from posttrain.models.load import load_tokenizer
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import UsageError
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.reading.examples import Chat, turn
+from posttrain.models.loading import load_tokenizer
 from tests.unit.data.made import byte_level
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.data.pack import collate
-from posttrain.errors import PosttrainError
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward, prove
-from posttrain.types import Request, Sample
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Request, Sample
+from posttrain.data.packing import collate
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward, prove
 from tests.tiny import NAMES, tiny_model
 
 LENGTHS = (3, 17, 9, 2, 30, 17, 8)

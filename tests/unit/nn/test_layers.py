@@ -16,12 +16,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.config import ModelConfig
-from posttrain.data.pack import collate
-from posttrain.models import attention, layers, lora, steps
-from posttrain.models.forward import Trunk, forward, prove
-from posttrain.models.optimizer import accumulate_into
-from posttrain.types import Batch, Drawing, Request, Sample
+from posttrain.config.sections import ModelConfig
+from posttrain.core.types import Batch, Drawing, Request, Sample
+from posttrain.data.packing import collate
+from posttrain.models import adapters
+from posttrain.nn import attention, layers
+from posttrain.nn.forward import Trunk, forward, prove
+from posttrain.nn.kernels import reference
+from posttrain.nn.optimizer import accumulate_into
 
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -95,17 +97,17 @@ def several_chunks(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_models_own(family: str, shared: int) -> None:
     model = model_of(family)
-    assert largest_error(gradients(model, by=steps, shared=shared), gradients(model)) < 3e-6
+    assert largest_error(gradients(model, by=reference, shared=shared), gradients(model)) < 3e-6
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_adapters_keep_their_own_code(family: str) -> None:
     model = model_of(family)
-    lora.add_adapters(model, ModelConfig(lora_rank=4), "token")
+    adapters.add_adapters(model, ModelConfig(lora_rank=4), "token")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
-    found = gradients(model, by=steps)
+    found = gradients(model, by=reference)
     assert any("lora_A" in name for name in found)
     assert not any(name.endswith("base_layer.weight") for name in found)
     assert largest_error(found, gradients(model)) < 3e-6
@@ -116,8 +118,8 @@ def test_gradients_go_to_the_masters_where_there_are_some(family: str) -> None:
     """Twice, as two packs do: they add up there, also those that come by way of autograd."""
     model = model_of(family)
     expected = gradients(model)
-    layers.speed_up(model, steps)
-    trunk = Trunk(model, ragged_kernel=False, plain_head=layers.PlainHead.of(model, steps))
+    layers.speed_up(model, reference)
+    trunk = Trunk(model, ragged_kernel=False, plain_head=layers.PlainHead.of(model, reference))
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         setattr(parameter, layers.MASTER, masters[name])
@@ -134,13 +136,13 @@ def test_recomputed_activations_change_nothing() -> None:
     expected = gradients(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    assert largest_error(gradients(model, by=steps), expected) < 3e-6
+    assert largest_error(gradients(model, by=reference), expected) < 3e-6
 
 
 def test_weights_that_lie_in_a_row_are_the_modules_own() -> None:
     model = model_of("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    layers.speed_up(model, steps)
+    layers.speed_up(model, reference)
     own = model.model.layers[0].self_attn
     joined = layers.side_by_side([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight])
     assert joined is not None
@@ -156,7 +158,7 @@ def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
     stream = torch.randn(6, 2, 3, requires_grad=True)
     gradient = torch.randn(10, 2, 3)
     (expected,) = torch.autograd.grad(stream[keys], stream, gradient)
-    found = steps.gather_backward(gradient, *attention.where_each_is(keys, 6))
+    found = reference.gather_backward(gradient, *attention.where_each_is(keys, 6))
     assert torch.allclose(found, expected, atol=1e-6)
 
 
@@ -172,19 +174,19 @@ def test_a_head_with_something_behind_it_is_left_alone() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_no_less_exact_than_the_models_own_code(family: str, shared: int) -> None:
     """Both in half precision on the device, against float32."""
-    from posttrain.models import kernels
+    from posttrain.nn.kernels import triton
 
     model = model_of(family)
     exact = gradients(model)
     half = model.to(torch.bfloat16)
-    stock, fast = gradients(half, "cuda"), gradients(half, "cuda", by=kernels, shared=shared)
+    stock, fast = gradients(half, "cuda"), gradients(half, "cuda", by=triton, shared=shared)
     assert largest_error(fast, exact) < 1.5 * largest_error(stock, exact)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
-    from posttrain.models import kernels
+    from posttrain.nn.kernels import triton
 
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -213,6 +215,6 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
         ),
     }
     for name, run in cases.items():
-        for found, expected in zip(run(kernels), run(steps), strict=True):
+        for found, expected in zip(run(triton), run(reference), strict=True):
             error = float((found.float() - expected.float()).norm() / expected.float().norm())
             assert error < (1e-5 if kind == torch.float32 else 5e-3), (name, error)

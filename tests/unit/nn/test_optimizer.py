@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from posttrain.config import UpdateConfig
-from posttrain.models.optimizer import LossScale, Optimizer
+from posttrain.config.sections import UpdateConfig
+from posttrain.nn.optimizer import LossScale, Optimizer
 
 
 def parameters(dtype=torch.float32):

@@ -9,10 +9,10 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.pack import collate, pack
-from posttrain.models import attention
-from posttrain.models.forward import Trunk, forward, kernel_shares, prove
-from posttrain.types import Request, Sample
+from posttrain.core.types import Request, Sample
+from posttrain.data.packing import collate, pack
+from posttrain.nn import attention
+from posttrain.nn.forward import Trunk, forward, kernel_shares, prove
 from tests.tiny import NAMES, tiny_model
 
 # Prompts shorter and longer than the windows of the tiny models (8), a group of one, an answer that is empty,

@@ -9,17 +9,18 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.data.pack import collate
-from posttrain.learner import Learner
-from posttrain.models import layers, replay, steps
-from posttrain.models.forward import Trunk
-from posttrain.models.replay import Passes, Room
-from posttrain.models.shard import Layout
-from posttrain.types import Loss, Objective, Request, Sample, count
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.data.packing import collate
+from posttrain.nn import layers, training_graphs
+from posttrain.nn.forward import Trunk
+from posttrain.nn.kernels import reference
+from posttrain.nn.training_graphs import Passes, Room
+from posttrain.parallel.fsdp import Layout
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
-from tests.unit.models.test_layers import model_of
-from tests.unit.models.test_sharing import rows, twin_of_the_kernel
+from tests.unit.nn.test_layers import model_of
+from tests.unit.nn.test_sharing import rows, twin_of_the_kernel
 
 GROUPS = [(20, (5, 12, 1)), (30, (4,)), (16, (0, 7, 16)), (40, (17, 17)), (20, (32, 32))]
 TINY = model_of("llama")
@@ -43,8 +44,8 @@ def kernel(monkeypatch):
 
 
 def trunk_of(model) -> Trunk:
-    layers.speed_up(model, steps)
-    return Trunk(model, True, shares=True, plain_head=layers.PlainHead.of(model, steps))
+    layers.speed_up(model, reference)
+    return Trunk(model, True, shares=True, plain_head=layers.PlainHead.of(model, reference))
 
 
 def outcome(trunk: Trunk, batch) -> dict[str, torch.Tensor]:
@@ -106,7 +107,7 @@ def test_whatever_a_room_holds_can_be_filled_in(lengths, seed, share):
 
     batches = [batch_of(scale) for scale in (1.0, *rng.uniform(0.6, 1.0, 3))]
     room = Room.of(batches[0])
-    one = replay.Pass(TINY, room)
+    one = training_graphs.Pass(TINY, room)
     assert room.holds(batches[0])
     for batch in filter(room.holds, batches):
         one.fill(batch)
@@ -167,7 +168,7 @@ def test_a_pack_that_is_too_large_costs_the_smaller_ones_nothing(kernel, monkeyp
         if self.room.tokens > 1000:
             raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(replay.Pass, "capture", capture)
+    monkeypatch.setattr(training_graphs.Pass, "capture", capture)
     trunk = trunk_of(model_of("llama").train())
     trunk.passes = Passes(trunk.model)
     trunk.passes.on_gpu, trunk.passes.forget = True, lambda: trunk.passes.passes.clear()
@@ -187,7 +188,7 @@ def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
         made = rows(GROUPS * copies)
         learner.forward_backward(made, total(), count(made, "token"), 1)
         learner.step(1e-3)
-        held.append(replay.memory_held())
+        held.append(training_graphs.memory_held())
     assert learner.trunk.passes is not None and len(learner.trunk.passes.passes) >= 4
     assert 0 < max(held) < 1.3 * held[6]
 
@@ -210,7 +211,7 @@ def test_a_learner_trains_as_without(tmp_path, kernel):
     folder = str(tiny_folder("llama", tmp_path))
     plain, fast = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=256)) for _ in range(2))
     for learner in (plain, fast):
-        layers.speed_up(learner.model, steps)
+        layers.speed_up(learner.model, reference)
         learner.trunk.ragged_kernel = True
     fast.trunk.passes = Passes(fast.model)
     np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=1e-5)
@@ -281,7 +282,7 @@ def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
 
 @pytest.mark.gpu
 def test_without_memory_to_spare_there_are_no_graphs(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "SPARE_MEMORY", 1e9)
+    monkeypatch.setattr(training_graphs, "SPARE_MEMORY", 1e9)
     learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
     losses = trained(learner, 6)
     assert learner.trunk.passes is not None and not learner.trunk.passes.alive

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Outputs, Sample, count
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.base import Sampling
-from posttrain.errors import UsageError
-from posttrain.learner import Learner
-from posttrain.models.shard import Layout, chunk, part_of, touch
-from posttrain.types import Outputs, Sample, count
+from posttrain.parallel.fsdp import Layout, chunk, part_of, touch
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 

@@ -5,11 +5,12 @@ import threading
 import pytest
 import torch
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.learner import Learner
-from posttrain.runtime import transfer
-from posttrain.runtime.processes import MeetingPoint
-from posttrain.runtime.transfer import Meeting, Sender, Transfer
+from posttrain.cluster.processes import MeetingPoint
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.parallel import weight_transfer
+from posttrain.parallel.weight_transfer import Meeting, Transfer
+from posttrain.train.learner import Learner
+from posttrain.train.rollout_workers import Sender
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("bucket", [1, 100, 2**20])
 def test_every_tensor_arrives_as_it_was(meeting, bucket, monkeypatch):
-    monkeypatch.setattr(transfer, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", bucket)
     first, *others = group(meeting)
     for _ in range(2):  # the group is used again and again
         moved, *received = together(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rewards.verifier import verifiers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.rewards import completion_of, run
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
 from posttrain.rewards.verifier import verifiers
 
 ROOT = Path(__file__).parents[3]

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from posttrain.errors import UsageError
-from posttrain.rewards.adapters import adapt, many_results, number, one_result
+from posttrain.core.errors import UsageError
+from posttrain.rewards.signatures import adapt, many_results, number, one_result
 from posttrain.rewards.verdict import Completion
 
 TALK = [{"role": "user", "content": "2+2?"}]

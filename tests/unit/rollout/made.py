@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.config import OnlineConfig
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.types import Prompt, Sample
 from posttrain.engines.base import Sampling
 from posttrain.models.pico import build_tokenizer
-from posttrain.types import Prompt, Sample
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from posttrain.errors import RewardError, UsageError
-from posttrain.rollout.environment import Environments, Talk
+from posttrain.core.errors import RewardError, UsageError
+from posttrain.rollout.environments import Environments, Talk
 
 FAULTY = textwrap.dedent(
     """

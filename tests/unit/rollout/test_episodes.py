@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.tokens import TokenEncoder
-from posttrain.errors import RewardError
-from posttrain.learner import Learner
+from posttrain.cluster.local import LocalPool
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import RewardError
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.tokens import TokenEncoder
 from posttrain.models.pico import build_tokenizer
-from posttrain.rollout.dialogue import Dialogues
-from posttrain.rollout.environment import Environments
+from posttrain.rollout.environments import Environments
+from posttrain.rollout.episodes import Dialogues
 from posttrain.rollout.rollouts import answers, seed_of
-from posttrain.runtime.base import LearnerGroup
-from posttrain.runtime.local import LocalPool
+from posttrain.train.learner import Learner
+from posttrain.train.learner_group import LearnerGroup
 from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, online, prompt
 
 CODE = textwrap.dedent(

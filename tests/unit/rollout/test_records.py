@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.lines import as_line
-from posttrain.errors import DataError, PosttrainError, UsageError
-from posttrain.rollout import record
-from posttrain.rollout.record import STREAMS, Rollout, as_row, from_row, unjudged
-from posttrain.types import Prompt, Sample
+from posttrain.core.errors import DataError, PosttrainError, UsageError
+from posttrain.core.jsonl import as_line
+from posttrain.core.types import Prompt, Sample
+from posttrain.rollout import records
+from posttrain.rollout.records import STREAMS, Rollout, as_row, from_row, unjudged
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 SINGLE = st.floats(width=32, allow_nan=False)
@@ -70,11 +70,11 @@ def plain(value):
 @settings(max_examples=150, deadline=None)
 @given(rollouts(), st.integers(0, 10**6))
 def test_there_and_back(rollout, step):
-    quick = record.line_of(record.without_streams(rollout, step), record.streams(rollout.sample))
+    quick = records.line_of(records.without_streams(rollout, step), records.streams(rollout.sample))
     for text in (as_line(as_row(rollout, step)), quick):
         [line] = text.encode().decode().split("\n")[:-1]
         row = json.loads(line)
-        assert row["step"] == step and record.STEP.match(line.encode())[1] == b"%d" % step
+        assert row["step"] == step and records.STEP.match(line.encode())[1] == b"%d" % step
         assert plain(from_row(row)) == plain(rollout)
 
 
@@ -82,7 +82,7 @@ def test_there_and_back(rollout, step):
 def test_numbers_that_json_does_not_know_come_back_too(odd):
     rollout = made(1)
     rollout.sample.logprobs = np.full(len(rollout.sample), odd, dtype=np.float32)
-    line = record.line_of(record.without_streams(rollout, 1), record.streams(rollout.sample))
+    line = records.line_of(records.without_streams(rollout, 1), records.streams(rollout.sample))
     mask = rollout.sample.mask
     assert from_row(json.loads(line)).sample.logprobs[mask].tobytes() == rollout.sample.logprobs[mask].tobytes()
 
@@ -97,7 +97,7 @@ def made(step, group=0, **options):
 
 @pytest.fixture
 def run(tmp_path):
-    written = record.Record(tmp_path, 0)
+    written = records.Record(tmp_path, 0)
     for step in (1, 2, 3):
         written.add([made(step, group) for group in (0, 1)], step)
     written.settle()
@@ -105,38 +105,38 @@ def run(tmp_path):
 
 
 def steps(folder):
-    return [(step, [rollout.sample.group for rollout in batch]) for step, batch in record.read_steps(folder)]
+    return [(step, [rollout.sample.group for rollout in batch]) for step, batch in records.read_steps(folder)]
 
 
 def test_batches_come_back_step_by_step(run):
-    assert steps(run) == steps(run / record.FILE) == [(1, [0, 1]), (2, [0, 1]), (3, [0, 1])]
-    assert record.newest_step(run / record.FILE) == 3
-    assert [number for number, _ in record.read_rows(run / record.FILE, only=2)] == [3, 4]
+    assert steps(run) == steps(run / records.FILE) == [(1, [0, 1]), (2, [0, 1]), (3, [0, 1])]
+    assert records.newest_step(run / records.FILE) == 3
+    assert [number for number, _ in records.read_rows(run / records.FILE, only=2)] == [3, 4]
 
 
 @pytest.mark.parametrize("lost", [1, 100])
 def test_a_batch_that_is_not_whole_is_left_out(run, lost):
-    file = run / record.FILE
+    file = run / records.FILE
     file.write_bytes(file.read_bytes()[:-lost])
     assert steps(run) == [(1, [0, 1]), (2, [0, 1])]
 
 
 def test_going_on_drops_what_is_done_again(run):
-    file = run / record.FILE
+    file = run / records.FILE
     file.write_bytes(file.read_bytes()[:-50])  # a kill
-    going_on = record.Record(run, 1)
+    going_on = records.Record(run, 1)
     going_on.add([made(2, 7)], 2)
     going_on.settle()
     assert steps(run) == [(1, [0, 1]), (2, [7])]
-    assert [row["step"] for _, row in record.read_rows(file)] == [1, 1, 2]
+    assert [row["step"] for _, row in records.read_rows(file)] == [1, 1, 2]
 
 
 def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
-    written, rollout = record.Record(tmp_path, 0), made(1)
+    written, rollout = records.Record(tmp_path, 0), made(1)
     written.add([rollout], 1)
     rollout.sample.reward, rollout.text = 5.0, "later"
     written.settle()
-    [(_, [read])] = record.read_steps(tmp_path)
+    [(_, [read])] = records.read_steps(tmp_path)
     assert read.text == "answer 1" and read.sample.reward == 0.0
     written.file.close()
     with open("/dev/full", "ab", buffering=0) as written.file:  # noqa: PTH123
@@ -146,11 +146,11 @@ def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
 
 
 def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
-    file = run / record.FILE
+    file = run / records.FILE
     for line, complaint in ((b"{}\n", "no step"), (b"hello\n", "Expecting value"), (b'{"step": 4}\n', "KeyError")):
         whole = file.read_bytes()
         file.write_bytes(whole + line)
-        with pytest.raises(DataError, match=rf"{record.FILE}:7: not a recorded answer: .*{complaint}"):
+        with pytest.raises(DataError, match=rf"{records.FILE}:7: not a recorded answer: .*{complaint}"):
             steps(run)
         file.write_bytes(whole)
     with pytest.raises(UsageError, match="no recorded answers there"):

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from posttrain.core.errors import DataError
 from posttrain.data.dataset import RowStream
 from posttrain.data.prompts import PromptRows
-from posttrain.errors import DataError
 from posttrain.rewards.base import Rewards
-from posttrain.rollout.judge import Judge
 from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_of
+from posttrain.rollout.scoring import Judge
 from tests.unit.rollout.made import SAMPLING, TOKENIZER, Speaker, online, prompt
 
 CODE = """

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.errors import RewardError
+from posttrain.core.errors import RewardError
+from posttrain.core.types import Sample
 from posttrain.rewards.base import Rewards
-from posttrain.rollout.judge import Judge
-from posttrain.rollout.record import Rollout
-from posttrain.types import Sample
+from posttrain.rollout.records import Rollout
+from posttrain.rollout.scoring import Judge
 from tests.unit.rollout.made import TOKENIZER, ids, online, prompt
 
 CODE = """

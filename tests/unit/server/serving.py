@@ -6,12 +6,12 @@ import socket
 import threading
 from contextlib import contextmanager
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.serve import completions, server
-from posttrain.serve.completions import Completions
-from posttrain.serve.metrics import Metrics
-from posttrain.serve.model import ServedModel
-from posttrain.serve.server import ServeOptions, Server
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.inference.model import ServedModel
+from posttrain.server import app, completions
+from posttrain.server.app import ServeOptions, Server
+from posttrain.server.completions import Completions
+from posttrain.server.metrics import Metrics
 
 PATIENCE = 120  # seconds; only a hang is ever that slow
 
@@ -26,7 +26,7 @@ def serving(model, *, slots=8, **options):
     asked = ServeOptions(port=0, name="pico", **options)
     asked.check()
     model.engine.most = slots
-    metrics = Metrics(server.METRICS | completions.METRICS)
+    metrics = Metrics(app.METRICS | completions.METRICS)
     service = Completions(
         model,
         name=asked.name,

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from posttrain.errors import UsageError
-from posttrain.serve import http
-from posttrain.serve.server import ServeOptions, is_loopback
-from tests.unit.serve.serving import PATIENCE, Talk, ask, pico, serving
+from posttrain.core.errors import UsageError
+from posttrain.server import http
+from posttrain.server.app import ServeOptions, is_loopback
+from tests.unit.server.serving import PATIENCE, Talk, ask, pico, serving
 
 openai = pytest.importorskip("openai")
 

@@ -5,8 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from posttrain.models.pico import build_tokenizer
-from posttrain.serve.metrics import Metrics
-from posttrain.serve.wording import Speller, Wording, longest_beginning
+from posttrain.server.metrics import Metrics
+from posttrain.server.output_text import Speller, Wording, longest_beginning
 from tests.tiny import tiny_tokenizer
 
 PICO = build_tokenizer()

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from posttrain.config import DataConfig, ModelConfig
-from posttrain.loops import train
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.inference.completion_files import Answer
+from posttrain.inference.score import RewardModel
 from posttrain.rewards.base import Completion, Rewards
-from posttrain.serve import scores, server
-from posttrain.serve.answers import Answer
-from posttrain.serve.metrics import Metrics
-from posttrain.serve.score import RewardModel
-from posttrain.serve.server import ServeOptions
-from tests.unit.serve.serving import ask, metrics_of, running
+from posttrain.server import app, scores
+from posttrain.server.app import ServeOptions
+from posttrain.server.metrics import Metrics
+from posttrain.train import train
+from tests.unit.server.serving import ask, metrics_of, running
 
 TOKEN = "a-long-secret"
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(params=["", TOKEN], ids=["open", "with a token"])
 def served(model, request):
-    metrics = Metrics(server.METRICS | scores.METRICS)
+    metrics = Metrics(app.METRICS | scores.METRICS)
     service = scores.Scores(model, name="judge", queue=8, seconds=60, metrics=metrics)
     with running(service, ServeOptions(token=request.param, name="judge"), metrics) as found:
         yield found

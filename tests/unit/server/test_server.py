@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.engines.base import Request, Sampling
 from posttrain.rollout.rollouts import seed_of
-from tests.unit.serve.serving import PATIENCE, Talk, ask, metrics_of, pico, serving
+from tests.unit.server.serving import PATIENCE, Talk, ask, metrics_of, pico, serving
 
 openai = pytest.importorskip("openai")
 

@@ -2,7 +2,7 @@
 
 import time
 
-from posttrain.runtime.samplers import Sampler
+from posttrain.train.rollout_workers import Sampler
 
 
 class Pausing(Sampler):

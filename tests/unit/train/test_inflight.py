@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.config import ModelConfig, UpdateConfig
+from posttrain.cluster.local import LocalPool
+from posttrain.cluster.processes import MeetingPoint, ProcessPool
+from posttrain.cluster.slots import Seat
+from posttrain.cluster.worker_host import Ref
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import PosttrainError
 from posttrain.engines.base import Request, Sampling
-from posttrain.errors import PosttrainError
-from posttrain.learner import Learner
-from posttrain.runtime.host import Ref
-from posttrain.runtime.local import LocalPool
-from posttrain.runtime.processes import MeetingPoint, ProcessPool
-from posttrain.runtime.samplers import Samplers, Seat
-from posttrain.runtime.transfer import Meeting, Sender
-from tests.unit.runtime.pausing import Pausing
+from posttrain.parallel.weight_transfer import Meeting
+from posttrain.train.learner import Learner
+from posttrain.train.rollout_workers import Samplers, Sender
+from tests.unit.train.pausing import Pausing
 
 SECONDS = 120.0
 STEPS = 15  # before the weights change

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from posttrain import learner as learners
-from posttrain.algos import ALGORITHMS
-from posttrain.config import ModelConfig, UpdateConfig
-from posttrain.data.pack import collate
+from posttrain.algorithms import ALGORITHMS
+from posttrain.checkpoints.tensor_files import load_tensors
+from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.base import Sampling
-from posttrain.errors import UsageError
-from posttrain.learner import Learner
 from posttrain.models import memory
-from posttrain.models.forward import forward
-from posttrain.models.tensor_files import load_tensors
-from posttrain.types import Loss, Objective, Request, Sample, count
+from posttrain.nn.forward import forward
+from posttrain.train import learner as learners
+from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 LENGTHS = (5, 17, 2, 30, 9, 9, 3)

@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 
-from posttrain.errors import PosttrainError, WorkerError
-from posttrain.runtime.local import LocalPool
-from posttrain.runtime.processes import MeetingPoint, ProcessPool
-from posttrain.runtime.samplers import Samplers, Seat, Turns
-from tests.unit.runtime.things import Speaker, Telling
+from posttrain.cluster.local import LocalPool
+from posttrain.cluster.processes import MeetingPoint, ProcessPool
+from posttrain.cluster.slots import Seat
+from posttrain.core.errors import PosttrainError, WorkerError
+from posttrain.train.rollout_workers import Samplers, Turns
+from tests.unit.cluster.things import Speaker, Telling
 
 SECONDS = 60.0
 

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 from posttrain import sft
-from posttrain.learner import Learner
+from posttrain.train.learner import Learner
 from tests.e2e.rows import write_rows
 
 

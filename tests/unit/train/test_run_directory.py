@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import UsageError
-from posttrain.loops.folder import RunFolder, StopSignals, atomic_write_text, find_run
-from posttrain.models.checkpoint import newest_valid, write_checkpoint
+from posttrain.checkpoints.checkpoint import newest_valid, write_checkpoint
+from posttrain.core.errors import UsageError
+from posttrain.train.run_directory import RunFolder, StopSignals, atomic_write_text, find_run
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_the_second_is_refused_at_once_and_told_who():
 
 HOLDER = """
 import os, sys
-from posttrain.loops.folder import RunFolder
+from posttrain.train.run_directory import RunFolder
 folder = RunFolder.open("x", "sft", resume=False)
 folder.write_config("")
 if "fork" in sys.argv and os.fork() == 0:

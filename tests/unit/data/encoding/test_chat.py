@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.templates import apply_template
-from posttrain.data.tokens import TokenEncoder
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.templates import apply_template
+from posttrain.data.encoding.tokens import TokenEncoder
 from tests.unit.data.made import CHATML, LLAMA2, SPECIALS, THINKING, TRIMMING, byte_level, sentencepiece
 
 TOKENIZERS = {

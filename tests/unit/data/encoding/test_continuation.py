@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.templates import apply_template, shipped
-from posttrain.data.tokens import Segment, TokenEncoder
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.templates import apply_template, shipped
+from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.models.pico import build_tokenizer
 from tests.unit.data.made import CHATML, LLAMA2, THINKING, TRIMMING, byte_level
 

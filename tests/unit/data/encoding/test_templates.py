@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from posttrain.data.chat import ChatRenderer
-from posttrain.data.templates import apply_template, load_template, shipped, stop_ids, turn_ends
-from posttrain.data.tokens import TokenEncoder
-from posttrain.errors import UsageError
+from posttrain.core.errors import UsageError
+from posttrain.data.encoding.chat import ChatRenderer
+from posttrain.data.encoding.templates import apply_template, load_template, shipped, stop_ids, turn_ends
+from posttrain.data.encoding.tokens import TokenEncoder
+from tests.unit.data.encoding.test_chat import bot, user, written
 from tests.unit.data.made import byte_level, sentencepiece
-from tests.unit.data.test_chat import bot, user, written
 
 NAMES = list(shipped())
 CONTROL = [

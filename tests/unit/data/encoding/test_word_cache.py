@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.data.words import PATTERNS, WordCache
+from posttrain.data.encoding.word_cache import PATTERNS, WordCache
 from tests.unit.data.made import SENTENCES, sentencepiece
 
 # White space at the end makes tokens of several spaces and line breaks, which a wrong cut would tear apart or make.
@@ -73,7 +73,7 @@ def test_the_patterns_are_those_of_the_tokenizers():
 
 
 def test_words_are_learned_once_and_forgotten_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("posttrain.data.words.MOST_WORDS", 4)
+    monkeypatch.setattr("posttrain.data.encoding.word_cache.MOST_WORDS", 4)
     tokenizer = tokenizer_of(GPT2)
     cache = WordCache.of(tokenizer)
     assert cache.encode(["a b a b", "a\nb"]) == [

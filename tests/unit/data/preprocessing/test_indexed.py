@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.indexed import DTYPES, HEADER, IndexedReader, IndexedWriter, token_dtype
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.data.preprocessing.indexed import DTYPES, HEADER, IndexedReader, IndexedWriter, token_dtype
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[], [65535]]]  # of sequences
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from posttrain.cli.preprocess import run as command
-from posttrain.data import preprocess as module
-from posttrain.data.handlers import HANDLERS, PreprocessConfig
-from posttrain.data.indexed import IndexedReader
-from posttrain.data.preprocess import fill_packs, preprocess
-from posttrain.data.tokenized import is_indexed, load_indexed, open_files
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.indexed_dataset import is_indexed, load_indexed, open_files
+from posttrain.data.preprocessing import preprocess as module
+from posttrain.data.preprocessing.handlers import HANDLERS, PreprocessConfig
+from posttrain.data.preprocessing.indexed import IndexedReader
+from posttrain.data.preprocessing.preprocess import fill_packs, preprocess
 from posttrain.models.pico import SPECIALS, build_tokenizer
 from tests.unit.data.made import byte_level
-from tests.unit.data.test_indexed import die_at, megatron, write_with_megatron
+from tests.unit.data.preprocessing.test_indexed import die_at, megatron, write_with_megatron
 
 PICO = build_tokenizer()
 NOT = -100

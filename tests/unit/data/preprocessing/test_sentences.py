@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.sentences import sentences
+from posttrain.data.preprocessing.sentences import sentences
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from posttrain.data.columns import KeyMap
-from posttrain.data.sources import Row
-from posttrain.errors import DataError, UsageError
-from tests.unit.data.test_formats import bot, read, system, user
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.reading.columns import KeyMap
+from posttrain.data.reading.sources import Row
+from tests.unit.data.reading.test_formats import bot, read, system, user
 
 
 def test_nothing_changes_without():

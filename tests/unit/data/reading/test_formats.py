@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.examples import Chat, Labelled, Pair, Question, Stepwise, Text
-from posttrain.data.formats import FORMATS, VERBS, SourceFormat
-from posttrain.data.sources import Row
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.data.reading.examples import Chat, Labelled, Pair, Question, Stepwise, Text
+from posttrain.data.reading.formats import FORMATS, VERBS, SourceFormat
+from posttrain.data.reading.sources import Row
 
 MARK = "ки"
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.core.errors import UsageError
+from posttrain.core.types import Sample
 from posttrain.data.dataset import RowStream
-from posttrain.data.mixture import Mixture, split_weights
-from posttrain.errors import UsageError
-from posttrain.runtime.base import LearnerGroup
-from posttrain.types import Sample
+from posttrain.data.reading.mixture import Mixture, split_weights
+from posttrain.train.learner_group import LearnerGroup
 
 
 @pytest.mark.parametrize(

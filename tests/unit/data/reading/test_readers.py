@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.data import readers
-from posttrain.data.readers import READERS, BadRow, Meter, Row, read_file
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.reading import readers
+from posttrain.data.reading.readers import READERS, BadRow, Meter, Row, read_file
 
 
 def write(tmp_path, name, data):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from posttrain.data import sources
-from posttrain.data.sources import READERS, find_files, read_rows
-from posttrain.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.reading import sources
+from posttrain.data.reading.sources import READERS, find_files, read_rows
 
 ROWS = [{"prompt": "Hé \u2028llo", "completion": "a\nb"}, {"prompt": "x", "completion": "y", "n": 3}]
 

@@ -14,14 +14,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those below it.
 LAYERS = [
-    {"types", "config", "options", "log", "errors", "verbs", "__init__"},
-    {"ops", "data", "rewards"},
-    {"algos"},
-    {"models", "engines"},
-    {"learner", "rollout"},
-    {"runtime"},
-    {"loops", "serve", "trainers"},
-    {"pipelines"},
+    {"__init__", "core"},
+    {"config"},
+    {"sandbox", "checkpoints", "data"},
+    {"rewards", "algorithms", "parallel"},
+    {"nn"},
+    {"models"},
+    {"engines", "convert"},
+    {"rollout", "cluster"},
+    {"train"},
+    {"inference"},
+    {"server", "pipelines", "trainers"},
     {"cli", "__main__"},
 ]
 HEAVY = {
@@ -68,7 +71,7 @@ def imported_modules(file):
 
 def layer(name):
     found = [index for index, names in enumerate(LAYERS) if name in names]
-    assert found, f"posttrain/{name} has no place in the import order; give it one in tests/house"
+    assert found, f"posttrain/{name} has no place in the import order; give it one in tests/rules"
     return found[0]
 
 
@@ -84,9 +87,16 @@ def test_imports_point_down(file):
             assert layer(room(module)) <= mine, f"{file}:{line} imports {module}, which stands above it"
 
 
-@pytest.mark.parametrize("file", sorted((PACKAGE / "algos").glob("*.py")), ids=lambda f: f.name)
+@pytest.mark.parametrize("file", sorted((PACKAGE / "algorithms").glob("*.py")), ids=lambda f: f.name)
 def test_algorithms_import_little(file):
-    allowed = ("posttrain.algos", "posttrain.types", "posttrain.ops", "posttrain.errors", "torch", "numpy")
+    allowed = (
+        "posttrain.algorithms",
+        "posttrain.core.types",
+        "posttrain.core.ops",
+        "posttrain.core.errors",
+        "torch",
+        "numpy",
+    )
     for line, module in imported_modules(file):
         standard = module.split(".")[0] in sys.stdlib_module_names
         assert standard or module.startswith(allowed), f"{file}:{line} imports {module}"
@@ -115,7 +125,7 @@ def test_nothing_unsafe_or_silent(file):
             if isinstance(node.func, ast.Attribute):
                 text = ast.unparse(node.func)
                 # Megatron's checkpoints are such files; there the restricted unpickler alone reads them.
-                megatron = file == PACKAGE / "models/convert/files.py" and is_restricted(node)
+                megatron = file == PACKAGE / "convert/files.py" and is_restricted(node)
                 unsafe = text in ("torch.load", "torch.save", "os.system") and not megatron
                 assert not unsafe, f"{file}:{node.lineno} calls {text}"
             for keyword in node.keywords:
@@ -135,10 +145,10 @@ def is_restricted(call):
 
 
 def test_options_are_frozen():
-    """Adding an option is a decision: change tests/house/options.txt in the same commit, and the budget holds."""
-    from posttrain.algos import ALGORITHMS
-    from posttrain.config import with_algorithm
-    from posttrain.options import option_keys
+    """Adding an option is a decision: change tests/rules/options.txt in the same commit, and the budget holds."""
+    from posttrain.algorithms import ALGORITHMS
+    from posttrain.config.parsing import option_keys
+    from posttrain.config.sections import with_algorithm
 
     lines, common = [], {}
     for verb, algorithm in ALGORITHMS.items():
@@ -149,13 +159,13 @@ def test_options_are_frozen():
     lines.append("all: " + " ".join(common[False]))
     assert set(common[False]) < set(common[True])
     lines.append("online: " + " ".join(key for key in common[True] if key not in common[False]))
-    frozen = (ROOT / "tests/house/options.txt").read_text(encoding="utf-8").splitlines()
+    frozen = (ROOT / "tests/rules/options.txt").read_text(encoding="utf-8").splitlines()
     assert sorted(lines) == sorted(frozen)
 
 
 def test_every_trainer_has_a_verb_and_its_description():
-    from posttrain.algos import ALGORITHMS
-    from posttrain.verbs import TRAINERS
+    from posttrain.algorithms import ALGORITHMS
+    from posttrain.config.verbs import TRAINERS
 
     assert set(ALGORITHMS) == set(TRAINERS)
 
@@ -173,7 +183,7 @@ def test_importing_the_package_needs_no_optional_library():
     blocked = sorted(HEAVY - {"tyro"})
     code = (
         f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-        "import posttrain.loops.offline, posttrain.cli.main, posttrain.cli.tools\n"
+        "import posttrain.train.offline, posttrain.cli.main, posttrain.cli.tools\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

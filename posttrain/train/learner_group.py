@@ -1,0 +1,122 @@
+"""The learners of all workers as one object with the methods of a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from posttrain.cluster.base import Workers, cut
+from posttrain.cluster.local import LocalWorkers
+from posttrain.core.types import Drawing, Floats, Objective, Sample
+from posttrain.engines.base import OnAnswer, Request, Sampling
+from posttrain.train.learner import LARGEST, PLAIN, Part, Sums
+
+T = TypeVar("T")
+
+
+class LearnerGroup:
+    """The learners of all workers as one: the same methods as learner.Learner.
+
+    `alike` workers one after the other are given the same samples and give the same answers, of which the first is
+    taken: those that divide heads or tokens of the same samples, see parallel/fsdp.py.
+    """
+
+    def __init__(self, workers: Workers, alike: int = 1) -> None:
+        assert workers.size % alike == 0, f"{workers.size} workers in groups of {alike}"
+        self.workers, self.alike = workers, alike
+
+    def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
+        return add_up(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
+
+    def step(self, learning_rate: float) -> dict[str, float]:
+        return self.workers.call("step", learning_rate)[0]
+
+    def discard(self) -> dict[str, float]:
+        return self.workers.call("discard")[0]
+
+    def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
+        return add_up(self.spread("evaluate", samples, objective.group_size, objective))
+
+    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
+        return joined(self.spread("logprobs", samples, adapters=adapters, drawing=drawing))
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        return joined(self.spread("values", samples))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        current: bool = False,
+        on_answer: OnAnswer | None = None,
+    ) -> list[Sample]:
+        shards = cut(requests, self.workers.size)  # every worker generates with a whole model
+        told = {"on_answer": on_answer} if isinstance(self.workers, LocalWorkers) else {}  # elsewhere all come at once
+        return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
+
+    def refresh_sampler(self) -> None:
+        self.workers.call("refresh_sampler")
+
+    def stop_ids(self) -> list[int]:
+        return self.workers.call("stop_ids")[0]
+
+    def score_statistics(self) -> tuple[float, float]:
+        return self.workers.call("score_statistics")[0]
+
+    def offload(self, part: Part) -> None:
+        self.workers.call("offload", part)
+
+    def onload(self, part: Part) -> None:
+        self.workers.call("onload", part)
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        return joined(self.spread("scores", samples))
+
+    def annotate(self, facts: dict[str, Any]) -> None:
+        self.workers.call("annotate", facts)
+
+    def save(self, folder: Any) -> None:
+        self.workers.call("save", folder)
+
+    def load(self, folder: Any) -> None:
+        self.workers.call("load", folder)
+
+    def spread(
+        self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Call with a part of the samples for each data rank; one answer of each."""
+        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.alike)]
+        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.alike]
+
+    def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
+        """The part of each data rank."""
+        return cut(samples, self.workers.size // self.alike, group_size)
+
+
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """Sums of several workers as one."""
+    total: Sums = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            if name.startswith(LARGEST):
+                total[name] = (max(value, total.get(name, (value, 1.0))[0]), 1.0)
+                continue
+            value_before, count_before = total.get(name, (0.0, None if count is None else 0.0))
+            assert (count is None) == (count_before is None), f"{name} is counted in two ways"
+            total[name] = (value_before + value, None if count is None else (count_before or 0.0) + count)
+    return total
+
+
+def averages(sums: Sums, denominator: int) -> dict[str, float]:
+    """Each sum over its count, or over the objective's denominator; what was never counted is left out."""
+    means = {}
+    for name, (total, count) in sums.items():
+        by = denominator if count is None else count
+        if by:
+            means[name] = total / by
+    return means
+
+
+def joined(parts: Sequence[list[Any]]) -> list[Any]:
+    return [item for part in parts for item in part]
