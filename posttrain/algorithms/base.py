@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
-from posttrain.core.types import Batch, Head, Loss, Objective, Outputs, Request, RowKind, Sample, Unit
+from posttrain.core.types import Batch, ExampleKind, Head, Loss, Objective, Outputs, Request, Sample, Unit
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 
@@ -20,7 +20,7 @@ class Algorithm:
         """Options of the section `algo`."""
 
     name: ClassVar[str]
-    rows: ClassVar[RowKind]
+    rows: ClassVar[ExampleKind]
     """What a data row must be."""
     unit: ClassVar[Unit]
     """What the loss is a sum over, and so what the learner divides by."""

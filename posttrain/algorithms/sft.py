@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from posttrain.algorithms.base import Algorithm, RowKind, register
+from posttrain.algorithms.base import Algorithm, ExampleKind, register
 from posttrain.core.types import Batch, Loss, Outputs
 
 
@@ -12,7 +12,7 @@ from posttrain.core.types import Batch, Loss, Outputs
 class SFT(Algorithm):
     """Negative log-likelihood of the tokens that count."""
 
-    rows: ClassVar[RowKind] = "chat"
+    rows: ClassVar[ExampleKind] = "chat"
     unit = "token"
     separable = True
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}

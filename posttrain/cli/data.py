@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.data.check import Report
-    from posttrain.data.reading.readers import Meter
+    from posttrain.data.reading.readers import ReadProgress
 
 COMMANDS = {
     "check": "look at files before training: format, counts, lengths, duplicates, problems",
@@ -115,18 +115,18 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def progress_bar(name: str, console: Console) -> Iterator[tuple[Meter, Callable[[int], None] | None]]:
+def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Callable[[int], None] | None]]:
     """A bar on a terminal: part of the file, and rows so far."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from posttrain.data.reading.readers import Meter
-    from posttrain.data.reading.sources import parts_of
+    from posttrain.data.reading.readers import ReadProgress
+    from posttrain.data.reading.sources import source_parts
 
-    meter = Meter()
+    meter = ReadProgress()
     if not console.is_terminal:
         yield meter, None
         return
-    meter.total = sum(part.size for part in parts_of(name))
+    meter.total = sum(part.size for part in source_parts(name))
     columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=meter.total or None, rows=0)

@@ -17,7 +17,7 @@ from posttrain.core.logging import quiet_libraries
 from posttrain.core.types import Ints
 from posttrain.data.dataset import load_dataset
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.sources import read_rows
+from posttrain.data.reading.sources import read_records
 from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import usual_slots
 from posttrain.inference.generate import places_of, prompts_at_once
@@ -63,7 +63,7 @@ def sizes_of(config: PipelineConfig, recipe: Recipe) -> Sizes:
     held_out, data = lengths(config, config.data.eval, None), config.data
     if not config.generate.n:  # the data's own answers
         (file,) = data.train
-        rows = sum(1 for _ in read_rows(file))
+        rows = sum(1 for _ in read_records(file))
         return Sizes(np.zeros(0, np.int32), held_out, min(rows, data.max_rows or rows), data.max_tokens)
     every = lengths(config, data.train, data.max_rows)
     asked = generation(config, 1, config.model.path, Path())

@@ -20,12 +20,12 @@ from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
 from posttrain.config.sections import Config, OnlineConfig, value_of
 from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
-from posttrain.core.types import RowKind
+from posttrain.core.types import ExampleKind
 from posttrain.pipelines.settings import RECIPES, PipelineConfig
 
 WIDTH = 100  # of the tools' help, whatever the terminal
 
-ROWS: dict[RowKind, str] = {
+ROWS: dict[ExampleKind, str] = {
     "text": "plain text",
     "chat": "conversations",
     "pair": "pairs of a better and a worse answer",

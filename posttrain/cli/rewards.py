@@ -80,12 +80,12 @@ def check_parser() -> argparse.ArgumentParser:
 
 def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[str], list[Completion]]:
     """Origins (file:line) and completions; DataError for a row without an answer."""
-    from posttrain.data.reading.sources import read_rows
+    from posttrain.data.reading.sources import read_records
 
     renamed = _renamed(map_keys)
     origins: list[str] = []
     completions: list[Completion] = []
-    for number, row in enumerate(read_rows(name)):
+    for number, row in enumerate(read_records(name)):
         if limit is not None and number >= limit:
             break
         values = row.values | {ours: row.values[theirs] for ours, theirs in renamed.items() if theirs in row.values}

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Unit = Literal["token", "sample", "group"]
-RowKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what a data row must be for an algorithm
+ExampleKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what an algorithm trains on
 Head = Literal["token", "score"]
 
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import DataError
-from posttrain.core.types import RowKind
+from posttrain.core.types import ExampleKind
 from posttrain.data.dataset import chunks, encode, source_format, understand
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.examples import Example, Question
+from posttrain.data.reading.examples import Example, PromptExample
 from posttrain.data.reading.formats import VERBS
-from posttrain.data.reading.sources import BadRow, Meter, Row, parts_of
+from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, source_parts
 
 PROBLEMS_LISTED = 20
 ROWS_SHOWN = 3
@@ -40,7 +40,7 @@ class Report:
     """What was found in a source."""
 
     name: str
-    kind: RowKind | None = None
+    kind: ExampleKind | None = None
     verdicts: list[tuple[str, list[str]]] = field(default_factory=list)  # what it can be read as, and by which verbs
     rows: int = 0
     duplicates: int = 0  # rows that hold the same as one before them
@@ -51,7 +51,7 @@ class Report:
     problems: list[str] = field(default_factory=list)  # the first of them
     bad: int = 0  # problems in all
 
-    def add_problem(self, bad: BadRow) -> None:
+    def add_problem(self, bad: BadRecord) -> None:
         self.bad += 1
         if len(self.problems) < PROBLEMS_LISTED:
             self.problems.append(str(bad.error))
@@ -59,11 +59,11 @@ class Report:
 
 def check_source(
     name: str,
-    make_encoder: Callable[[RowKind], Encoder],
-    kind: RowKind | None = None,
+    make_encoder: Callable[[ExampleKind], Encoder],
+    kind: ExampleKind | None = None,
     limit: int | None = None,
     full: bool = False,
-    meter: Meter | None = None,
+    meter: ReadProgress | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Report:
     """Read all rows of a source. Without a `kind`, the first that its rows can serve as is taken.
@@ -72,7 +72,7 @@ def check_source(
     encoder's longest sequence, is left out where its tokens are not those of the model to be trained.
     """
     report = Report(name)
-    parts = parts_of(name)
+    parts = source_parts(name)
     rows = (row for part in parts for row in part.scan(meter))
     try:
         start = _first_rows(rows)
@@ -90,20 +90,22 @@ def check_source(
     return report
 
 
-def _first_rows(rows: Iterable[Row | BadRow]) -> list[Row | BadRow]:
+def _first_rows(rows: Iterable[Record | BadRecord]) -> list[Record | BadRecord]:
     """Rows up to the first good one."""
-    start: list[Row | BadRow] = []
+    start: list[Record | BadRecord] = []
     for row in rows:
         start.append(row)
-        if isinstance(row, Row) or len(start) == ROWS_TO_RECOGNISE:
+        if isinstance(row, Record) or len(start) == ROWS_TO_RECOGNISE:
             break
     return start
 
 
-def _verdicts(start: Sequence[Row | BadRow], make_encoder: Callable[[RowKind], Encoder]) -> dict[RowKind, str]:
+def _verdicts(
+    start: Sequence[Record | BadRecord], make_encoder: Callable[[ExampleKind], Encoder]
+) -> dict[ExampleKind, str]:
     """What the first good row can serve as. Its format decides, be its cells right or not."""
-    verdicts: dict[RowKind, str] = {}
-    for row in (row for row in start if isinstance(row, Row)):
+    verdicts: dict[ExampleKind, str] = {}
+    for row in (row for row in start if isinstance(row, Record)):
         for kind in VERBS:
             source = source_format(make_encoder(kind))
             understand([row], source, lambda bad: None)
@@ -113,21 +115,23 @@ def _verdicts(start: Sequence[Row | BadRow], make_encoder: Callable[[RowKind], E
     return verdicts
 
 
-def _grouped(verdicts: dict[RowKind, str]) -> list[tuple[str, list[str]]]:
+def _grouped(verdicts: dict[ExampleKind, str]) -> list[tuple[str, list[str]]]:
     verbs_of: dict[str, list[str]] = {}
     for kind, verdict in verdicts.items():
         verbs_of.setdefault(verdict, []).extend(VERBS[kind] or ["reinforcement learning"])
     return list(verbs_of.items())
 
 
-def _no_format(start: list[Row | BadRow], report: Report) -> None:
+def _no_format(start: list[Record | BadRecord], report: Report) -> None:
     """Why the first good row has none."""
     for row in start:
-        if isinstance(row, BadRow):
+        if isinstance(row, BadRecord):
             report.add_problem(row)
         else:
             columns = ", ".join(row.values) or "none"
-            report.add_problem(BadRow(row.origin, f"columns found: {columns}; no known format has these", row.values))
+            report.add_problem(
+                BadRecord(row.origin, f"columns found: {columns}; no known format has these", row.values)
+            )
 
 
 class _Checker:
@@ -146,7 +150,7 @@ class _Checker:
         )
         self.seen: set[bytes] = set()
 
-    def check(self, rows: Iterable[Row | BadRow], progress: Callable[[int], None] | None) -> None:
+    def check(self, rows: Iterable[Record | BadRecord], progress: Callable[[int], None] | None) -> None:
         report, source = self.report, source_format(self.encoder)
         for chunk in chunks(rows):
             picked = []
@@ -161,7 +165,7 @@ class _Checker:
             if progress is not None:
                 progress(report.rows)
 
-    def _encode(self, picked: list[tuple[Row, list[Example]]]) -> None:
+    def _encode(self, picked: list[tuple[Record, list[Example]]]) -> None:
         if self.encoder.kind == "prompt":
             for row, examples in picked:
                 self._look_at_prompt(row, examples)
@@ -176,15 +180,15 @@ class _Checker:
                 pieces = [_pieces(self.encoder, sample.tokens, sample.mask) for sample in samples]
                 self.report.shown.append((row.origin, pieces))
 
-    def _look_at_prompt(self, row: Row, examples: list[Example]) -> None:
-        questions = [example for example in examples if isinstance(example, Question)]
+    def _look_at_prompt(self, row: Record, examples: list[Example]) -> None:
+        questions = [example for example in examples if isinstance(example, PromptExample)]
         try:
             prompts = [prompt for prompt in self.whole.prompts(questions) if prompt is not None]
             self._measure([len(prompt.tokens) for prompt in prompts])
             if self.limit is not None:
                 self.encoder.prompts(questions)
         except DataError as error:
-            self.report.add_problem(BadRow(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values))
+            self.report.add_problem(BadRecord(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values))
             return
         if len(self.report.shown) < ROWS_SHOWN:
             nothing = [np.zeros(len(prompt.tokens), dtype=np.bool_) for prompt in prompts]

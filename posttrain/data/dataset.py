@@ -16,27 +16,27 @@ import numpy.typing as npt
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
-from posttrain.data.prompts import PromptBuilder, PromptRows
+from posttrain.data.prompts import PromptStore, PromptStoreBuilder
 from posttrain.data.reading.examples import Example
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.mixture import Mixture, split_weights
-from posttrain.data.reading.sources import BadRow, Part, Row, parts_of
-from posttrain.data.store import RowBuilder, RowStore
+from posttrain.data.reading.sources import BadRecord, Record, SourcePart, source_parts
+from posttrain.data.store import ExampleStore, ExampleStoreBuilder
 
-__all__ = ["Dataset", "Encoder", "RowStream", "load_dataset", "split_rows"]
+__all__ = ["Dataset", "Encoder", "ExampleStream", "load_dataset", "split_examples"]
 
 ROWS_AT_ONCE = 512  # encoded in one call of the tokenizer,
 BYTES_AT_ONCE = 2**22  # or fewer if they are large
 SPLIT = 0x5B117  # keeps the split's random numbers apart from those of the epochs
 
-SetAside = Callable[[BadRow], None]
+SetAside = Callable[[BadRecord], None]
 
 
 @dataclass(slots=True)
 class Dataset:
     """Encoded rows: a row is a prompt, or the samples that an algorithm wants side by side, one or two of a pair."""
 
-    rows: Any  # RowStore, or PromptRows
+    rows: Any  # ExampleStore or PromptStore
     fingerprint: str
     verdicts: list[str]
     counts: dict[str, int]
@@ -68,8 +68,8 @@ def load_dataset(
         return _indexed(names[0], encoder, max_rows)
     if indexed := [name for name in names if is_indexed(name)]:
         raise UsageError(f"{indexed[0]}: tokenised files cannot be put together with others; give them alone")
-    sources = [parts_of(name) for name in names]  # a wrong name is said at once, not after the other files are read
-    builder = PromptBuilder() if encoder.kind == "prompt" else RowBuilder(cache)
+    sources = [source_parts(name) for name in names]  # a wrong name is said at once, not after the other files are read
+    builder = PromptStoreBuilder() if encoder.kind == "prompt" else ExampleStoreBuilder(cache)
     sizes: list[int] = []
     verdicts: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
@@ -121,9 +121,9 @@ def source_format(encoder: Encoder) -> SourceFormat:
     return SourceFormat(encoder.kind, encoder.placeholder, encoder.config.map_keys)
 
 
-def chunks(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
+def chunks(rows: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
     """As many rows as are encoded at once; where reading ends in an error, first those before it."""
-    chunk: list[Row | BadRow] = []
+    chunk: list[Record | BadRecord] = []
     size = 0
     damaged: DataError | None = None
     rows = iter(rows)
@@ -134,7 +134,7 @@ def chunks(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
             row, damaged = None, error
         if row is not None:
             chunk.append(row)
-            size += row.size if isinstance(row, Row) else 0
+            size += row.size if isinstance(row, Record) else 0
         if chunk and (row is None or len(chunk) == ROWS_AT_ONCE or size > BYTES_AT_ONCE):
             yield chunk
             chunk, size = [], 0
@@ -144,12 +144,12 @@ def chunks(rows: Iterable[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
 
 
 def understand(
-    chunk: Iterable[Row | BadRow], source: SourceFormat, set_aside: SetAside
-) -> list[tuple[Row, list[Example]]]:
+    chunk: Iterable[Record | BadRecord], source: SourceFormat, set_aside: SetAside
+) -> list[tuple[Record, list[Example]]]:
     """What the rows hold; those that cannot be used are handed to `set_aside`."""
-    understood: list[tuple[Row, list[Example]]] = []
+    understood: list[tuple[Record, list[Example]]] = []
     for row in chunk:
-        if isinstance(row, BadRow):
+        if isinstance(row, BadRecord):
             set_aside(row)
             continue
         try:
@@ -160,8 +160,8 @@ def understand(
 
 
 def encode(
-    understood: Sequence[tuple[Row, list[Example]]], encoder: Encoder, set_aside: SetAside
-) -> Iterator[tuple[Row, list[Encoded]]]:
+    understood: Sequence[tuple[Record, list[Example]]], encoder: Encoder, set_aside: SetAside
+) -> Iterator[tuple[Record, list[Encoded]]]:
     """What became of each row's examples; rows that cannot be encoded are handed to `set_aside`."""
     try:
         encoded = iter(encoder.encode_all([example for _, examples in understood for example in examples]))
@@ -178,11 +178,13 @@ def encode(
             yield row, [next(encoded) for _ in examples]
 
 
-def _bad(row: Row, error: DataError) -> BadRow:
-    return BadRow(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values)
+def _bad(row: Record, error: DataError) -> BadRecord:
+    return BadRecord(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values)
 
 
-def _keep(encoded: Encoded, encoder: Encoder, builder: RowBuilder | PromptBuilder, counts: dict[str, int]) -> None:
+def _keep(
+    encoded: Encoded, encoder: Encoder, builder: ExampleStoreBuilder | PromptStoreBuilder, counts: dict[str, int]
+) -> None:
     if encoder.kind == "text":
         for sample in encoded.samples:
             builder.add([sample])
@@ -199,7 +201,7 @@ class Quarantine:
     def __init__(self, path: Path | None, stop: bool) -> None:
         self.path, self.stop = path, stop
         self.of_part = self.read_before = 0
-        self.first: BadRow | None = None
+        self.first: BadRecord | None = None
         self.file: Any = None
 
     def __enter__(self) -> Quarantine:
@@ -209,7 +211,7 @@ class Quarantine:
         if self.file is not None:
             self.file.close()
 
-    def add(self, bad: BadRow) -> None:
+    def add(self, bad: BadRecord) -> None:
         if self.stop:
             raise bad.error
         self.first = self.first or bad
@@ -221,7 +223,7 @@ class Quarantine:
         line = {"origin": bad.origin, "reason": bad.reason, "row": bad.raw}
         self.file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
-    def check(self, part: Part, counts: dict[str, int]) -> None:
+    def check(self, part: SourcePart, counts: dict[str, int]) -> None:
         """At the end of a file: count its bad rows; if there are no others, something else is wrong."""
         counts["quarantined"] += self.of_part
         read = counts["read"] - self.read_before
@@ -231,7 +233,7 @@ class Quarantine:
 
 
 def _dataset(
-    rows: RowStore | PromptRows, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None
+    rows: ExampleStore | PromptStore, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None
 ) -> Dataset:
     fingerprint = rows.fingerprint()
     if mixture is not None:
@@ -239,7 +241,7 @@ def _dataset(
     return Dataset(rows, fingerprint, verdicts, {**counts, "kept": len(rows)}, mixture)
 
 
-def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Set a part of the rows aside, the same every time. Rows that come from one row of a file stay together."""
     if not 0 < fraction < 1:
         raise UsageError(f"data.eval is {fraction}: a part must be above 0 and below 1")
@@ -267,7 +269,7 @@ def split_rows(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, D
     )
 
 
-class RowStream:
+class ExampleStream:
     """The rows without end, epoch by epoch, in an order that the seed and the epoch decide.
 
     An epoch has every row once; where sources are mixed by weight, it has the share of each. `position`, the number of

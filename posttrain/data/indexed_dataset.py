@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.types import RowKind, Sample
+from posttrain.core.types import ExampleKind, Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.preprocessing.handlers import IGNORED
 from posttrain.data.preprocessing.indexed import IndexedReader, Numbers, bin_path, idx_path
-from posttrain.data.prompts import PromptRows
-from posttrain.data.reading.examples import Question
+from posttrain.data.prompts import PromptStore
+from posttrain.data.reading.examples import PromptExample
 from posttrain.data.reading.formats import VERBS
-from posttrain.data.store import RowStore
+from posttrain.data.store import ExampleStore
 
 MARK = "_packed"
 BLOCK = 2**22  # numbers looked at together
@@ -46,14 +46,14 @@ def is_indexed(name: str) -> bool:
 
 def load_indexed(
     name: str,
-    kind: RowKind,
+    kind: ExampleKind,
     vocab_size: int,
     *,
     max_tokens: int = NO_LIMIT,
     on_long: OnLong = "truncate",
     max_rows: int | None = None,
     bos_id: int | None = None,
-) -> IndexedRows:
+) -> IndexedExamples:
     """Open and check all rows, or the first `max_rows`; long ones are treated as if they came from text.
 
     `bos_id` begins the parts into which a long text is split.
@@ -73,10 +73,10 @@ def load_indexed(
     if not len(table.numbers):
         raise DataError(f"{name}: no rows are left: {rows} read, {counts['dropped']} longer than {max_tokens} tokens")
     settings = f"{kind} {max_tokens} {on_long} {rows} {bos_id}"
-    return IndexedRows(files, kind, streams, table, counts, fingerprint(files, settings), bos_id)
+    return IndexedExamples(files, kind, streams, table, counts, fingerprint(files, settings), bos_id)
 
 
-def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> tuple[PromptRows, dict[str, int], str]:
+def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> tuple[PromptStore, dict[str, int], str]:
     """Prompts as they were tokenised, what became of them, and what they are; all other keys become text columns."""
     files = open_files(name)
     if files.kind != "prompt":
@@ -93,14 +93,14 @@ def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> t
         tokens = ids[row].astype(np.int64)
         columns = {key: tokenizer.decode(reader[row], skip_special_tokens=True) for key, reader in others.items()}
         said = [{"role": "user", "content": tokenizer.decode(tokens, skip_special_tokens=True)}]
-        prompts.append(encoder.prompt(Question(origin=f"{name}:{row}", prompt=said, columns=columns), tokens))
+        prompts.append(encoder.prompt(PromptExample(origin=f"{name}:{row}", prompt=said, columns=columns), tokens))
     kept = [prompt for prompt in prompts if prompt is not None]
     if not kept:
         raise DataError(
             f"{name}: no rows are left: {len(rows)} read, all longer than {encoder.config.max_tokens} tokens"
         )
     counts = {"read": len(rows), "truncated": 0, "dropped": len(rows) - len(kept), "quoted": 0}
-    return PromptRows(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
+    return PromptStore(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
 
 
 # Files
@@ -112,7 +112,7 @@ class Files:
 
     name: str
     readers: dict[str, IndexedReader]
-    kind: Any  # RowKind or prompt
+    kind: Any  # ExampleKind
     reward_ids: tuple[int, ...] = ()
 
 
@@ -291,7 +291,9 @@ class Table:
     numbers: Numbers  # of each row in its file
 
 
-def make_table(streams: list[Stream], kind: RowKind, max_tokens: int, on_long: OnLong) -> tuple[Table, dict[str, int]]:
+def make_table(
+    streams: list[Stream], kind: ExampleKind, max_tokens: int, on_long: OnLong
+) -> tuple[Table, dict[str, int]]:
     """What is kept of all documents, and in which rows."""
     name, ways = streams[0].files.name, len(streams)
     starts, lengths, rows = (
@@ -344,13 +346,13 @@ def split_texts(
     return starts[which] + part * room, lengths[which] - part * room, rows[which], part > 0
 
 
-class IndexedRows(RowStore):
+class IndexedExamples(ExampleStore):
     """Rows by number, made of the mapped files; `counts` and `verdict` tell what was found."""
 
     def __init__(
         self,
         files: Files,
-        kind: RowKind,
+        kind: ExampleKind,
         streams: list[Stream],
         table: Table,
         counts: dict[str, int],
@@ -365,10 +367,10 @@ class IndexedRows(RowStore):
         documents = ", documents of packed rows apart" if streams[0].packed else ""
         self.verdict = f"{files.name}: indexed {files.kind}: {', '.join(files.readers)}{documents}"
 
-    def subset(self, rows: npt.ArrayLike) -> IndexedRows:
+    def subset(self, rows: npt.ArrayLike) -> IndexedExamples:
         """Some of the rows, in the order given; nothing is copied."""
         chosen = self.chosen[np.asarray(rows, dtype=np.int64)]
-        return IndexedRows(
+        return IndexedExamples(
             self.files, self.kind, self.streams, self.table, self.counts, self.digest, self.bos_id, chosen
         )
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from posttrain.core.types import Prompt
 
 
-class PromptRows(Sequence[list[Prompt]]):
+class PromptStore(Sequence[list[Prompt]]):
     """Rows of one prompt each, in memory: beside their tokens they carry all columns for the reward functions."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
@@ -34,8 +34,8 @@ class PromptRows(Sequence[list[Prompt]]):
     def hold(self) -> None:
         """Prompts are never written into."""
 
-    def subset(self, rows: npt.ArrayLike) -> PromptRows:
-        return PromptRows([self.prompts[row] for row in np.asarray(rows, dtype=np.int64)])
+    def subset(self, rows: npt.ArrayLike) -> PromptStore:
+        return PromptStore([self.prompts[row] for row in np.asarray(rows, dtype=np.int64)])
 
     def origin(self, row: int) -> str:
         return self.prompts[row].origin
@@ -56,8 +56,8 @@ class PromptRows(Sequence[list[Prompt]]):
         return digest.hexdigest()
 
 
-class PromptBuilder:
-    """Takes prompts one by one, as store.RowBuilder takes samples."""
+class PromptStoreBuilder:
+    """Takes prompts one by one, as store.ExampleStoreBuilder takes samples."""
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
@@ -69,5 +69,5 @@ class PromptBuilder:
     def add(self, row: Sequence[Prompt]) -> None:
         self.prompts += row
 
-    def finish(self) -> PromptRows:
-        return PromptRows(self.prompts)
+    def finish(self) -> PromptStore:
+        return PromptStore(self.prompts)

@@ -84,8 +84,8 @@ class Columns:
     places: tuple[str, ...]
 
 
-class RowBuilder:
-    """Takes rows one by one and makes a `RowStore` of them."""
+class ExampleStoreBuilder:
+    """Takes rows one by one and makes a `ExampleStore` of them."""
 
     def __init__(self, folder: Path | None = None, limit: int = SPILL) -> None:
         """`folder`: where the file is, if there must be one; the system's place for such files by default."""
@@ -117,15 +117,15 @@ class RowBuilder:
         self.samples += len(row)
         self.rows += 1
 
-    def finish(self) -> RowStore:
+    def finish(self) -> ExampleStore:
         self.columns["starts"].add_one(self.tokens)
         self.columns["firsts"].add_one(self.samples)
         arrays: dict[str, Any] = {name: column.array() for name, column in self.columns.items()}
         assert len(arrays["targets"]) in (0, self.tokens), "some samples have targets and some have none"
-        return RowStore(Columns(**arrays, places=tuple(self.places)), np.arange(self.rows))
+        return ExampleStore(Columns(**arrays, places=tuple(self.places)), np.arange(self.rows))
 
 
-class RowStore(Sequence[list[Sample]]):
+class ExampleStore(Sequence[list[Sample]]):
     """Rows by number. Each time one is asked for its samples are made anew, unless `hold` was called."""
 
     def __init__(self, columns: Columns, chosen: npt.NDArray[np.int64]) -> None:
@@ -134,9 +134,9 @@ class RowStore(Sequence[list[Sample]]):
         self._held: dict[int, list[Sample]] | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Sample]]) -> RowStore:
+    def of(cls, rows: Iterable[Sequence[Sample]]) -> ExampleStore:
         """A store of rows that exist already."""
-        builder = RowBuilder()
+        builder = ExampleStoreBuilder()
         for row in rows:
             builder.add(row)
         return builder.finish()
@@ -146,9 +146,9 @@ class RowStore(Sequence[list[Sample]]):
         if self._held is None:
             self._held = {}
 
-    def subset(self, rows: npt.ArrayLike) -> RowStore:
+    def subset(self, rows: npt.ArrayLike) -> ExampleStore:
         """Some of the rows, in the order given; nothing is copied."""
-        return RowStore(self.columns, self.chosen[np.asarray(rows, dtype=np.int64)])
+        return ExampleStore(self.columns, self.chosen[np.asarray(rows, dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -12,9 +12,9 @@ from typing import Any
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.jsonl import as_lines
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.examples import Chat, Message, prompt_of, text_of
+from posttrain.data.reading.examples import ChatExample, Message, prompt_of, text_of
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Row, read_rows
+from posttrain.data.reading.sources import Record, read_records
 from posttrain.train.run_directory import atomic_write
 
 
@@ -59,7 +59,7 @@ def read_answers(file: str, map_keys: str = "", max_rows: int | None = None) -> 
     """Rows of `posttrain generate`, or of any file that `posttrain sft` reads."""
     source, keys = SourceFormat("chat", "", map_keys), KeyMap.parse(map_keys)
     answers = []
-    for number, row in enumerate(read_rows(file)):
+    for number, row in enumerate(read_records(file)):
         if max_rows is not None and number >= max_rows:
             break
         answers.append(answer_of(row, source, keys))
@@ -68,7 +68,7 @@ def read_answers(file: str, map_keys: str = "", max_rows: int | None = None) -> 
     return answers
 
 
-def answer_of(row: Row, source: SourceFormat, keys: KeyMap) -> Answer:
+def answer_of(row: Record, source: SourceFormat, keys: KeyMap) -> Answer:
     renamed = keys.apply(row)
     values = renamed.values
     if "prompt" in values and isinstance(values.get("completion"), str):  # what a model said: nothing, at times
@@ -78,7 +78,7 @@ def answer_of(row: Row, source: SourceFormat, keys: KeyMap) -> Answer:
             prompt=prompt, plain=isinstance(values["prompt"], str), text=text, row=row.values, origin=row.origin
         )
     (example,) = source.examples(row)
-    assert isinstance(example, Chat)
+    assert isinstance(example, ChatExample)
     *prompt, last = example.messages
     if not prompt:
         raise DataError(f"{row.origin}: there is no prompt before the answer")

@@ -24,7 +24,7 @@ from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import apply_template
-from posttrain.data.reading.examples import Question
+from posttrain.data.reading.examples import PromptExample
 from posttrain.engines.base import Request, Sampling
 from posttrain.inference.completion_files import jsonl
 from posttrain.inference.model import (
@@ -142,7 +142,7 @@ class ConditionedEncoder(Encoder):
     condition: float
     condition_template: str
 
-    def prompts(self, questions: Sequence[Question]) -> list[Prompt | None]:
+    def prompts(self, questions: Sequence[PromptExample]) -> list[Prompt | None]:
         """In tokens with the condition; in messages without, as rewards and training are to see them."""
         asked = super().prompts(
             [replace(q, prompt=conditioned(q.prompt, self.condition, self.condition_template)) for q in questions]

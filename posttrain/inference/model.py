@@ -14,7 +14,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import stop_ids
-from posttrain.data.reading.examples import Message, Question
+from posttrain.data.reading.examples import Message, PromptExample
 from posttrain.engines.base import OnToken, Request, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models import adapters
@@ -48,7 +48,7 @@ class ServedModel:
                 f"{self.name}: the model has no chat template. Name one: --template chatml, say, or "
                 '--template "Human: {}\\nAssistant: "'
             )
-        (prompt,) = self.encoder.prompts([Question(origin="the conversation", prompt=messages)])
+        (prompt,) = self.encoder.prompts([PromptExample(origin="the conversation", prompt=messages)])
         assert prompt is not None, "nothing is dropped unless data.on_long says so"
         return prompt
 

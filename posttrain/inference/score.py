@@ -15,7 +15,7 @@ from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
 from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.examples import Chat
+from posttrain.data.reading.examples import ChatExample
 from posttrain.inference.completion_files import Answer, jsonl, read_answers, write_rows
 from posttrain.models.loading import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
@@ -87,7 +87,7 @@ class RewardModel:
         for place, answer in enumerate(answers):
             messages = [*answer.prompt, {"role": "assistant", "content": answer.text}]
             try:
-                encoded = self.encoder.encode(Chat(origin=answer.origin, messages=messages, plain=answer.plain))
+                encoded = self.encoder.encode(ChatExample(origin=answer.origin, messages=messages, plain=answer.plain))
             except DataError as error:
                 faults[place] = str(error)
                 continue

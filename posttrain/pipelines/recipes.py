@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import Config, DataConfig, ModelConfig, as_mapping, with_algorithm
 from posttrain.core.errors import Stopped, UsageError
-from posttrain.data.reading.sources import parts_of
+from posttrain.data.reading.sources import source_parts
 from posttrain.engines.base import Sampling
 from posttrain.inference.generate import Generation
 from posttrain.inference.model import fill_condition
@@ -103,7 +103,7 @@ def check(verb: str, config: PipelineConfig) -> None:
     fill_condition(config.condition_template, "", 0.0)
     stages_of(verb, config, Path())  # the stages check their options
     for name in (*data.train, *data.eval):
-        parts_of(name)
+        source_parts(name)
     resolve_path(config.model.path)
     with scoring(config, "", "").rewards() as rewards:
         rewards.check()

@@ -16,7 +16,7 @@ from posttrain.config.sections import Config, as_mapping
 from posttrain.config.sections import check as check_config
 from posttrain.core.errors import UsageError
 from posttrain.core.logging import part_of
-from posttrain.data.reading.sources import find_files, read_rows
+from posttrain.data.reading.sources import find_files, read_records
 from posttrain.inference.generate import Generation, check, generate
 from posttrain.inference.progress import ProgressLine
 from posttrain.inference.score import Scoring, score_file
@@ -229,7 +229,7 @@ def data_files(names: tuple[str, ...]) -> list[str]:
 
 def best_reward(file: str) -> float:
     """What good answers of a file are worth: more than most; where only few are good, the most that any is."""
-    rewards = sorted(float(row.values["reward"]) for row in read_rows(file))
+    rewards = sorted(float(row.values["reward"]) for row in read_records(file))
     typical = rewards[int(BEST * (len(rewards) - 1))]
     return typical if typical > rewards[len(rewards) // 2] else rewards[-1]
 

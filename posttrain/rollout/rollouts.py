@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt, Sample
-from posttrain.data.dataset import RowStream
+from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import OnAnswer, Request, Sampling
 from posttrain.rollout.records import Rollout, as_row, from_row, unjudged
 from posttrain.rollout.scoring import Judge
@@ -53,7 +53,7 @@ class Rollouts:
         self,
         policy: Generator,
         judge: Judge,
-        stream: RowStream,
+        stream: ExampleStream,
         config: OnlineConfig,
         sampling: Sampling,
         tokenizer: Any,

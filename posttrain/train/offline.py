@@ -9,7 +9,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import Config
 from posttrain.core.errors import DivergedError
 from posttrain.core.types import Objective, count
-from posttrain.data.dataset import RowStream
+from posttrain.data.dataset import ExampleStream
 from posttrain.train.learner import Sums
 from posttrain.train.learner_group import LearnerGroup, add_up, averages
 from posttrain.train.roles import Helpers
@@ -63,7 +63,7 @@ def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Help
     rows, size = run.data.eval.rows, run.config.update.rows_per_step
     parts: list[Sums] = []
     denominator = 0
-    stream = RowStream(rows, size, seed=0, shuffle=False, strata=[run.algo.stratum(row[0]) for row in rows])
+    stream = ExampleStream(rows, size, seed=0, shuffle=False, strata=[run.algo.stratum(row[0]) for row in rows])
     chunks = max(1, len(rows) // size)
     for c in range(chunks):
         samples = run.algo.prepare(stream.take(len(rows) * (c + 1) // chunks - len(rows) * c // chunks))

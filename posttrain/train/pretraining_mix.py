@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import Objective, Request
-from posttrain.data.dataset import Encoder, RowStream, load_dataset
+from posttrain.data.dataset import Encoder, ExampleStream, load_dataset
 from posttrain.data.reading.mixture import split_weights
 from posttrain.train.run import Run
 from posttrain.train.update import Besides
@@ -28,7 +28,7 @@ class Pretraining:
         for files, weight in parts or [(tuple(names), 1.0)]:
             data = replace(run.config.data, train=files, eval=(), map_keys="")
             rows = max(1, run.config.update.rows_per_step // max(1, len(parts)))
-            self.streams.append(RowStream(load_rows(files, data, run.tokenizer), rows, run.config.seed))
+            self.streams.append(ExampleStream(load_rows(files, data, run.tokenizer), rows, run.config.seed))
             loss = partial(algo.pretrain_loss, weight=weight)
             self.objectives.append(Objective(request=Request(), loss=loss, unit="token", separable=True))
 

@@ -25,7 +25,7 @@ from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, DataError, Stopped, UsageError, WorkerError
 from posttrain.core.types import Objective, Prompt, Sample
-from posttrain.data.dataset import Dataset, Encoder, RowStream, load_dataset, split_rows
+from posttrain.data.dataset import Dataset, Encoder, ExampleStream, load_dataset, split_examples
 from posttrain.models.loading import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
@@ -40,7 +40,7 @@ class Data:
 
     train: Dataset
     eval: Dataset | None
-    stream: RowStream
+    stream: ExampleStream
     rows_at: list[int]  # rows_at[step]: rows of the stream that are used up after that step
 
     @property
@@ -313,12 +313,12 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
         if evaluation.mixture:
             raise UsageError("data.eval: evaluation takes every row once; leave the weights out")
     elif config.data.eval_fraction:
-        train, evaluation = split_rows(train, config.data.eval_fraction, config.seed)
+        train, evaluation = split_examples(train, config.data.eval_fraction, config.seed)
     if evaluation is not None:
         evaluation.rows.hold()  # what helpers write into these is used again at the next evaluation
     strata = [algo.stratum(row[0]) for row in train.rows]
     size = config.update.rows_per_step
-    stream = RowStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
+    stream = ExampleStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
     edges = step_edges(config, stream.rows_per_epoch, algo.least_rows)
     smallest = min(after - before for before, after in pairwise(edges))
     if smallest < algo.least_rows:

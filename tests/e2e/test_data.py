@@ -90,6 +90,6 @@ def test_rows_on_disk_train_as_rows_in_memory(verb, options, tmp_path, monkeypat
     algo = {"algo": {"precompute_reference": True}} if verb == "dpo" else {}
     chosen = options | {"data": {"train": [file], "eval": 0.2}, "steps": 5, "eval": {"every": 2}} | algo
     train(verb, **chosen)
-    monkeypatch.setattr("posttrain.data.store.RowBuilder.__init__.__defaults__", (None, 0))
+    monkeypatch.setattr("posttrain.data.store.ExampleStoreBuilder.__init__.__defaults__", (None, 0))
     train(verb, **(chosen | {"out": str(tmp_path / "disk")}))
     assert metrics_of(tmp_path / "disk") == metrics_of(tmp_path / "run")

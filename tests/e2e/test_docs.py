@@ -19,7 +19,7 @@ from posttrain.config.sections import DataConfig, ModelConfig, with_algorithm
 from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
 from posttrain.data.dataset import Encoder
 from posttrain.data.reading.formats import FORMATS, SourceFormat, recognise
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 from posttrain.models.loading import load_tokenizer, vocabulary_size
 from posttrain.pipelines.settings import start_of
 from tests.e2e.commands import PATIENCE, command, rows_of, start
@@ -248,7 +248,7 @@ def test_rows_in_the_data_page_are_what_their_headings_say():
         kind = next(form.kind for form in FORMATS if form.name == name)
         encoder = Encoder(tokenizer, DataConfig(), kind, vocab_size=vocabulary)
         for number, values in enumerate(rows, start=1):
-            row = Row(values, f"docs/data.md, {name}, row {number}")
+            row = Record(values, f"docs/data.md, {name}, row {number}")
             assert recognise(row, kind).name == name
             for example in SourceFormat(kind, encoder.placeholder).examples(row):
                 if kind == "prompt":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.encoding.templates import turn_ends
-from posttrain.data.encoding.tokens import Part, Segment, TokenEncoder, any_of
+from posttrain.data.encoding.tokens import Segment, TextPart, TokenEncoder, any_of
 from posttrain.data.reading.examples import Message
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Outline:
     end: bool = False
 
     def fill(self, contents: Sequence[str]) -> Segment:
-        parts = [Part(contents[p], False) if isinstance(p, int) else Part(p, True) for p in self.pieces]
+        parts = [TextPart(contents[p], False) if isinstance(p, int) else TextPart(p, True) for p in self.pieces]
         return Segment(tuple(parts), self.trained, self.end)
 
 
@@ -84,13 +84,13 @@ class ChatRenderer:
         """What the model sees when it is to answer: the messages and the beginning of its turn."""
         if self._has_tools(messages, tools, origin):
             self._refuse_quotes(messages, origin, tools)
-            return [Segment((Part(self._render(messages, origin, generate=True, tools=tools), True),))]
+            return [Segment((TextPart(self._render(messages, origin, generate=True, tools=tools), True),))]
         if not self.is_plain:
             rendered = self._render(messages, origin, generate=True)
             filled = self._fill(self._asking(messages, origin), messages, rendered)
             if filled is None:
                 self._refuse_quotes(messages, origin)
-                return [Segment((Part(rendered, True),))]
+                return [Segment((TextPart(rendered, True),))]
             return filled
         if plain:
             return [_said(message) for message in messages]
@@ -102,7 +102,7 @@ class ChatRenderer:
         `ended` is the end-of-turn that the model wrote itself, as text; empty if it wrote none.
         """
         if self.is_plain:
-            return Segment(tuple(Part(message["content"], False) for message in messages[reply + 1 :]))
+            return Segment(tuple(TextPart(message["content"], False) for message in messages[reply + 1 :]))
         # What was said up to here is never written again: marks stand for it, so that no template can look into it.
         told = [*_marks(messages[: reply + 1]), *messages[reply + 1 :]]
         rendered = self._render(told, origin, generate=True)
@@ -258,8 +258,8 @@ class ChatRenderer:
                 _rewritten(messages, index, origin)
             last = index == len(messages) - 1
             end_of_turn, end = self._end_of_turn(rest.removeprefix(answer), last, origin, index)
-            segments.append(Segment((Part(rendered[done : len(prompt)], True),)))
-            segments.append(Segment((Part(answer, called), Part(end_of_turn, True)), trained=True, end=end))
+            segments.append(Segment((TextPart(rendered[done : len(prompt)], True),)))
+            segments.append(Segment((TextPart(answer, called), TextPart(end_of_turn, True)), trained=True, end=end))
             done = len(prompt) + len(answer + end_of_turn)
         return segments
 
@@ -322,7 +322,7 @@ def _answers(messages: Sequence[Message], answers_from: int) -> list[int]:
 
 
 def _said(message: Message, trained: bool = False, end: bool = False) -> Segment:
-    return Segment((Part(message["content"], False),), trained, end)
+    return Segment((TextPart(message["content"], False),), trained, end)
 
 
 def _spellings(content: str) -> list[str]:

@@ -12,11 +12,20 @@ import numpy.typing as npt
 
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.types import Prompt, RowKind, Sample
+from posttrain.core.types import ExampleKind, Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.templates import apply_template
-from posttrain.data.encoding.tokens import Part, Segment, TokenEncoder
-from posttrain.data.reading.examples import Chat, Example, Labelled, Message, Pair, Question, Stepwise, Text
+from posttrain.data.encoding.tokens import Segment, TextPart, TokenEncoder
+from posttrain.data.reading.examples import (
+    ChatExample,
+    Example,
+    LabelledExample,
+    Message,
+    PairExample,
+    PromptExample,
+    StepwiseExample,
+    TextExample,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +51,7 @@ class Encoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
-        kind: RowKind,
+        kind: ExampleKind,
         vocab_size: int,
         placeholder: str = "ки",
     ) -> None:
@@ -67,7 +76,7 @@ class Encoder:
     def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
         """The same for many, which is faster."""
         if self.kind == "prompt":
-            asked = [example for example in examples if isinstance(example, Question)]
+            asked = [example for example in examples if isinstance(example, PromptExample)]
             assert len(asked) == len(examples), "rows of kind prompt are questions"
             return [Encoded([prompt] if prompt else [], dropped=prompt is None) for prompt in self.prompts(asked)]
         sequences = [self._sequences(example) for example in examples]
@@ -80,7 +89,7 @@ class Encoder:
             for example, of_example in zip(examples, sequences, strict=True)
         ]
 
-    def prompts(self, questions: Sequence[Question]) -> list[Prompt | None]:
+    def prompts(self, questions: Sequence[PromptExample]) -> list[Prompt | None]:
         """What the model is asked, for rows of kind prompt; None for one that is dropped for its length."""
         segments = [self.chat.prompt(q.prompt, q.plain, q.origin, q.tools) for q in questions]
         encoded = self.tokens.encode(segments)
@@ -89,7 +98,7 @@ class Encoder:
             for question, ids in zip(questions, encoded, strict=True)
         ]
 
-    def prompt(self, question: Question, tokens: npt.NDArray[np.int64]) -> Prompt | None:
+    def prompt(self, question: PromptExample, tokens: npt.NDArray[np.int64]) -> Prompt | None:
         """A question whose tokens are known, checked."""
         origin, limit = question.origin, self.config.max_tokens
         if not len(tokens):
@@ -106,16 +115,16 @@ class Encoder:
 
     def _sequences(self, example: Example) -> list[list[Segment]]:
         match example:
-            case Text(text=text):
-                return [[Segment((Part(text, False),), trained=True, end=True)]]
-            case Chat(messages=messages):
+            case TextExample(text=text):
+                return [[Segment((TextPart(text, False),), trained=True, end=True)]]
+            case ChatExample(messages=messages):
                 return [self._answered([], messages, example.plain, example.origin, example.tools)]
-            case Pair(prompt=prompt):
+            case PairExample(prompt=prompt):
                 answers = (example.chosen, example.rejected)
                 return [self._answered(prompt, answer, example.plain, example.origin) for answer in answers]
-            case Labelled():
+            case LabelledExample():
                 return [self._answered(example.prompt, example.answer, example.plain, example.origin)]
-            case Stepwise():
+            case StepwiseExample():
                 return [self._steps(example)]
         raise AssertionError(f"unknown kind of example: {example}")
 
@@ -141,15 +150,15 @@ class Encoder:
                     "divide it into several"
                 )
 
-    def _steps(self, example: Stepwise) -> list[Segment]:
+    def _steps(self, example: StepwiseExample) -> list[Segment]:
         """The prompt, then steps, each with its placeholder: the placeholders are the trained segments."""
         segments = self.chat.prompt(example.prompt, example.plain, example.origin) if example.prompt else []
         steps = list(example.steps)
         if segments and not segments[-1].text[-1:].isspace() and not steps[0][:1].isspace() and self.chat.is_plain:
             steps[0] = "\n" + steps[0]  # mere strings, set apart by nothing
         for step in steps:
-            segments.append(Segment((Part(step, False),)))
-            segments.append(Segment((Part(self.placeholder, True),), trained=True))
+            segments.append(Segment((TextPart(step, False),)))
+            segments.append(Segment((TextPart(self.placeholder, True),), trained=True))
         return segments
 
     def _encoded(self, example: Example, sequences: list[list[Segment]], ids: list[list[list[int]]]) -> Encoded:
@@ -166,13 +175,13 @@ class Encoder:
                 f"{example.origin}: {longest} tokens, more than data.max_tokens = {limit}: raise data.max_tokens, "
                 "or set data.on_long to truncate or drop"
             )
-        if isinstance(example, Text):
+        if isinstance(example, TextExample):
             return Encoded(list(self._split(samples[0])), quoted=quoted)
         return Encoded([self._truncate(sample) for sample in samples], truncated=True, quoted=quoted)
 
     def _sample(self, example: Example, segments: list[Segment], ids: list[list[int]]) -> Sample:
         origin = example.origin
-        if isinstance(example, Text) and self.bos_id is not None and ids[0][:1] != [self.bos_id]:
+        if isinstance(example, TextExample) and self.bos_id is not None and ids[0][:1] != [self.bos_id]:
             segments, ids = [Segment(()), *segments], [[self.bos_id], *ids]
         tokens = np.array(list(chain.from_iterable(ids)), dtype=np.int64)
         mask = np.zeros(len(tokens), dtype=np.bool_)
@@ -182,13 +191,13 @@ class Encoder:
             if segment.trained:
                 self._check_filled(segment, of_segment, origin)
                 mask[end - len(of_segment) : end] = True
-        if isinstance(example, Stepwise):
+        if isinstance(example, StepwiseExample):
             last_of_placeholders = ends[[segment.trained for segment in segments]] - 1
             mask[:] = False
             mask[last_of_placeholders] = True
             targets = np.zeros(len(tokens), dtype=np.float32)
             targets[last_of_placeholders] = example.labels
-        elif isinstance(example, Text):
+        elif isinstance(example, TextExample):
             mask[0] = False
         if mask[0]:
             raise DataError(f"{origin}: the prompt has no tokens, so nothing comes before the response")
@@ -197,8 +206,8 @@ class Encoder:
             tokens=tokens.astype(np.int32),
             mask=mask,
             targets=targets,
-            label=example.label if isinstance(example, Labelled) else 0.0,
-            margin=example.margin if isinstance(example, Pair) else 0.0,
+            label=example.label if isinstance(example, LabelledExample) else 0.0,
+            margin=example.margin if isinstance(example, PairExample) else 0.0,
             origin=origin,
         )
 

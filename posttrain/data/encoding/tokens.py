@@ -18,7 +18,7 @@ PROBES = ("a", "1", "(")
 ANCHORS = ("\n", ":", "a")
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A piece of text and who wrote it: control tokens are such only where the template wrote them."""
 
     text: str
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 class Segment:
     """Text that is encoded by itself, so that no token reaches across its edges."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     trained: bool = False
     end: bool = False  # the end-of-sequence token follows, though the text does not show it
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.types import RowKind, Sample
+from posttrain.core.types import ExampleKind, Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
 from posttrain.data.preprocessing.indexed import Numbers, token_dtype
 from posttrain.data.preprocessing.sentences import sentences
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.examples import Chat, Example, Message, Text, fault, filled_text
+from posttrain.data.reading.examples import ChatExample, Example, Message, TextExample, fault, filled_text
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ class Outcome:
 class Handler:
     """Rows to columns. Subclasses say which examples a row gives, and which columns a sample."""
 
-    kind: RowKind | Literal["prompt"] = "chat"
+    kind: ExampleKind | Literal["prompt"] = "chat"
     keys: tuple[str, ...] = ("attention_mask", "labels", "input_ids")  # the last is published last
     mark = "_packed"  # what other trainers look for in the names of post-training files
     level = "document"  # what a sequence is: the end of the files' names
@@ -118,10 +118,10 @@ class Handler:
 
     names: dict[str, str] = {}  # noqa: RUF012  what map_keys calls a column -> the name by which formats know it
 
-    def examples(self, row: Row, source: SourceFormat) -> list[Example]:
+    def examples(self, row: Record, source: SourceFormat) -> list[Example]:
         return source.examples(self.renaming.apply(row))
 
-    def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
+    def columns(self, row: Record, example: Example, samples: list[Sample]) -> Columns:
         """The row to write, of an example's samples."""
         raise NotImplementedError
 
@@ -136,14 +136,14 @@ class Handler:
             max_tokens=self.config.seq_length - 1 if self.config.seq_length else UNLIMITED,
             on_long="drop",
         )
-        kind: RowKind = "chat" if self.kind == "prompt" else self.kind
+        kind: ExampleKind = "chat" if self.kind == "prompt" else self.kind
         return Encoder(self.tokenizer, config, kind, len(self.tokenizer), self.config.placeholder_token)
 
     def dtype(self, key: str) -> np.dtype[Any]:
         """Labels have a place for -100; token ids and masks have not, and take two bytes where these suffice."""
         return np.dtype("<i4") if key.endswith("labels") else token_dtype(len(self.tokenizer))
 
-    def encode(self, chunk: Sequence[Row]) -> Outcome:
+    def encode(self, chunk: Sequence[Record]) -> Outcome:
         """All rows of a chunk, in their order."""
         counts = dict.fromkeys(("read", "kept", "dropped", "bad", "tokens", "quoted"), 0)
         counts["read"] = len(chunk)
@@ -173,7 +173,7 @@ class Handler:
             counts["tokens"] += len(numbers) if key.endswith("input_ids") or self.kind == "text" else 0
         return Outcome(columns, counts, bad)
 
-    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Document]:
+    def _encode(self, chunk: Sequence[Record], counts: dict[str, int]) -> list[Document]:
         source = SourceFormat(self.encoder.kind, self.config.placeholder_token)
         pairs = [(row, example) for row in chunk for example in self.examples(row, source)]
         written: list[Document] = []
@@ -207,12 +207,12 @@ class Renaming:
         self.keys = KeyMap({names.get(name, name): theirs for name, theirs in given.columns.items()}, given.tags)
         self.columns = set(names.values())
 
-    def apply(self, row: Row) -> Row:
+    def apply(self, row: Record) -> Record:
         """The row with only the columns that the format has, under its names."""
         renamed = self.keys.apply(row)
         if not self.columns:
             return renamed
-        return Row({name: value for name, value in renamed.values.items() if name in self.columns}, row.origin)
+        return Record({name: value for name, value in renamed.values.items() if name in self.columns}, row.origin)
 
 
 class GeneralPretrainHandler(Handler):
@@ -232,10 +232,10 @@ class GeneralPretrainHandler(Handler):
     def dtype(self, key: str) -> np.dtype[Any]:
         return token_dtype(len(self.tokenizer))
 
-    def _encode(self, chunk: Sequence[Row], counts: dict[str, int]) -> list[Document]:
+    def _encode(self, chunk: Sequence[Record], counts: dict[str, int]) -> list[Document]:
         pieces = [{key: self._pieces(self._text(row, key)) for key in self.keys} for row in chunk]
         texts = [
-            Text(origin=row.origin, text=piece)
+            TextExample(origin=row.origin, text=piece)
             for row, by_key in zip(chunk, pieces, strict=True)
             for key in self.keys
             for piece in by_key[key]
@@ -256,7 +256,7 @@ class GeneralPretrainHandler(Handler):
             for place, numbers in enumerate(sequences)
         ]
 
-    def _text(self, row: Row, key: str) -> str:
+    def _text(self, row: Record, key: str) -> str:
         if key not in row.values:
             raise fault(row, key, f"missing column; found {', '.join(row.values)}")
         return filled_text(row, key, row.values[key], "text")
@@ -277,7 +277,7 @@ class AlpacaStyleInstructionHandler(Handler):
     names = ALPACA
     can_pack = True
 
-    def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
+    def columns(self, row: Record, example: Example, samples: list[Sample]) -> Columns:
         columns = self.labelled(samples[0])
         return columns | {"attention_mask": np.ones(len(columns["input_ids"]), dtype=np.int32)}
 
@@ -287,10 +287,10 @@ class SharegptStyleInstructionHandler(AlpacaStyleInstructionHandler):
 
     names = {"messages": "conversations", "system": "system"}  # noqa: RUF012
 
-    def examples(self, row: Row, source: SourceFormat) -> list[Example]:
+    def examples(self, row: Record, source: SourceFormat) -> list[Example]:
         values = row.values
         if "conversations" not in values and "messages" in values and "conversations" not in self.renaming.keys.columns:
-            row = Row(
+            row = Record(
                 {"conversations" if name == "messages" else name: value for name, value in values.items()}, row.origin
             )
         return super().examples(row, source)
@@ -319,8 +319,8 @@ class R1AlpacaStyleInstructionHandler(Handler):
             encoded.append(Encoded([] if dropped else [sample], dropped=dropped, quoted=quoted))
         return encoded
 
-    def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
-        assert isinstance(example, Chat)
+    def columns(self, row: Record, example: Example, samples: list[Sample]) -> Columns:
+        assert isinstance(example, ChatExample)
         columns = {"input_ids": samples[0].tokens, "labels": self._plain(example.messages[-1]["content"])}
         for key in self.further:
             if row.values.get(key) is None:
@@ -334,7 +334,7 @@ class R1AlpacaStyleInstructionHandler(Handler):
 
 
 def prompt_of(example: Example) -> list[Message]:
-    assert isinstance(example, Chat)
+    assert isinstance(example, ChatExample)
     return example.messages[:-1]
 
 
@@ -348,7 +348,7 @@ class AlpacaStylePairwiseHandler(Handler):
     keys = ("rejected_labels", "rejected_input_ids", "chosen_labels", "chosen_input_ids")
     names = ALPACA | PAIR
 
-    def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
+    def columns(self, row: Record, example: Example, samples: list[Sample]) -> Columns:
         chosen, rejected = samples
         return self.labelled(chosen, "chosen_") | self.labelled(rejected, "rejected_")
 
@@ -382,7 +382,7 @@ class AlpacaStyleProcessRewardHandler(Handler):
             )
         return ids[0]
 
-    def columns(self, row: Row, example: Example, samples: list[Sample]) -> Columns:
+    def columns(self, row: Record, example: Example, samples: list[Sample]) -> Columns:
         sample = samples[0]
         assert sample.targets is not None
         if not np.isin(sample.targets, (0, 1)).all():

@@ -39,7 +39,7 @@ from posttrain.data.preprocessing.handlers import (
 )
 from posttrain.data.preprocessing.indexed import IndexedReader, Numbers
 from posttrain.data.preprocessing.part_store import Shop, Target, file_hash, shop_of
-from posttrain.data.reading.sources import BadRow, Meter, Part, Row, parts_of
+from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, SourcePart, source_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ def preprocess(
     started = time.perf_counter()
     apply_template(tokenizer, config.prompt_type)
     handler = make_handler(config, tokenizer)
-    parts = [part for name in config.input for part in parts_of(name)]
+    parts = [part for name in config.input for part in source_parts(name)]
     target = Target(config.output_prefix, handler)
     target.folder.mkdir(parents=True, exist_ok=True)
     job = describe_job(config, tokenizer, parts)
@@ -121,7 +121,9 @@ def check(config: PreprocessConfig) -> None:
 # What a run is: if all of this is the same, so is the result
 
 
-def describe_job(config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, parts: list[Part]) -> dict[str, Any]:
+def describe_job(
+    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, parts: list[SourcePart]
+) -> dict[str, Any]:
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     return {
         "format": FORMAT,
@@ -147,16 +149,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 class Chunk:
     """Rows that are encoded together."""
 
-    rows: list[Row] = field(default_factory=list)
-    bad: list[BadRow] = field(default_factory=list)
+    rows: list[Record] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
     size: int = 0  # bytes
 
 
-def chunks_of(parts: Iterable[Part], skip: int) -> Iterator[Chunk]:
+def chunks_of(parts: Iterable[SourcePart], skip: int) -> Iterator[Chunk]:
     """All rows but the first `skip`; chunks end at the same rows whoever asks."""
     chunk = Chunk()
-    for row in islice((row for part in parts for row in part.scan(Meter())), skip, None):
-        if isinstance(row, BadRow):
+    for row in islice((row for part in parts for row in part.scan(ReadProgress())), skip, None):
+        if isinstance(row, BadRecord):
             chunk.bad.append(row)
         else:
             chunk.rows.append(row)
@@ -169,7 +171,7 @@ def chunks_of(parts: Iterable[Part], skip: int) -> Iterator[Chunk]:
 
 
 def encode_rows(
-    config: PreprocessConfig, handler: Handler, parts: list[Part], shop: Shop, say: Callable[[str], None]
+    config: PreprocessConfig, handler: Handler, parts: list[SourcePart], shop: Shop, say: Callable[[str], None]
 ) -> None:
     """All rows into finished parts."""
     total = sum(part.size for part in parts)
@@ -257,7 +259,7 @@ def start_worker(config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -
     _handler = make_handler(config, tokenizer)
 
 
-def encode_in_worker(rows: list[Row]) -> Outcome:
+def encode_in_worker(rows: list[Record]) -> Outcome:
     assert _handler is not None
     return _handler.encode(rows)
 
@@ -296,7 +298,7 @@ def write_merged(handler: Handler, shop: Shop, target: Target) -> int:
 
 def write_packed(config: PreprocessConfig, handler: Handler, shop: Shop, target: Target) -> int:
     """Rows of seq_length tokens, each filled with the longest rows that still fit; what is left over is padding."""
-    columns = {key: Rows(shop.readers(key)) for key in handler.keys}
+    columns = {key: SequenceColumn(shop.readers(key)) for key in handler.keys}
     writers = {key: target.writer(key) for key in handler.keys}
     pad_id = handler.tokenizer.pad_token_id
     padding = {"input_ids": 0 if pad_id is None else pad_id, "labels": IGNORED, "attention_mask": 0}
@@ -316,7 +318,7 @@ def write_packed(config: PreprocessConfig, handler: Handler, shop: Shop, target:
     return packs
 
 
-class Rows:
+class SequenceColumn:
     """The rows of several files, numbered through."""
 
     def __init__(self, readers: list[IndexedReader]) -> None:

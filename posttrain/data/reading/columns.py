@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.data.reading.examples import fault
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 
 OPTIONAL = ("query", "system", "history", "input", "tools")  # a row may well be without
 ROLE_TAGS = {
@@ -55,7 +55,7 @@ class KeyMap:
                 raise UsageError(f"data.map_keys: {key}: expected the name of a column, found {value!r}")
         return cls(mapping, tags)
 
-    def apply(self, row: Row) -> Row:
+    def apply(self, row: Record) -> Record:
         """The row under our names. A column that was renamed is gone under its old name."""
         if not self.columns and not self.tags:
             return row
@@ -67,7 +67,7 @@ class KeyMap:
             values = {name: self._spelled(value) for name, value in values.items()}
         return replace(row, values=values)
 
-    def _value(self, row: Row, our: str, their: str) -> Any:
+    def _value(self, row: Record, our: str, their: str) -> Any:
         if their in row.values:
             return row.values[their]
         value: Any = row.values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from posttrain.core.errors import DataError
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 
 Message: TypeAlias = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
 
@@ -33,14 +33,14 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text(Example):
+class TextExample(Example):
     """Plain text to learn whole."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat(Example):
+class ChatExample(Example):
     """A conversation; what the assistant says in it is learned."""
 
     messages: list[Message]
@@ -49,7 +49,7 @@ class Chat(Example):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair(Example):
+class PairExample(Example):
     """A prompt with a better and a worse answer."""
 
     prompt: list[Message]
@@ -60,7 +60,7 @@ class Pair(Example):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled(Example):
+class LabelledExample(Example):
     """A prompt and an answer that is good (1) or bad (0)."""
 
     prompt: list[Message]
@@ -70,7 +70,7 @@ class Labelled(Example):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepwise(Example):
+class StepwiseExample(Example):
     """A prompt and an answer in steps, each right or wrong."""
 
     prompt: list[Message]
@@ -80,7 +80,7 @@ class Stepwise(Example):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question(Example):
+class PromptExample(Example):
     """A prompt to answer. What an answer is worth is for reward functions to say, which are given the columns."""
 
     prompt: list[Message]
@@ -92,12 +92,12 @@ class Question(Example):
 # Cells
 
 
-def fault(row: Row, column: str, reason: str) -> DataError:
+def fault(row: Record, column: str, reason: str) -> DataError:
     """The error for a cell."""
     return DataError(f"{row.origin}: {column}: {reason}")
 
 
-def value_of(row: Row, column: str) -> Any:
+def value_of(row: Record, column: str) -> Any:
     """The cell, which must not be null."""
     value = row.values[column]
     if value is None:
@@ -105,7 +105,7 @@ def value_of(row: Row, column: str) -> Any:
     return value
 
 
-def text_of(row: Row, column: str, value: Any) -> str:
+def text_of(row: Record, column: str, value: Any) -> str:
     """The value, which must be text."""
     if value is None:
         raise fault(row, column, "null")
@@ -114,7 +114,7 @@ def text_of(row: Row, column: str, value: Any) -> str:
     return value
 
 
-def filled_text(row: Row, column: str, value: Any, what: str) -> str:
+def filled_text(row: Record, column: str, value: Any, what: str) -> str:
     """The value, which must be text and not blank."""
     text = text_of(row, column, value)
     if not text or text.isspace():
@@ -122,7 +122,7 @@ def filled_text(row: Row, column: str, value: Any, what: str) -> str:
     return text
 
 
-def list_of(row: Row, column: str) -> list[Any]:
+def list_of(row: Record, column: str) -> list[Any]:
     """The cell, which must be a list and not empty."""
     value = value_of(row, column)
     if not isinstance(value, list):
@@ -132,13 +132,13 @@ def list_of(row: Row, column: str) -> list[Any]:
     return value
 
 
-def optional_text(row: Row, column: str) -> str:
+def optional_text(row: Record, column: str) -> str:
     """The text of a cell that may be missing or null."""
     value = row.values.get(column)
     return "" if value is None else text_of(row, column, value)
 
 
-def number(row: Row, column: str) -> float:
+def number(row: Record, column: str) -> float:
     """The cell, which must be a finite number."""
     value = value_of(row, column)
     try:  # csv files have numbers as text
@@ -150,7 +150,7 @@ def number(row: Row, column: str) -> float:
     return found
 
 
-def label_of(row: Row, column: str, value: Any, soft: bool = False) -> float:
+def label_of(row: Record, column: str, value: Any, soft: bool = False) -> float:
     """1 for right, 0 for wrong; soft: any probability."""
     if value is None:
         raise fault(row, column, "null")
@@ -162,7 +162,7 @@ def label_of(row: Row, column: str, value: Any, soft: bool = False) -> float:
     raise fault(row, column, f"expected {wanted}, found {value!r}")
 
 
-def margin(row: Row) -> float:
+def margin(row: Record) -> float:
     """By how much the chosen answer is better, if the row says."""
     if row.values.get("margin") is not None:
         return number(row, "margin")
@@ -174,14 +174,14 @@ def margin(row: Row) -> float:
 # Conversations
 
 
-def messages_of(row: Row, column: str, tools_too: bool = False) -> list[Message]:
+def messages_of(row: Record, column: str, tools_too: bool = False) -> list[Message]:
     """The cell, which must be a list of messages."""
     if row.values.get("tools") and not tools_too:
         raise fault(row, "tools", "definitions of tools cannot be used in this format; write them as text")
     return [message_of(row, f"{column}[{index}]", value) for index, value in enumerate(list_of(row, column))]
 
 
-def message_of(row: Row, column: str, value: Any) -> Message:
+def message_of(row: Record, column: str, value: Any) -> Message:
     """A message in either spelling: role and content, or from and value."""
     if not isinstance(value, dict):
         raise fault(row, column, f"expected a message with role and content, found {type(value).__name__}")
@@ -206,7 +206,7 @@ def message_of(row: Row, column: str, value: Any) -> Message:
     return message
 
 
-def content_of(row: Row, column: str, value: Any) -> str:
+def content_of(row: Record, column: str, value: Any) -> str:
     """A content as text, or as a list of text parts."""
     if not isinstance(value, list):
         return text_of(row, column, value)
@@ -219,7 +219,7 @@ def content_of(row: Row, column: str, value: Any) -> str:
     return "".join(texts)
 
 
-def calls_of(row: Row, column: str, value: Any) -> list[Any]:
+def calls_of(row: Record, column: str, value: Any) -> list[Any]:
     """Calls of tools: names, and arguments as an object, which files often have as JSON."""
     if not isinstance(value, list):
         raise fault(row, column, f"expected a list, found {type(value).__name__}")
@@ -236,7 +236,7 @@ def calls_of(row: Row, column: str, value: Any) -> list[Any]:
     return calls
 
 
-def tools_of(row: Row) -> list[Any] | None:
+def tools_of(row: Record) -> list[Any] | None:
     """Definitions of tools, if the row has them: a list, or JSON of one."""
     if not row.values.get("tools"):
         return None
@@ -246,7 +246,7 @@ def tools_of(row: Row) -> list[Any] | None:
     return tools or None
 
 
-def parsed(row: Row, column: str, value: Any) -> Any:
+def parsed(row: Record, column: str, value: Any) -> Any:
     """The value; of text, what it says as JSON."""
     if not isinstance(value, str):
         return value
@@ -256,7 +256,7 @@ def parsed(row: Row, column: str, value: Any) -> Any:
         raise fault(row, column, f"cannot be read as JSON: {error}") from None
 
 
-def check_answers(row: Row, column: str, messages: list[Message], first: int = 0) -> None:
+def check_answers(row: Record, column: str, messages: list[Message], first: int = 0) -> None:
     """The assistant must have the last word, and say something each time, from message `first` on."""
     if messages[-1]["role"] != "assistant":
         raise fault(row, column, f"the last message must be the assistant's, not the {messages[-1]['role']}'s")
@@ -266,7 +266,7 @@ def check_answers(row: Row, column: str, messages: list[Message], first: int = 0
             raise fault(row, f"{column}[{index}]", "empty response")
 
 
-def prompt_of(row: Row, column: str, tools_too: bool = False) -> list[Message]:
+def prompt_of(row: Record, column: str, tools_too: bool = False) -> list[Message]:
     """The cell as messages: text is the user's."""
     if isinstance(value_of(row, column), str):
         return [turn("user", filled_text(row, column, row.values[column], "prompt"))]
@@ -276,7 +276,7 @@ def prompt_of(row: Row, column: str, tools_too: bool = False) -> list[Message]:
     return messages
 
 
-def answer_of(row: Row, column: str, prompt: list[Message]) -> list[Message]:
+def answer_of(row: Record, column: str, prompt: list[Message]) -> list[Message]:
     """What follows the prompt: text, a message, or messages that may repeat the prompt first."""
     value = value_of(row, column)
     if isinstance(value, str):
@@ -290,7 +290,7 @@ def answer_of(row: Row, column: str, prompt: list[Message]) -> list[Message]:
     return messages
 
 
-def are_strings(row: Row, *columns: str) -> bool:
+def are_strings(row: Record, *columns: str) -> bool:
     """Whether all these cells are mere text."""
     return all(isinstance(row.values[column], str) for column in columns)
 
@@ -300,7 +300,7 @@ def turn(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def system_of(row: Row) -> list[Message]:
+def system_of(row: Record) -> list[Message]:
     """The system message, if there is one."""
     system = optional_text(row, "system")
     return [turn("system", system)] if system else []

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.errors import DataError
-from posttrain.core.types import RowKind
+from posttrain.core.types import ExampleKind
 from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import (
     ROLES,
-    Chat,
+    ChatExample,
     Example,
-    Labelled,
+    LabelledExample,
     Message,
-    Pair,
-    Question,
-    Stepwise,
-    Text,
+    PairExample,
+    PromptExample,
+    StepwiseExample,
+    TextExample,
     answer_of,
     are_strings,
     check_answers,
@@ -42,9 +42,9 @@ from posttrain.data.reading.examples import (
     turn,
     value_of,
 )
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 
-VERBS: dict[RowKind, tuple[str, ...]] = {
+VERBS: dict[ExampleKind, tuple[str, ...]] = {
     "text": ("pretrain",),
     "chat": ("sft", "distill"),
     "pair": ("reward", "dpo", "simpo", "orpo", "cpo"),
@@ -63,9 +63,9 @@ class Format:
     """A set of columns and what to make of them."""
 
     name: str
-    kind: RowKind
+    kind: ExampleKind
     columns: tuple[str, ...]
-    parse: Callable[[Row, str], Example]  # the string is the placeholder that marks the end of a step
+    parse: Callable[[Record, str], Example]  # the string is the placeholder that marks the end of a step
     optional: tuple[str, ...] = ()
     without: tuple[str, ...] = ()  # columns that would give the others another meaning
     holds: Callable[[dict[str, Any]], bool] = lambda values: True
@@ -76,7 +76,7 @@ class Format:
         foreign = any(column in values for column in self.without)
         return not missing and not foreign and self.holds(values)
 
-    def serves(self, kind: RowKind) -> bool:
+    def serves(self, kind: ExampleKind) -> bool:
         """Pairs also serve as labelled examples, good and bad; conversations as prompts with a known answer."""
         return self.kind == kind or (kind, self.kind) in (("labelled", "pair"), ("prompt", "chat"))
 
@@ -92,7 +92,7 @@ class Format:
 class SourceFormat:
     """The format of one source: recognised by its first row, demanded of all the others."""
 
-    def __init__(self, kind: RowKind, placeholder: str, map_keys: str = "") -> None:
+    def __init__(self, kind: ExampleKind, placeholder: str, map_keys: str = "") -> None:
         self.kind = kind
         self.placeholder = placeholder
         self.keys = KeyMap.parse(map_keys)
@@ -100,7 +100,7 @@ class SourceFormat:
         self.verdict = ""
         self._known_columns: set[tuple[str, ...]] = set()
 
-    def examples(self, row: Row) -> list[Example]:
+    def examples(self, row: Record) -> list[Example]:
         """What the row holds: one example, or the two that a pair gives where labels are wanted."""
         row = self.keys.apply(row)
         columns = tuple(row.values)
@@ -120,18 +120,18 @@ class SourceFormat:
                 raise DataError(f"{row.origin}: {reason}")
         self._known_columns.add(columns)
         example = self.format.parse(row, self.placeholder)
-        if self.kind == "labelled" and isinstance(example, Pair):
+        if self.kind == "labelled" and isinstance(example, PairExample):
             shared: dict[str, Any] = {"origin": row.origin, "prompt": example.prompt, "plain": example.plain}
             return [
-                Labelled(answer=example.chosen, label=1.0, **shared),
-                Labelled(answer=example.rejected, label=0.0, **shared),
+                LabelledExample(answer=example.chosen, label=1.0, **shared),
+                LabelledExample(answer=example.rejected, label=0.0, **shared),
             ]
-        if self.kind == "prompt" and isinstance(example, Chat):
+        if self.kind == "prompt" and isinstance(example, ChatExample):
             return [_question(row, example)]
         return [example]
 
 
-def recognise(row: Row, kind: RowKind) -> Format:
+def recognise(row: Record, kind: ExampleKind) -> Format:
     """The one format for `kind` that the row's columns fit; DataError if there is none, or more than one."""
     fitting = [form for form in FORMATS if form.fits(row.values)]
     serving = [form for form in fitting if form.serves(kind)]
@@ -165,35 +165,35 @@ def _verbs_taking(form: Format) -> list[str]:
 # What each format is made of
 
 
-def _text(row: Row, _: str) -> Example:
-    return Text(origin=row.origin, text=filled_text(row, "text", row.values["text"], "text"))
+def _text(row: Record, _: str) -> Example:
+    return TextExample(origin=row.origin, text=filled_text(row, "text", row.values["text"], "text"))
 
 
-def _chat(row: Row, _: str) -> Example:
+def _chat(row: Record, _: str) -> Example:
     messages = messages_of(row, "messages", tools_too=True)
     check_answers(row, "messages", messages)
-    return Chat(origin=row.origin, messages=messages, tools=tools_of(row))
+    return ChatExample(origin=row.origin, messages=messages, tools=tools_of(row))
 
 
-def _sharegpt(row: Row, _: str) -> Example:
+def _sharegpt(row: Record, _: str) -> Example:
     messages = messages_of(row, "conversations", tools_too=True)
     check_answers(row, "conversations", messages)
-    return Chat(origin=row.origin, messages=system_of(row) + messages, tools=tools_of(row))
+    return ChatExample(origin=row.origin, messages=system_of(row) + messages, tools=tools_of(row))
 
 
-def _prompt_completion(row: Row, _: str) -> Example:
+def _prompt_completion(row: Record, _: str) -> Example:
     prompt = prompt_of(row, "prompt")
     messages = prompt + answer_of(row, "completion", prompt)
-    return Chat(origin=row.origin, messages=messages, plain=are_strings(row, "prompt", "completion"))
+    return ChatExample(origin=row.origin, messages=messages, plain=are_strings(row, "prompt", "completion"))
 
 
-def _question_answer(row: Row, _: str) -> Example:
+def _question_answer(row: Record, _: str) -> Example:
     question = filled_text(row, "question", row.values["question"], "question")
     answer = filled_text(row, "answer", row.values["answer"], "response")
-    return Chat(origin=row.origin, messages=[turn("user", question), turn("assistant", answer)])
+    return ChatExample(origin=row.origin, messages=[turn("user", question), turn("assistant", answer)])
 
 
-def _multiple_choice(row: Row, _: str) -> Example:
+def _multiple_choice(row: Record, _: str) -> Example:
     """The question and its options, a line each; the answer is the letter of the right one."""
     question = filled_text(row, "question", row.values["question"], "question")
     options = _options(row)
@@ -205,14 +205,14 @@ def _multiple_choice(row: Row, _: str) -> Example:
         allowed = f"{', '.join(letters)}, the place of one, from 0, or its text"
         raise fault(row, "answer", f"is {wanted!r}; it must be one of {allowed}")
     lines = [question, *(f"{name}. {text}" for name, text in zip(LETTERS, options, strict=False))]
-    return Chat(origin=row.origin, messages=[turn("user", "\n".join(lines)), turn("assistant", LETTERS[at])])
+    return ChatExample(origin=row.origin, messages=[turn("user", "\n".join(lines)), turn("assistant", LETTERS[at])])
 
 
 def _has_options(values: dict[str, Any]) -> bool:
     return isinstance(values.get("choices"), list) or ("A" in values and "B" in values and "choices" not in values)
 
 
-def _options(row: Row) -> list[str]:
+def _options(row: Record) -> list[str]:
     """In a column `choices`, or in columns A, B and so on."""
     values = row.values
     named = {letter: values[letter] for letter in LETTERS if letter in values}
@@ -227,15 +227,15 @@ def _options(row: Row) -> list[str]:
     return [str(option).strip() for option in listed]
 
 
-def _prompt(row: Row, _: str) -> Example:
+def _prompt(row: Record, _: str) -> Example:
     prompt = prompt_of(row, "prompt", tools_too=True)
     plain = are_strings(row, "prompt")
-    return Question(origin=row.origin, prompt=prompt, plain=plain, tools=tools_of(row), columns=row.values)
+    return PromptExample(origin=row.origin, prompt=prompt, plain=plain, tools=tools_of(row), columns=row.values)
 
 
-def _asked(row: Row, _: str) -> Example:
+def _asked(row: Record, _: str) -> Example:
     prompt = prompt_of(row, "messages", tools_too=True)
-    return Question(origin=row.origin, prompt=prompt, tools=tools_of(row), columns=row.values)
+    return PromptExample(origin=row.origin, prompt=prompt, tools=tools_of(row), columns=row.values)
 
 
 def _ends_asking(values: dict[str, Any]) -> bool:
@@ -249,12 +249,12 @@ def _has_truth(values: dict[str, Any]) -> bool:
     return isinstance(judge, dict) and "ground_truth" in judge
 
 
-def _verl(row: Row, _: str) -> Example:
+def _verl(row: Record, _: str) -> Example:
     columns = {"ground_truth": row.values["reward_model"]["ground_truth"], **row.values}
-    return Question(origin=row.origin, prompt=prompt_of(row, "prompt", tools_too=True), columns=columns)
+    return PromptExample(origin=row.origin, prompt=prompt_of(row, "prompt", tools_too=True), columns=columns)
 
 
-def _question(row: Row, chat: Chat) -> Question:
+def _question(row: Record, chat: ChatExample) -> PromptExample:
     """A conversation up to its last answer, which is the ground truth; of GSM8K's what stands after the mark."""
     *prompt, answer = chat.messages
     truth = answer["content"]
@@ -263,14 +263,14 @@ def _question(row: Row, chat: Chat) -> Question:
         if not truth:
             raise fault(row, "answer", 'nothing comes after "####"')
     columns = {"ground_truth": truth, **row.values}
-    return Question(origin=chat.origin, prompt=prompt, plain=chat.plain, tools=chat.tools, columns=columns)
+    return PromptExample(origin=chat.origin, prompt=prompt, plain=chat.plain, tools=chat.tools, columns=columns)
 
 
 def _is_gsm8k(values: dict[str, Any]) -> bool:
     return "question" in values and "####" in str(values.get("answer"))
 
 
-def _alpaca_prompt(row: Row, question: str = "instruction", more: str = "input") -> list[Message]:
+def _alpaca_prompt(row: Record, question: str = "instruction", more: str = "input") -> list[Message]:
     messages = system_of(row)
     history = list_of(row, "history") if row.values.get("history") else []
     for index, exchange in enumerate(history):
@@ -286,53 +286,55 @@ def _alpaca_prompt(row: Row, question: str = "instruction", more: str = "input")
     return [*messages, turn("user", text)]
 
 
-def _alpaca(row: Row, _: str) -> Example:
+def _alpaca(row: Record, _: str) -> Example:
     answer = filled_text(row, "output", row.values["output"], "response")
-    return Chat(origin=row.origin, messages=[*_alpaca_prompt(row), turn("assistant", answer)])
+    return ChatExample(origin=row.origin, messages=[*_alpaca_prompt(row), turn("assistant", answer)])
 
 
-def _prompt_response(row: Row, _: str) -> Example:
+def _prompt_response(row: Record, _: str) -> Example:
     answer = filled_text(row, "response", row.values["response"], "response")
-    return Chat(origin=row.origin, messages=[*_alpaca_prompt(row, "prompt", "query"), turn("assistant", answer)])
+    return ChatExample(origin=row.origin, messages=[*_alpaca_prompt(row, "prompt", "query"), turn("assistant", answer)])
 
 
-def _alpaca_pair(row: Row, _: str) -> Example:
+def _alpaca_pair(row: Record, _: str) -> Example:
     prompt = _alpaca_prompt(row)
     chosen, rejected = answer_of(row, "chosen", prompt), answer_of(row, "rejected", prompt)
-    return Pair(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
+    return PairExample(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
 
 
-def _alpaca_output_pair(row: Row, _: str) -> Example:
+def _alpaca_output_pair(row: Record, _: str) -> Example:
     output = list_of(row, "output")
     if len(output) != 2:
         raise fault(row, "output", f"expected [chosen, rejected], found a list of {len(output)}")
     chosen, rejected = ([turn("assistant", filled_text(row, "output", text, "response"))] for text in output)
     prompt = _alpaca_prompt(row)
-    return Pair(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
+    return PairExample(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
 
 
-def _pair(row: Row, _: str) -> Example:
+def _pair(row: Record, _: str) -> Example:
     prompt = prompt_of(row, "prompt")
     chosen, rejected = answer_of(row, "chosen", prompt), answer_of(row, "rejected", prompt)
     plain = are_strings(row, "prompt", "chosen", "rejected")
-    return Pair(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row), plain=plain)
+    return PairExample(
+        origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row), plain=plain
+    )
 
 
-def _sharegpt_pair(row: Row, _: str) -> Example:
+def _sharegpt_pair(row: Record, _: str) -> Example:
     prompt = system_of(row) + prompt_of(row, "conversations")
     chosen, rejected = answer_of(row, "chosen", prompt), answer_of(row, "rejected", prompt)
-    return Pair(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
+    return PairExample(origin=row.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin(row))
 
 
-def _hh_pair(row: Row, _: str) -> Example:
+def _hh_pair(row: Record, _: str) -> Example:
     chosen, rejected = _dialogue(row, "chosen"), _dialogue(row, "rejected")
     prompt = chosen[:-1]
     if prompt != rejected[:-1]:
         raise fault(row, "rejected", "does not begin with the same prompt as chosen")
-    return Pair(origin=row.origin, prompt=prompt, chosen=chosen[-1:], rejected=rejected[-1:], margin=margin(row))
+    return PairExample(origin=row.origin, prompt=prompt, chosen=chosen[-1:], rejected=rejected[-1:], margin=margin(row))
 
 
-def _dialogue(row: Row, column: str) -> list[Message]:
+def _dialogue(row: Record, column: str) -> list[Message]:
     """Turns of a text with Human: and Assistant:; a marker repeated without an answer between continues the turn.
 
     An empty last answer stays: in these files silence is at times what people preferred.
@@ -356,23 +358,23 @@ def _dialogue(row: Row, column: str) -> list[Message]:
     return messages
 
 
-def _labelled_chat(row: Row, _: str) -> Example:
+def _labelled_chat(row: Record, _: str) -> Example:
     messages = messages_of(row, "messages")
     check_answers(row, "messages", messages, first=len(messages) - 1)
     if len(messages) < 2:
         raise fault(row, "messages", "expected a prompt before the assistant's message")
     label = label_of(row, "label", row.values["label"])
-    return Labelled(origin=row.origin, prompt=messages[:-1], answer=messages[-1:], label=label)
+    return LabelledExample(origin=row.origin, prompt=messages[:-1], answer=messages[-1:], label=label)
 
 
-def _labelled_completion(row: Row, _: str) -> Example:
+def _labelled_completion(row: Record, _: str) -> Example:
     prompt = prompt_of(row, "prompt")
     answer, label = answer_of(row, "completion", prompt), label_of(row, "label", row.values["label"])
     plain = are_strings(row, "prompt", "completion")
-    return Labelled(origin=row.origin, prompt=prompt, answer=answer, label=label, plain=plain)
+    return LabelledExample(origin=row.origin, prompt=prompt, answer=answer, label=label, plain=plain)
 
 
-def _step_texts(row: Row, column: str, placeholder: str) -> list[str]:
+def _step_texts(row: Record, column: str, placeholder: str) -> list[str]:
     steps = [filled_text(row, f"{column}[{i}]", step, "step") for i, step in enumerate(list_of(row, column))]
     for index, step in enumerate(steps):
         if placeholder in step:
@@ -380,21 +382,21 @@ def _step_texts(row: Row, column: str, placeholder: str) -> list[str]:
     return steps
 
 
-def _step_labels(row: Row, column: str, steps: int, what: str) -> list[float]:
+def _step_labels(row: Record, column: str, steps: int, what: str) -> list[float]:
     labels = [label_of(row, f"{column}[{i}]", value, soft=True) for i, value in enumerate(list_of(row, column))]
     if len(labels) != steps:
         raise fault(row, column, f"{len(labels)} labels for {steps} {what}")
     return labels
 
 
-def _stepwise(row: Row, placeholder: str) -> Example:
+def _stepwise(row: Record, placeholder: str) -> Example:
     steps = _step_texts(row, "completions", placeholder)
     labels = _step_labels(row, "labels", len(steps), "completions")
     plain = are_strings(row, "prompt")
-    return Stepwise(origin=row.origin, prompt=prompt_of(row, "prompt"), steps=steps, labels=labels, plain=plain)
+    return StepwiseExample(origin=row.origin, prompt=prompt_of(row, "prompt"), steps=steps, labels=labels, plain=plain)
 
 
-def _processbench(row: Row, placeholder: str) -> Example:
+def _processbench(row: Record, placeholder: str) -> Example:
     """`label` is the index of the first wrong step, -1 if there is none; steps after it have no label."""
     problem = filled_text(row, "problem", row.values["problem"], "prompt")
     steps = _step_texts(row, "steps", placeholder)
@@ -405,20 +407,20 @@ def _processbench(row: Row, placeholder: str) -> Example:
     labels = [1.0] * len(steps) if wrong < 0 else [1.0] * wrong + [0.0]
     # The solutions were split into steps at blank lines: put these back.
     texts = [steps[0], *(f"\n\n{step}" for step in steps[1:])][: len(labels)]
-    return Stepwise(origin=row.origin, prompt=[turn("user", problem)], steps=texts, labels=labels, plain=True)
+    return StepwiseExample(origin=row.origin, prompt=[turn("user", problem)], steps=texts, labels=labels, plain=True)
 
 
-def _marked_steps(column: str) -> Callable[[Row, str], Example]:
+def _marked_steps(column: str) -> Callable[[Record, str], Example]:
     """Text with a placeholder after each step. What follows the last one cannot matter to it, and is left out."""
 
-    def parse(row: Row, placeholder: str) -> Example:
+    def parse(row: Record, placeholder: str) -> Example:
         *steps, _ = text_of(row, "input", row.values["input"]).split(placeholder)
         if not steps:
             raise fault(row, "input", f"the placeholder {placeholder!r} does not occur")
         if not all(step.strip() for step in steps):
             raise fault(row, "input", f"empty step before a placeholder {placeholder!r}")
         labels = _step_labels(row, column, len(steps), f"placeholders {placeholder!r}")
-        return Stepwise(origin=row.origin, prompt=[], steps=steps, labels=labels, plain=True)
+        return StepwiseExample(origin=row.origin, prompt=[], steps=steps, labels=labels, plain=True)
 
     return parse
 

@@ -1,7 +1,7 @@
-"""Files -> rows: jsonl, json, csv, txt, parquet and arrow, also gzipped, each in bounded memory.
+"""Read records from files: jsonl, json, csv, txt, parquet and arrow, optionally gzipped, each in bounded memory.
 
-A row that cannot be read is a `BadRow` with its place and the reason, and reading goes on behind it. Where it cannot go
-on (a damaged gzip, a quote that is never closed), so that nobody could count what is lost, a DataError ends it.
+A record that cannot be read becomes a `BadRecord` with its position and the reason, and reading continues after it.
+Where the next record cannot be found (a damaged gzip file, a quote that is never closed) a DataError ends the reading.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JSON_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{},"]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Record:
     """One row as it stands in its file."""
 
     values: dict[str, Any]
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
+class BadRecord:
     """A row that cannot be read."""
 
     origin: str
@@ -56,14 +56,14 @@ class BadRow:
 
 
 @dataclass(slots=True)
-class Meter:
+class ReadProgress:
     """How far a reader is, in bytes of its file."""
 
     total: int = 0
     done: int = 0
 
 
-Rows: TypeAlias = Iterator[Row | BadRow]
+Records: TypeAlias = Iterator[Record | BadRecord]
 
 
 def extension(file: Path) -> str:
@@ -71,9 +71,9 @@ def extension(file: Path) -> str:
     return (file.with_suffix("") if file.suffix == ".gz" else file).suffix.lower()
 
 
-def read_file(file: Path, meter: Meter | None = None) -> Rows:
+def read_file(file: Path, meter: ReadProgress | None = None) -> Records:
     """All rows of a file, the bad ones too; DataError where the file is damaged or has none."""
-    meter = meter or Meter()
+    meter = meter or ReadProgress()
     before, empty = meter.done, True
     try:
         with ExitStack() as stack:
@@ -147,7 +147,7 @@ def _too_long(length: int) -> str:
     return f"the row has {length / 2**20:,.0f} MiB; at most {ROW_LIMIT // 2**20} MiB can be read"
 
 
-def _read_jsonl(file: Path, stream: BufferedIOBase) -> Rows:
+def _read_jsonl(file: Path, stream: BufferedIOBase) -> Records:
     for line in _lines(stream):
         origin = f"{file}:{line.number}"
         text, reason = _text(line)
@@ -160,7 +160,7 @@ def _read_jsonl(file: Path, stream: BufferedIOBase) -> Rows:
             except (ValueError, RecursionError) as error:
                 # Only the last line can lack its line end: then the writer was probably stopped in the middle of it.
                 reason = _json_fault(error) + ("" if text.endswith("\n") else "; the file ends here: was it cut off?")
-        yield BadRow(origin, reason, text)
+        yield BadRecord(origin, reason, text)
 
 
 def _json_fault(error: Exception) -> str:
@@ -171,26 +171,26 @@ def _json_fault(error: Exception) -> str:
     return f"broken JSON: {error}"
 
 
-def _object(values: Any, source: str, origin: str) -> Row | BadRow:
+def _object(values: Any, source: str, origin: str) -> Record | BadRecord:
     if not isinstance(values, dict):
-        return BadRow(origin, f"expected an object with named columns, found {type(values).__name__}", source)
+        return BadRecord(origin, f"expected an object with named columns, found {type(values).__name__}", source)
     if "\\ud" in source or "\\uD" in source:  # half of a surrogate pair is valid JSON but not valid text
         try:
             json.dumps(values, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            return BadRow(origin, f"invalid text: half of a surrogate pair ({half!r})", source)
-    return Row(values, origin, len(source))
+            return BadRecord(origin, f"invalid text: half of a surrogate pair ({half!r})", source)
+    return Record(values, origin, len(source))
 
 
-def _read_txt(file: Path, stream: BufferedIOBase) -> Rows:
+def _read_txt(file: Path, stream: BufferedIOBase) -> Records:
     """Each line is a text; blank lines only separate."""
     for line in _lines(stream):
         text, reason = _text(line)
         if reason:
-            yield BadRow(f"{file}:{line.number}", reason, text)
+            yield BadRecord(f"{file}:{line.number}", reason, text)
         elif text.strip():
-            yield Row({"text": text.rstrip("\r\n")}, f"{file}:{line.number}", line.length)
+            yield Record({"text": text.rstrip("\r\n")}, f"{file}:{line.number}", line.length)
 
 
 # A list of objects
@@ -282,7 +282,7 @@ def _end_of_value(text: str, at: int) -> int | None:
     return None
 
 
-def _read_json(file: Path, stream: BufferedIOBase) -> Rows:
+def _read_json(file: Path, stream: BufferedIOBase) -> Records:
     """A list of objects; or, as some name such files too, one object a line."""
     window = Window(stream)
     first = window.next()
@@ -300,10 +300,10 @@ def _read_json(file: Path, stream: BufferedIOBase) -> Rows:
         yield from _elements(file, window)
     if window.next():
         rest = window.text[window.at : window.at + RAW_KEPT]
-        yield BadRow(f"{file}:{window.line}", "broken JSON: text after the end of the list", rest)
+        yield BadRecord(f"{file}:{window.line}", "broken JSON: text after the end of the list", rest)
 
 
-def _elements(file: Path, window: Window) -> Rows:
+def _elements(file: Path, window: Window) -> Records:
     """The objects up to the end of the list; the window stands at the first."""
     comma, line, number = True, 0, 0
     while True:
@@ -319,7 +319,7 @@ def _elements(file: Path, window: Window) -> Rows:
         if not reason and not comma:
             reason = f"broken JSON: expected ',' or ']' after an object, found {source[:1]!r}"
         if reason:
-            yield BadRow(origin, reason, _shown(source))
+            yield BadRecord(origin, reason, _shown(source))
         else:
             yield _object(values, source, origin)
         window.skip(end)
@@ -328,7 +328,7 @@ def _elements(file: Path, window: Window) -> Rows:
         if not found:
             if not reason:
                 fault = "broken JSON: expected ',' or ']' after an object, the file ends here: was it cut off?"
-                yield BadRow(f"{file}:{window.line}", fault, "")
+                yield BadRecord(f"{file}:{window.line}", fault, "")
             return
         if comma:
             window.skip(window.at + 1)
@@ -382,7 +382,7 @@ class CsvLines:
         self.row, self.faults, self.size = [], [], 0
 
 
-def _read_csv(file: Path, stream: BufferedIOBase) -> Rows:
+def _read_csv(file: Path, stream: BufferedIOBase) -> Records:
     csv.field_size_limit(ROW_LIMIT)  # the library's own limit is 128 kB
     lines = CsvLines(file, stream)
     reader = csv.reader(iter(lines), strict=True)
@@ -407,11 +407,11 @@ def _read_csv(file: Path, stream: BufferedIOBase) -> Rows:
             header = _csv_header(fields, origin)
         elif fields and not reason and len(fields) != len(header):
             reason = f"{len(fields)} fields, but the header names {len(header)} columns"
-            yield BadRow(origin, reason, "".join(lines.row))
+            yield BadRecord(origin, reason, "".join(lines.row))
         elif reason:
-            yield BadRow(origin, reason, "".join(lines.row))
+            yield BadRecord(origin, reason, "".join(lines.row))
         elif fields:
-            yield Row(dict(zip(header, fields, strict=True)), origin, lines.size)
+            yield Record(dict(zip(header, fields, strict=True)), origin, lines.size)
 
 
 def _csv_header(fields: list[str], origin: str) -> list[str]:
@@ -424,7 +424,7 @@ def _csv_header(fields: list[str], origin: str) -> list[str]:
 # Parquet and arrow
 
 
-def _read_arrow(file: Path, stream: BufferedIOBase) -> Rows:
+def _read_arrow(file: Path, stream: BufferedIOBase) -> Records:
     try:
         import pyarrow
         from pyarrow import ipc, parquet
@@ -455,7 +455,7 @@ def _read_arrow(file: Path, stream: BufferedIOBase) -> Rows:
                     for row in _arrow_rows(pyarrow, batch.slice(start, step)):
                         number += 1
                         origin = f"{file}:row {number}"
-                        yield BadRow(origin, row, "") if isinstance(row, str) else Row(row, origin, size)
+                        yield BadRecord(origin, row, "") if isinstance(row, str) else Record(row, origin, size)
         except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
             raise DataError(f"{file}:row {number + 1}: damaged or unsupported file: {_first_line(error)}") from error
 
@@ -498,7 +498,7 @@ def _record_batches(pyarrow: Any, ipc: Any, data: Any) -> Iterator[Any]:
         yield table.get_batch(index)
 
 
-READERS: dict[str, Callable[[Path, Any], Rows]] = {
+READERS: dict[str, Callable[[Path, Any], Records]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -21,9 +21,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
-from posttrain.data.reading.readers import READERS, BadRow, Meter, Row, Rows, extension, read_file
+from posttrain.data.reading.readers import READERS, BadRecord, ReadProgress, Record, Records, extension, read_file
 
-__all__ = ["READERS", "BadRow", "Meter", "Part", "Row", "find_files", "parts_of", "read_rows", "scan_rows"]
+__all__ = [
+    "READERS",
+    "BadRecord",
+    "ReadProgress",
+    "Record",
+    "SourcePart",
+    "find_files",
+    "read_records",
+    "scan_records",
+    "source_parts",
+]
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SPLIT = re.compile(r"(.+):([A-Za-z_][\w.-]*)", re.ASCII | re.DOTALL)
@@ -32,39 +42,39 @@ MODELSCOPE = "modelscope://"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """A file, or a data set of a hub: something that is read from its beginning to its end."""
 
     name: str
-    scan: Callable[[Meter | None], Rows]
+    scan: Callable[[ReadProgress | None], Records]
     size: int = 0  # bytes of the file
 
 
-def read_rows(name: str | Path) -> Iterator[Row]:
+def read_records(name: str | Path) -> Iterator[Record]:
     """All rows that `name` stands for; DataError at the first that cannot be read."""
-    for row in scan_rows(name):
-        if isinstance(row, BadRow):
+    for row in scan_records(name):
+        if isinstance(row, BadRecord):
             raise row.error
         yield row
 
 
-def scan_rows(name: str | Path) -> Rows:
+def scan_records(name: str | Path) -> Records:
     """All rows that `name` stands for, the bad ones too."""
-    for part in parts_of(name):
+    for part in source_parts(name):
         yield from part.scan(None)
 
 
-def parts_of(name: str | Path) -> list[Part]:
+def source_parts(name: str | Path) -> list[SourcePart]:
     """What `name` stands for, in the order of reading; UsageError if that is nothing. Downloads if need be."""
     text = str(name)
     if text.startswith(MODELSCOPE):
         return [_modelscope(text)]
     if _is_hub_name(text):
         return [_hub(text)]
-    return [Part(str(file), partial(_scan_file, file), file.stat().st_size) for file in find_files(name)]
+    return [SourcePart(str(file), partial(_scan_file, file), file.stat().st_size) for file in find_files(name)]
 
 
-def _scan_file(file: Path, meter: Meter | None) -> Rows:
+def _scan_file(file: Path, meter: ReadProgress | None) -> Records:
     return read_file(file, meter)
 
 
@@ -144,7 +154,7 @@ def _is_hub_name(text: str) -> bool:
     return extension(Path(found["name"])) not in READERS
 
 
-def _hub(text: str) -> Part:
+def _hub(text: str) -> SourcePart:
     found = HUB_NAME.fullmatch(text)
     assert found is not None
     nowhere = f"{text}: no such file or folder"
@@ -169,7 +179,7 @@ def _hub(text: str) -> Part:
     except Exception as error:  # whatever the network, the hub and a foreign data set can do wrong
         reason = "the hub cannot be reached, and its cache has none" if offline else f"from the hub: {_reason(error)}"
         raise UsageError(f"{nowhere}, and {reason}") from error
-    return Part(text, partial(_scan_table, text, _one_split(text, loaded, split)))
+    return SourcePart(text, partial(_scan_table, text, _one_split(text, loaded, split)))
 
 
 def _answers(address: str) -> bool:
@@ -184,7 +194,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _modelscope(text: str) -> Part:
+def _modelscope(text: str) -> SourcePart:
     found = HUB_NAME.fullmatch(text.removeprefix(MODELSCOPE))
     if found is None:
         raise UsageError(f"{text}: expected {MODELSCOPE}owner/name, with @part and :split if need be")
@@ -198,7 +208,7 @@ def _modelscope(text: str) -> Part:
         table = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
     except Exception as error:  # as above
         raise UsageError(f"{text}: from ModelScope: {_reason(error)}") from error
-    return Part(text, partial(_scan_table, text, table))
+    return SourcePart(text, partial(_scan_table, text, table))
 
 
 @cache
@@ -227,10 +237,10 @@ def _one_split(text: str, loaded: Any, split: str | None) -> Any:
     return loaded[wanted]
 
 
-def _scan_table(text: str, table: Iterable[dict[str, Any]], _: Meter | None) -> Rows:
+def _scan_table(text: str, table: Iterable[dict[str, Any]], _: ReadProgress | None) -> Records:
     number = 0
     for number, values in enumerate(table, start=1):
-        yield Row(dict(values), f"{text}:row {number}")
+        yield Record(dict(values), f"{text}:row {number}")
     if not number:
         raise UsageError(f"{text}: the data set has no rows")
 

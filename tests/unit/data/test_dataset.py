@@ -10,9 +10,9 @@ from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Sample
 from posttrain.data import dataset
-from posttrain.data.dataset import Encoder, RowStream, load_dataset, split_rows
+from posttrain.data.dataset import Encoder, ExampleStream, load_dataset, split_examples
 from posttrain.data.encoding import encoder as encoding
-from posttrain.data.reading.examples import Chat, Labelled, Pair, Stepwise, Text
+from posttrain.data.reading.examples import ChatExample, LabelledExample, PairExample, StepwiseExample, TextExample
 from tests.unit.data.made import CHATML, byte_level
 
 MARK = "ки"
@@ -44,7 +44,7 @@ def write(tmp_path, rows, name="rows.jsonl"):
 
 def test_chat():
     made = encoder("chat")
-    [sample] = made.encode(Chat(origin="f:1", messages=QUESTION + bot("I am well")))
+    [sample] = made.encode(ChatExample(origin="f:1", messages=QUESTION + bot("I am well")))
     assert whole(made, sample) == "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\nI am well<|im_end|>"
     assert trained(made, sample) == "I am well<|im_end|>"
     assert sample.tokens.dtype == np.int32 and sample.origin == "f:1" and sample.targets is None
@@ -53,14 +53,14 @@ def test_chat():
 def test_plain_strings_without_a_template():
     made = encoder("chat", template=None)
     messages = [{"role": "user", "content": "2 + 2 ="}, *bot(" 4")]
-    [sample] = made.encode(Chat(origin="f:1", messages=messages, plain=True))
+    [sample] = made.encode(ChatExample(origin="f:1", messages=messages, plain=True))
     assert (whole(made, sample), trained(made, sample)) == ("2 + 2 = 4</s>", " 4</s>")
 
 
 def test_pair_shares_its_prompt_and_masks_both_answers():
     made = encoder("pair")
     history = [*QUESTION, *bot("earlier"), *QUESTION]
-    pair = Pair(origin="f:1", prompt=history, chosen=bot("good"), rejected=bot("bad"), margin=1.5)
+    pair = PairExample(origin="f:1", prompt=history, chosen=bot("good"), rejected=bot("bad"), margin=1.5)
     chosen, rejected = made.encode(pair)
     assert (trained(made, chosen), trained(made, rejected)) == ("good<|im_end|>", "bad<|im_end|>")
     start = int(chosen.mask.argmax())
@@ -71,14 +71,14 @@ def test_pair_shares_its_prompt_and_masks_both_answers():
 @pytest.mark.parametrize("label", [1.0, 0.0])
 def test_labelled(label):
     made = encoder("labelled")
-    [sample] = made.encode(Labelled(origin="f:1", prompt=QUESTION, answer=bot("good"), label=label))
+    [sample] = made.encode(LabelledExample(origin="f:1", prompt=QUESTION, answer=bot("good"), label=label))
     assert trained(made, sample) == "good<|im_end|>" and sample.label == label
 
 
 def test_steps_count_at_the_last_token_of_each_placeholder():
     made = encoder("stepwise")
     width = len(made.tokenizer(MARK)["input_ids"])
-    example = Stepwise(origin="f:1", prompt=QUESTION, steps=["First.", "\n\nThen 4."], labels=[1.0, 0.25])
+    example = StepwiseExample(origin="f:1", prompt=QUESTION, steps=["First.", "\n\nThen 4."], labels=[1.0, 0.25])
     [sample] = made.encode(example)
     prompt = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
     assert whole(made, sample) == f"{prompt}First.{MARK}\n\nThen 4.{MARK}"
@@ -93,34 +93,36 @@ def test_steps_without_a_template():
     made = encoder("stepwise", template=None)
     prompt = [{"role": "user", "content": "2 + 2?"}]
     for first, expected in (("It is", "2 + 2?\nIt is"), (" It is", "2 + 2? It is")):
-        [sample] = made.encode(Stepwise(origin="f:1", prompt=prompt, steps=[first, " 4"], labels=[1, 0], plain=True))
+        [sample] = made.encode(
+            StepwiseExample(origin="f:1", prompt=prompt, steps=[first, " 4"], labels=[1, 0], plain=True)
+        )
         assert whole(made, sample) == f"{expected}{MARK} 4{MARK}"
-    [sample] = made.encode(Stepwise(origin="f:1", prompt=[], steps=["q a"], labels=[1], plain=True))
+    [sample] = made.encode(StepwiseExample(origin="f:1", prompt=[], steps=["q a"], labels=[1], plain=True))
     assert whole(made, sample) == f"q a{MARK}"
 
 
 def test_a_placeholder_may_be_a_control_token():
     made = encoder("stepwise")
     made.placeholder = "<|im_end|>"
-    [sample] = made.encode(Stepwise(origin="f:1", prompt=QUESTION, steps=["a"], labels=[1]))
+    [sample] = made.encode(StepwiseExample(origin="f:1", prompt=QUESTION, steps=["a"], labels=[1]))
     assert sample.tokens[-1] == made.tokenizer.convert_tokens_to_ids("<|im_end|>") and sample.mask[-1]
 
 
 def test_text_begins_with_bos_and_ends_with_eos():
     made = encoder("text")
-    [sample] = made.encode(Text(origin="f:1", text="Hello </s> there"))
+    [sample] = made.encode(TextExample(origin="f:1", text="Hello </s> there"))
     assert whole(made, sample) == "<s>Hello </s> there</s>"
     assert (sample.tokens == made.tokenizer.eos_token_id).sum() == 1  # the quoted one is text
     assert not sample.mask[0] and sample.mask[1:].all()
     made = encoder("text", tokenizer=byte_level(adds_bos=True))
-    [sample] = made.encode(Text(origin="f:1", text="Hello"))
+    [sample] = made.encode(TextExample(origin="f:1", text="Hello"))
     assert whole(made, sample) == "<s>Hello</s>"
 
 
 @pytest.mark.parametrize("has_bos", [True, False])
 def test_long_texts_are_split_and_nothing_is_lost(has_bos):
     tokenizer = byte_level() if has_bos else byte_level(bos_token=None)
-    long = Text(origin="f:1", text="The quick brown fox jumps over the lazy dog. " * 5)
+    long = TextExample(origin="f:1", text="The quick brown fox jumps over the lazy dog. " * 5)
     [sample] = encoder("text", tokenizer=tokenizer, max_tokens=10_000).encode(long)
     for limit in (2, 7, len(sample) - 1, len(sample)):
         parts = encoder("text", tokenizer=tokenizer, max_tokens=limit).encode(long)
@@ -134,7 +136,7 @@ def test_long_texts_are_split_and_nothing_is_lost(has_bos):
     assert encoder("text", tokenizer=tokenizer, max_tokens=7, on_long="drop").encode(long) == []
 
 
-PAIR = Pair(origin="f:7", prompt=QUESTION, chosen=bot("good " * 10), rejected=bot("bad"))
+PAIR = PairExample(origin="f:7", prompt=QUESTION, chosen=bot("good " * 10), rejected=bot("bad"))
 
 
 def test_truncate_cuts_the_end():
@@ -162,7 +164,7 @@ def test_a_response_truncated_away_is_refused():
 
 
 def test_truncated_steps_keep_the_placeholders_that_fit():
-    example = Stepwise(origin="f:7", prompt=QUESTION, steps=["First."] * 3, labels=[1.0, 0.5, 0.0])
+    example = StepwiseExample(origin="f:7", prompt=QUESTION, steps=["First."] * 3, labels=[1.0, 0.5, 0.0])
     [full] = encoder("stepwise").encode(example)
     ends = np.flatnonzero(full.mask)
     [cut] = encoder("stepwise", max_tokens=int(ends[1]) + 1).encode(example)
@@ -172,7 +174,7 @@ def test_truncated_steps_keep_the_placeholders_that_fit():
 
 
 def test_ids_outside_the_vocabulary_are_named():
-    example = Chat(origin="f:3", messages=QUESTION + bot("a"))
+    example = ChatExample(origin="f:3", messages=QUESTION + bot("a"))
     end = byte_level().convert_tokens_to_ids("<|im_end|>")
     with pytest.raises(DataError, match=rf"^f:3: token id {end} \('<\|im_end\|>'\) is outside"):
         encoder("chat", vocab_size=end).encode(example)
@@ -188,12 +190,12 @@ def test_a_response_without_tokens_is_refused():
     made = encoder("chat", tokenizer=tokenizer)
     messages = [{"role": "user", "content": "Hello"}, *bot("unheard")]
     with pytest.raises(DataError, match=r"^f:1: the tokenizer has no tokens for the response 'unheard'"):
-        made.encode(Chat(origin="f:1", messages=messages, plain=True))
+        made.encode(ChatExample(origin="f:1", messages=messages, plain=True))
 
 
 def test_silence_is_an_answer_where_a_format_allows_it():
     made = encoder("pair")
-    silent, _ = made.encode(Pair(origin="f:1", prompt=QUESTION, chosen=bot(""), rejected=bot("bad")))
+    silent, _ = made.encode(PairExample(origin="f:1", prompt=QUESTION, chosen=bot(""), rejected=bot("bad")))
     assert trained(made, silent) == "<|im_end|>"
 
 
@@ -202,7 +204,7 @@ def test_options_that_cannot_work():
         encoder("chat", max_tokens=1)
     tokenizer = byte_level(template=None, eos_token=None)
     with pytest.raises(UsageError, match="no end-of-sequence token"):
-        encoder("text", tokenizer=tokenizer).encode(Text(origin="f:1", text="a"))
+        encoder("text", tokenizer=tokenizer).encode(TextExample(origin="f:1", text="a"))
 
 
 def test_load_counts_and_verdicts(tmp_path):
@@ -315,7 +317,7 @@ def test_sources_with_weights(tmp_path):
     assert again.mixture.counts == (13, 40) and again.fingerprint != data.fingerprint
     few = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat"), max_rows=5)
     assert few.mixture.sizes == (5, 5)  # of each source
-    train, held_out = split_rows(data, 0.2, seed=1)
+    train, held_out = split_examples(data, 0.2, seed=1)
     assert sum(train.mixture.sizes) == len(train.rows) == 40 and held_out.mixture is None
     firsts = {train.rows.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}
     assert firsts == {one}
@@ -337,7 +339,7 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
         load_dataset([file], made)
     monkeypatch.setattr(encoding, "MOST_MESSAGES", 3)
     with pytest.raises(DataError, match="4 messages; a conversation may have 3"):
-        made.encode(Chat(origin="f:1", messages=(QUESTION + bot("a")) * 2))
+        made.encode(ChatExample(origin="f:1", messages=(QUESTION + bot("a")) * 2))
 
 
 def test_nothing_to_load(tmp_path):
@@ -352,7 +354,9 @@ def test_nothing_to_load(tmp_path):
 
 def test_encoding_in_a_batch_is_encoding_one_by_one(tmp_path):
     contents = ["Hello", " a", "\n", "<|im_end|>", "你好", "x" * 50, "Hello"]
-    examples = [Pair(origin="f:1", prompt=QUESTION, chosen=bot(c + "."), rejected=bot("." + c)) for c in contents]
+    examples = [
+        PairExample(origin="f:1", prompt=QUESTION, chosen=bot(c + "."), rejected=bot("." + c)) for c in contents
+    ]
     made = encoder("pair")
     together = [encoded.samples for encoded in made.encode_all(examples)]
     for pair, alone in zip(together, map(made.encode, examples), strict=True):
@@ -387,26 +391,26 @@ def test_fingerprint_changes_with_everything_that_is_trained_on(tmp_path):
 def test_split(tmp_path):
     rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(50)]
     data = load_dataset([write(tmp_path, rows)], encoder("labelled"), None, None)
-    train, held_out = split_rows(data, 0.1, seed=3)
+    train, held_out = split_examples(data, 0.1, seed=3)
     origins = [{row[0].origin for row in part.rows} for part in (train, held_out)]
     assert len(held_out.rows) == 10 and not origins[0] & origins[1] and len(origins[0] | origins[1]) == 50
     assert held_out.counts["kept"] == 10 and train.fingerprint != data.fingerprint
-    again = split_rows(data, 0.1, seed=3)
+    again = split_examples(data, 0.1, seed=3)
     assert (again[0].fingerprint, again[1].fingerprint) == (train.fingerprint, held_out.fingerprint)
-    assert split_rows(data, 0.1, seed=4)[1].fingerprint != held_out.fingerprint
+    assert split_examples(data, 0.1, seed=4)[1].fingerprint != held_out.fingerprint
     for fraction, size in ((0.001, 1), (0.999, 49)):
-        assert len(split_rows(data, fraction, seed=0)[1].rows) == 2 * size
+        assert len(split_examples(data, fraction, seed=0)[1].rows) == 2 * size
     with pytest.raises(UsageError, match="above 0 and below 1"):
-        split_rows(data, 1.0, seed=0)
+        split_examples(data, 1.0, seed=0)
     one = load_dataset([write(tmp_path, rows[:1])], encoder("pair"), None, None)
     with pytest.raises(UsageError, match="one row cannot be divided"):
-        split_rows(one, 0.5, seed=0)
+        split_examples(one, 0.5, seed=0)
 
 
 def test_one_long_text_can_be_split(tmp_path):
     file = write(tmp_path, [{"text": "Hello there " * 100}])
     data = load_dataset([file], encoder("text", max_tokens=20), None, None)
-    train, held_out = split_rows(data, 0.2, seed=0)
+    train, held_out = split_examples(data, 0.2, seed=0)
     assert len(held_out.rows) == round(0.2 * len(data.rows)) and len(train.rows) + len(held_out.rows) == len(data.rows)
 
 
@@ -414,7 +418,7 @@ def stream_of(rows, rows_per_step, shuffle=True, seed=5, per_row=1):
     def sample(number):
         return Sample(tokens=np.array([number, 0], dtype=np.int32), mask=np.array([False, True]))
 
-    return RowStream([[sample(r) for _ in range(per_row)] for r in range(rows)], rows_per_step, seed, shuffle)
+    return ExampleStream([[sample(r) for _ in range(per_row)] for r in range(rows)], rows_per_step, seed, shuffle)
 
 
 def numbers(samples):
@@ -468,7 +472,7 @@ def test_what_is_written_into_a_sample_stays_in_the_data():
 def test_encoder_leaves_the_tokenizer_as_it_was():
     tokenizer = byte_level()
     before = copy.deepcopy(tokenizer("say <|im_end|>")["input_ids"])
-    encoder("chat", tokenizer=tokenizer).encode(Chat(origin="f:1", messages=QUESTION + bot("</s>")))
+    encoder("chat", tokenizer=tokenizer).encode(ChatExample(origin="f:1", messages=QUESTION + bot("</s>")))
     assert tokenizer("say <|im_end|>")["input_ids"] == before
 
 
@@ -476,7 +480,7 @@ def test_encoder_leaves_the_tokenizer_as_it_was():
 def test_strata_are_spread_evenly_over_every_epoch(shuffle):
     rows = [[Sample(tokens=np.array([i, 1], dtype=np.int32), mask=np.array([False, True]))] for i in range(40)]
     strata = [float(i < 10) for i in range(40)]  # a quarter, all at the front
-    stream = RowStream(rows, 8, seed=3, shuffle=shuffle, strata=strata)
+    stream = ExampleStream(rows, 8, seed=3, shuffle=shuffle, strata=strata)
     orders = []
     for _ in range(2):
         steps = [[int(sample.tokens[0]) for sample in stream.take()] for _ in range(5)]

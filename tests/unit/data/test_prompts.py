@@ -6,7 +6,7 @@ from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 from tests.unit.data.made import byte_level
 
 ROWS = [
@@ -17,7 +17,7 @@ ROWS = [
 
 def questions(rows):
     source = SourceFormat("prompt", "x")
-    return [example for line, row in enumerate(rows, 1) for example in source.examples(Row(row, f"f:{line}"))]
+    return [example for line, row in enumerate(rows, 1) for example in source.examples(Record(row, f"f:{line}"))]
 
 
 def test_prompts_are_what_generation_sees():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from posttrain.core.types import Sample
-from posttrain.data.store import RowBuilder, RowStore
+from posttrain.data.store import ExampleStore, ExampleStoreBuilder
 
 
 def sample(length, seed=0, targets=False, **fields):
@@ -30,7 +30,7 @@ def rows_of(count, targets=False):
 
 
 def stored(rows, **options):
-    builder = RowBuilder(**options)
+    builder = ExampleStoreBuilder(**options)
     for row in rows:
         builder.add(row)
     return builder.finish()
@@ -55,13 +55,13 @@ def test_rows_come_back_from_memory_and_from_disk(tmp_path, limit, targets):
         for one, other in zip(row, back, strict=True):
             same(one, other)
             assert other.group == number and other.tokens.dtype == np.int32
-    assert store.fingerprint() == RowStore.of(rows).fingerprint()
+    assert store.fingerprint() == ExampleStore.of(rows).fingerprint()
     lengths = [len(s) for row in rows for s in row]
     assert store.lengths().tolist() == lengths and store.counted() == sum(int(s.mask.sum()) for r in rows for s in r)
 
 
 def test_indices_slices_and_ends():
-    store = RowStore.of(rows_of(5))
+    store = ExampleStore.of(rows_of(5))
     assert store[-1][0].origin == "file-0.jsonl:5" and [row[0].group for row in store[1:4]] == [1, 2, 3]
     assert len(store[3:99]) == 2 and store[5:] == []
     for wrong in (5, -6):
@@ -71,24 +71,24 @@ def test_indices_slices_and_ends():
 
 @pytest.mark.parametrize("origin", ["a:1", "a:row 7", "a", "", "a:007", "12", "a:99999999999999999999"])
 def test_origins_come_back(origin):
-    assert RowStore.of([[sample(3, origin=origin)]])[0][0].origin == origin
+    assert ExampleStore.of([[sample(3, origin=origin)]])[0][0].origin == origin
 
 
 def test_a_subset_is_rows_in_another_order():
     rows = rows_of(10)
-    store = RowStore.of(rows)
+    store = ExampleStore.of(rows)
     part = store.subset([7, 2, 2]).subset([2, 0])
     assert [row[0].origin for row in part] == ["file-0.jsonl:3", "file-1.jsonl:8"] and [r[0].group for r in part] == [
         0,
         1,
     ]
-    assert part.fingerprint() == RowStore.of([rows[2], rows[7]]).fingerprint() != store.fingerprint()
+    assert part.fingerprint() == ExampleStore.of([rows[2], rows[7]]).fingerprint() != store.fingerprint()
     assert part.lengths().tolist() == [len(s) for number in (2, 7) for s in rows[number]]
     assert part.counted() == sum(int(s.mask.sum()) for number in (2, 7) for s in rows[number])
 
 
 def test_samples_are_made_anew_unless_they_are_held():
-    store = RowStore.of(rows_of(3))
+    store = ExampleStore.of(rows_of(3))
     store[1][0].ref_logprobs = np.zeros(3, dtype=np.float32)
     assert store[1][0].ref_logprobs is None
     store.hold()

@@ -9,7 +9,7 @@ import pytest
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
-from posttrain.data.reading.sources import read_rows
+from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling
 from posttrain.inference.chat import Chat, ChatOptions, changed
 from posttrain.inference.model import ServedModel
@@ -85,7 +85,7 @@ def test_save(chat, tmp_path):
     chat.handle("/system s")
     chat.handle(f"/save {tmp_path}/talk.jsonl")
     chat.handle(f"/save {tmp_path}/talk.jsonl")
-    rows = [row.values for row in read_rows(tmp_path / "talk.jsonl")]
+    rows = [row.values for row in read_records(tmp_path / "talk.jsonl")]
     told = [("system", "s"), ("user", "q1"), ("assistant", "a1")]
     assert rows == [{"model": "pico", "messages": [{"role": r, "content": c} for r, c in told]}] * 2
     chat.handle(f"/save {tmp_path}/no/such/folder.jsonl")

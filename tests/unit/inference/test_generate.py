@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Drawing, Sample
-from posttrain.data.reading.sources import read_rows
+from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling
 from posttrain.inference.completion_files import read_answers
 from posttrain.inference.generate import Generation, generate, manifest_of, opened
@@ -41,7 +41,7 @@ def config(prompts, tmp_path):
 
 
 def rows_of(config):
-    return [row.values for row in read_rows(config.out)]
+    return [row.values for row in read_records(config.out)]
 
 
 def test_every_prompt_has_its_answers(config, prompts):
@@ -225,7 +225,9 @@ def test_bad_rows_are_set_aside_and_counted(config, prompts):
     data = replace(config.data, on_bad_row="quarantine", on_long="drop", max_tokens=50)
     progress = generate(replace(config, data=data))
     assert progress.left_out == {"dropped": 1, "quarantined": 1} and progress.total == 14
-    assert [row.origin for row in read_rows(f"{config.out}.quarantine.jsonl")] == [f"{config.out}.quarantine.jsonl:1"]
+    assert [row.origin for row in read_records(f"{config.out}.quarantine.jsonl")] == [
+        f"{config.out}.quarantine.jsonl:1"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
-from posttrain.data.reading.examples import Chat
+from posttrain.data.reading.examples import ChatExample
 from posttrain.inference.completion_files import new_file, read_answers, write_rows
 from posttrain.inference.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
 from posttrain.rewards.base import Rewards
@@ -121,7 +121,7 @@ def test_a_reward_model_sees_what_it_was_trained_on(answers, reward_model):
 
 
 def as_example(answer):
-    return Chat(origin="x", messages=[*answer.prompt, {"role": "assistant", "content": answer.text}])
+    return ChatExample(origin="x", messages=[*answer.prompt, {"role": "assistant", "content": answer.text}])
 
 
 def test_what_a_reward_model_cannot_read_is_a_failure(answers, reward_model):

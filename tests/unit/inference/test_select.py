@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading.formats import recognise
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 from posttrain.inference.completion_files import Answer, read_answers
 from posttrain.inference.select import METHODS, best_of_n, condition, pairs, threshold, top_fraction
 
@@ -82,8 +82,8 @@ def test_every_answer_is_used_or_counted(rows, least):
         assert found.counts["failed"] == sum(reward is None for _, _, reward in rows)
         for row in found.rows:  # trainers can read them
             kind = "pair" if name == "pairs" else "chat"
-            form = recognise(Row(row, "x"), kind)
-            form.parse(Row(row, "x"), "")
+            form = recognise(Record(row, "x"), kind)
+            form.parse(Record(row, "x"), "")
     assert [row["reward"] for row in threshold(made(rows), least).rows] == [
         reward for _, _, reward in usable(rows) if reward >= least
     ]

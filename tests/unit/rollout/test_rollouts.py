@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.data.dataset import RowStream
-from posttrain.data.prompts import PromptRows
+from posttrain.data.dataset import ExampleStream
+from posttrain.data.prompts import PromptStore
 from posttrain.rewards.base import Rewards
 from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_of
 from posttrain.rollout.scoring import Judge
@@ -45,7 +45,7 @@ def digit(request):
 def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **options):
     given = {"update__rows_per_step": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
     config = online(**given | options)
-    stream = RowStream(PromptRows([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
+    stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     judge = Judge(rewards[reward], {}, config, TOKENIZER)
     return Rollouts(speaker or Speaker(digit), judge, stream, config, SAMPLING, TOKENIZER, update=update)
 

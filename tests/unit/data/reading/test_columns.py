@@ -6,12 +6,12 @@ import pytest
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 from tests.unit.data.reading.test_formats import bot, read, system, user
 
 
 def test_nothing_changes_without():
-    row = Row({"a": 1}, "f:1")
+    row = Record({"a": 1}, "f:1")
     assert KeyMap.parse("").apply(row) is row
 
 

@@ -5,9 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError
-from posttrain.data.reading.examples import Chat, Labelled, Pair, Question, Stepwise, Text
+from posttrain.data.reading.examples import (
+    ChatExample,
+    LabelledExample,
+    PairExample,
+    PromptExample,
+    StepwiseExample,
+    TextExample,
+)
 from posttrain.data.reading.formats import FORMATS, VERBS, SourceFormat
-from posttrain.data.reading.sources import Row
+from posttrain.data.reading.sources import Record
 
 MARK = "ки"
 
@@ -16,7 +23,7 @@ def read(kind, *rows, map_keys=""):
     """Verdict and examples of rows that are lines 1, 2 ... of a file."""
     source = SourceFormat(kind, MARK, map_keys)
     examples = [
-        example for line, values in enumerate(rows, 1) for example in source.examples(Row(values, f"f.jsonl:{line}"))
+        example for line, values in enumerate(rows, 1) for example in source.examples(Record(values, f"f.jsonl:{line}"))
     ]
     return source.verdict, examples
 
@@ -86,7 +93,7 @@ def test_conversations(verdict):
     values, messages = CHATS[verdict]
     found, [example] = read("chat", values)
     assert found == verdict
-    assert isinstance(example, Chat) and example.messages == messages and example.origin == "f.jsonl:1"
+    assert isinstance(example, ChatExample) and example.messages == messages and example.origin == "f.jsonl:1"
     assert example.plain == (verdict.startswith("prompt and completion"))
 
 
@@ -103,7 +110,7 @@ def test_conversations_serve_as_prompts_with_a_known_answer(verdict):
     values, messages = CHATS[verdict]
     found, [example] = read("prompt", values)
     assert found == verdict + "; the last answer is not shown and kept as ground_truth"
-    assert isinstance(example, Question) and example.prompt == messages[:-1]
+    assert isinstance(example, PromptExample) and example.prompt == messages[:-1]
     truth = "1" if verdict.startswith("GSM8K") else messages[-1]["content"]
     assert example.columns == {**values, "ground_truth": truth}
 
@@ -126,7 +133,7 @@ def test_prompts_keep_all_columns(verdict):
     values, truth = PROMPTS[verdict]
     found, [example] = read("prompt", values)
     assert found == verdict
-    assert isinstance(example, Question) and example.prompt == [user("q")]
+    assert isinstance(example, PromptExample) and example.prompt == [user("q")]
     assert example.columns == (values if truth is None else {**values, "ground_truth": truth})
     assert example.plain == (values.get("prompt") == "q") and example.tools == (
         [{"name": "f"}] if "tools" in values else None
@@ -172,7 +179,7 @@ def test_prompt_and_completion_as_messages_are_not_plain():
 
 def test_text():
     verdict, [example] = read("text", {"text": "Once upon", "label": 3})
-    assert verdict == "text: text" and isinstance(example, Text) and example.text == "Once upon"
+    assert verdict == "text: text" and isinstance(example, TextExample) and example.text == "Once upon"
 
 
 PAIRS = {
@@ -233,15 +240,15 @@ def test_pairs_and_their_use_as_labelled_examples(verdict):
     values, prompt, margin = PAIRS[verdict]
     found, [pair] = read("pair", values)
     assert found == verdict
-    assert isinstance(pair, Pair)
+    assert isinstance(pair, PairExample)
     assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, [bot("good")], [bot("bad")])
     assert pair.margin == margin
 
     found, examples = read("labelled", values)
     assert found == verdict
     assert [(type(e), e.prompt, e.answer, e.label) for e in examples] == [
-        (Labelled, prompt, [bot("good")], 1.0),
-        (Labelled, prompt, [bot("bad")], 0.0),
+        (LabelledExample, prompt, [bot("good")], 1.0),
+        (LabelledExample, prompt, [bot("bad")], 0.0),
     ]
 
 
@@ -290,7 +297,7 @@ def test_steps(verdict):
     values, prompt, steps, labels = STEPS[verdict]
     found, [example] = read("stepwise", values)
     assert found == verdict
-    assert isinstance(example, Stepwise)
+    assert isinstance(example, StepwiseExample)
     assert (example.prompt, example.steps, example.labels) == (prompt, steps, labels)
 
 

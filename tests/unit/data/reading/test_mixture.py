@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
-from posttrain.data.dataset import RowStream
+from posttrain.data.dataset import ExampleStream
 from posttrain.data.reading.mixture import Mixture, split_weights
 from posttrain.train.learner_group import LearnerGroup
 
@@ -102,7 +102,7 @@ def test_epochs_and_seeds_are_interleaved_differently():
 
 def stream(rows_per_step, mixture=None, rows=30):
     samples = [[Sample(tokens=np.array([n, 0], dtype=np.int32), mask=np.array([False, True]))] for n in range(rows)]
-    return RowStream(samples, rows_per_step, seed=3, mixture=mixture)
+    return ExampleStream(samples, rows_per_step, seed=3, mixture=mixture)
 
 
 def numbers(samples):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading import readers
-from posttrain.data.reading.readers import READERS, BadRow, Meter, Row, read_file
+from posttrain.data.reading.readers import READERS, BadRecord, ReadProgress, Record, read_file
 
 
 def write(tmp_path, name, data):
@@ -26,7 +26,7 @@ def write(tmp_path, name, data):
 def scan(path):
     """(place, values or reason) of every row."""
     return [
-        (row.origin.removeprefix(f"{path}:"), row.values if isinstance(row, Row) else row.reason)
+        (row.origin.removeprefix(f"{path}:"), row.values if isinstance(row, Record) else row.reason)
         for row in read_file(path)
     ]
 
@@ -55,7 +55,9 @@ def test_reading_goes_on_behind_bad_lines(tmp_path, zipped):
 def test_the_raw_text_of_a_bad_row_is_kept(tmp_path):
     path = write(tmp_path, "a.jsonl", b'{"a": "\xff"}\n')
     (bad,) = read_file(path)
-    assert isinstance(bad, BadRow) and bad.raw == '{"a": "\\xff"}\n' and str(bad.error).startswith(f"{path}:1: invalid")
+    assert (
+        isinstance(bad, BadRecord) and bad.raw == '{"a": "\\xff"}\n' and str(bad.error).startswith(f"{path}:1: invalid")
+    )
 
 
 def test_a_list_goes_on_behind_broken_objects(tmp_path):
@@ -178,7 +180,7 @@ def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch):
 def test_the_meter_ends_at_the_size_of_the_file(tmp_path):
     for name in ("a.jsonl", "b.jsonl.gz"):
         path = write(tmp_path, name, '{"a": 1}\n' * 3000)
-        meter = Meter(total=path.stat().st_size)
+        meter = ReadProgress(total=path.stat().st_size)
         half = [meter.done for _ in read_file(path, meter)][1500]
         assert meter.done == meter.total and 0 <= half <= meter.total
 
@@ -234,8 +236,8 @@ def test_every_character_of_a_damaged_list_is_in_a_row(tmp_path):
         except DataError as error:
             assert str(error).startswith(str(path))
             return
-        good = sum(len(json.dumps(row.values)) for row in rows if isinstance(row, Row))
-        bad = sum(len(row.raw) for row in rows if isinstance(row, BadRow))
+        good = sum(len(json.dumps(row.values)) for row in rows if isinstance(row, Record))
+        bad = sum(len(row.raw) for row in rows if isinstance(row, BadRecord))
         between = 2 * len(rows) + 4
         assert good + bad + between + len(damage) * 4 >= len(whole)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading import sources
-from posttrain.data.reading.sources import READERS, find_files, read_rows
+from posttrain.data.reading.sources import READERS, find_files, read_records
 
 ROWS = [{"prompt": "Hé \u2028llo", "completion": "a\nb"}, {"prompt": "x", "completion": "y", "n": 3}]
 
@@ -27,12 +27,12 @@ def write(tmp_path, name, data):
 
 
 def rows_of(path):
-    return [(row.values, row.origin.removeprefix(str(path))) for row in read_rows(path)]
+    return [(row.values, row.origin.removeprefix(str(path))) for row in read_records(path)]
 
 
 def refusal(path, error=DataError):
     with pytest.raises(error) as caught:
-        list(read_rows(path))
+        list(read_records(path))
     return str(caught.value).replace(str(path), "FILE")
 
 
@@ -97,10 +97,10 @@ def test_folder_and_glob_in_the_order_of_names(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path, name, json.dumps({"name": name}))
     write(tmp_path, "README.md", "no data")
-    names = [row.values["name"] for row in read_rows(tmp_path)]
+    names = [row.values["name"] for row in read_records(tmp_path)]
     assert names == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
-    assert [row.values["name"] for row in read_rows(str(tmp_path / "[ab]*.jsonl"))] == ["a.jsonl", "b.jsonl"]
-    assert [row.values["name"] for row in read_rows(str(tmp_path / "*" / "c.jsonl"))] == ["deep/c.jsonl"]
+    assert [row.values["name"] for row in read_records(str(tmp_path / "[ab]*.jsonl"))] == ["a.jsonl", "b.jsonl"]
+    assert [row.values["name"] for row in read_records(str(tmp_path / "*" / "c.jsonl"))] == ["deep/c.jsonl"]
 
 
 def test_splits_of_a_folder(tmp_path):
@@ -110,7 +110,7 @@ def test_splits_of_a_folder(tmp_path):
         write(tmp_path, name, json.dumps({"name": name}))
 
     def names_of(split):
-        return [row.values["name"] for row in read_rows(f"{tmp_path}:{split}")]
+        return [row.values["name"] for row in read_records(f"{tmp_path}:{split}")]
 
     assert names_of("train") == list(names[:2]) and names_of("test") == ["test.jsonl"]
     assert names_of("validation") == ["validation/part.jsonl"]
@@ -118,13 +118,13 @@ def test_splits_of_a_folder(tmp_path):
     with pytest.raises(UsageError, match=r"no file of the folder is named dev .*there are test, train, validation"):
         names_of("dev")
     with pytest.raises(UsageError, match="a file has no splits"):
-        list(read_rows(f"{tmp_path / 'test.jsonl'}:test"))
+        list(read_records(f"{tmp_path / 'test.jsonl'}:test"))
 
 
 def test_a_folder_of_training_files_needs_no_split(tmp_path):
     for name in ("train.jsonl", "more.jsonl"):
         write(tmp_path, name, "{}")
-    assert len(list(read_rows(tmp_path))) == 2
+    assert len(list(read_records(tmp_path))) == 2
     write(tmp_path, "test.jsonl", "{}")
     assert "several splits" in refusal(tmp_path, UsageError)
 
@@ -154,11 +154,11 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
 
     stand_in(monkeypatch, load_dataset=load_dataset, get_dataset_config_names=lambda name: ["main"])
     found = {
-        name: [row.values["a"] for row in read_rows(name)] for name in ("o/n", "o/n:test", "o/n@main", "o/n@sub/x")
+        name: [row.values["a"] for row in read_records(name)] for name in ("o/n", "o/n:test", "o/n@main", "o/n@sub/x")
     }
     assert found == {"o/n": [1, 2], "o/n:test": [3], "o/n@main": [1, 2], "o/n@sub/x": [1, 2]}
     assert asked == [("o/n", None, None)] * 2 + [("o/n", "main", None), ("o/n", None, "sub/x")]
-    assert [row.origin for row in read_rows("o/n:test")] == ["o/n:test:row 1"]
+    assert [row.origin for row in read_records("o/n:test")] == ["o/n:test:row 1"]
     assert refusal("o/n:dev", UsageError) == "FILE: the data set has no split dev; say which: o/n:{train,test}"
 
 
@@ -167,7 +167,7 @@ def test_what_is_here_comes_before_the_hub(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "owner/name").mkdir(parents=True)
     write(tmp_path, "owner/name/test.jsonl", '{"a": 1}')
-    assert len(list(read_rows("owner/name"))) == len(list(read_rows("owner/name:test"))) == 1
+    assert len(list(read_records("owner/name"))) == len(list(read_records("owner/name:test"))) == 1
 
 
 def test_hubs_that_cannot_be_asked(monkeypatch, tmp_path):
@@ -196,9 +196,9 @@ def test_modelscope(monkeypatch):
     module.MsDataset = MsDataset
     monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
     monkeypatch.setitem(sys.modules, "modelscope.msdatasets", module)
-    (row,) = read_rows("modelscope://owner/name@part:test")
+    (row,) = read_records("modelscope://owner/name@part:test")
     assert row.values == {"name": "owner/name", "split": "test", "subset": "part"}
-    (row,) = read_rows("modelscope://owner/name")
+    (row,) = read_records("modelscope://owner/name")
     assert row.values["split"] == "train" and row.origin == "modelscope://owner/name:row 1"
 
 
@@ -329,7 +329,7 @@ def test_random_damage_never_ends_in_another_error(tmp_path, extension, zipped):
             data[at : at + len(patch)] = patch
         path.write_bytes(bytes(data[: int(kept * len(data)) + 1]))
         try:
-            rows = list(read_rows(path))
+            rows = list(read_records(path))
         except (DataError, UsageError) as error:
             assert str(error).startswith(str(path))
         else:
@@ -344,6 +344,6 @@ def test_no_row_is_lost_where_the_file_is_whole(tmp_path):
     def check(rows):
         lines = [json.dumps(row, ensure_ascii=True) for row in rows]
         for name, text in (("a.jsonl", "\r\n".join(lines)), ("a.json", "[" + ",\n".join(lines) + "]")):
-            assert [row.values for row in read_rows(write(tmp_path, name, text))] == rows
+            assert [row.values for row in read_records(write(tmp_path, name, text))] == rows
 
     check()
