@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.config.sections import DataConfig
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.data.packing import collate, pack
+from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.data.preprocessing.handlers import PreprocessConfig
 from posttrain.data.preprocessing.preprocess import preprocess
 
@@ -154,7 +154,7 @@ def read_batches(folder: Path, tokenizer) -> None:
     started = time.perf_counter()
     for first in range(0, len(order), ROWS_PER_STEP):
         samples = [sample for row in order[first : first + ROWS_PER_STEP] for sample in rows[int(row)]]
-        for members in pack(samples, TOKENS_PER_PACK):
+        for members in pack_into_micro_batches(samples, TOKENS_PER_PACK):
             tokens += len(collate([samples[i] for i in members]).tokens)
     seconds = time.perf_counter() - started
     print(f"data read: {len(rows):,} rows opened and checked in {opened:.2f} s ({tokens / opened:,.0f} tokens/s)")

@@ -20,7 +20,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.errors import UsageError
 from posttrain.core.logging import quiet_libraries
 from posttrain.core.types import Sample
-from posttrain.data.packing import pack
+from posttrain.data.packing import pack_into_micro_batches
 from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import usual_slots
 from posttrain.models import memory
@@ -85,7 +85,7 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
         samples, most = taken(config, data, after - before), 0
         division = division_of(config)
         for share in cut(samples, division.shares, algo.group_size):  # the longest queue decides
-            places = pack(share, config.update.tokens_per_device * division.context, algo.group_size)
+            places = pack_into_micro_batches(share, config.update.tokens_per_device * division.context, algo.group_size)
             parts = [[share[i] for i in part] for part in places]
             most = max(most, len(parts))
             packs.largest = max([packs.largest, *parts], key=lambda part: sum(map(len, part)))

@@ -1,7 +1,8 @@
-"""Samples -> packs of bounded size -> one Batch each. Packing bounds memory; it never changes the result.
+"""Pack samples into micro-batches of bounded size and lay each out as one Batch.
 
-Neighbours that begin with the same tokens (answers to one prompt, the two of a pair) can share the computation of that
-beginning: `share` is how many tokens must be alike, 0 for never. That does not change the result either.
+Packing bounds memory and never changes the result. Neighbouring samples that begin with the same tokens (completions
+of one prompt, the two sides of a pair) can share the computation of that prefix, which does not change the result
+either: prefixes of at least `min_shared_prefix` tokens are shared; 0 switches sharing off.
 """
 
 from __future__ import annotations
@@ -16,159 +17,167 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from posttrain.core.devices import copy_to_device
 from posttrain.core.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
-MOST_SHARERS = 16  # more would save little, and repeat the beginning's keys as often
-ALIGNED = 16  # bytes
-LEAST_SAVING = 1 / 16  # of a run's tokens: below, gathering the keys costs about what is saved
+MAX_PREFIX_GROUP = 16  # larger groups save little more, and attention reads the prefix's keys once per member
+ALIGNMENT = 16  # bytes
+MIN_SAVED_FRACTION = 1 / 16  # of a group's tokens; below it, gathering the keys costs about as much as is saved
 
 
-class Run(NamedTuple):
-    """Neighbours samples[first:end] that have their first `prefix` tokens in common; one alone has no prefix."""
+class PrefixGroup(NamedTuple):
+    """Neighbours samples[first:end] whose first `prefix` tokens are equal; a single sample has prefix 0."""
 
     first: int
     end: int
     prefix: int
 
 
-def pack(samples: Sequence[Sample], tokens_per_pack: int, group_size: int = 1, share: int = 0) -> list[list[int]]:
-    """Indices of samples, pack by pack; the `group_size` neighbours of a row stay together and in order.
+def pack_into_micro_batches(
+    samples: Sequence[Sample], max_tokens: int, group_size: int = 1, min_shared_prefix: int = 0
+) -> list[list[int]]:
+    """Return the indices of the samples in each micro-batch of at most `max_tokens` tokens.
 
-    As few packs as best fit makes, longest first, and then all about as long. A row longer than the budget gets a pack
-    of its own. What is shared counts once.
+    The `group_size` neighbours of a group stay together and in order. The number of micro-batches is that of best fit,
+    longest first; their lengths are then balanced. A group longer than `max_tokens` gets a micro-batch of its own.
+    Tokens of a shared prefix count once.
     """
     assert len(samples) % group_size == 0, f"{len(samples)} samples are not whole groups of {group_size}"
-    rows = [range(first, first + group_size) for first in range(0, len(samples), group_size)]
-    if share and group_size == 1:
-        rows = [piece for run in runs(samples, share) for piece in cut(samples, run, tokens_per_pack)]
-    lengths = [computed_tokens([samples[i] for i in row], share) for row in rows]
-    longest_first = sorted(range(len(rows)), key=lambda r: -lengths[r])
-    packs = fewest(lengths, longest_first, tokens_per_pack)
-    packs = evened(lengths, longest_first, tokens_per_pack, len(packs)) or packs
-    return [[i for r in sorted(members) for i in rows[r]] for members in packs]
+    units = [range(first, first + group_size) for first in range(0, len(samples), group_size)]
+    if min_shared_prefix and group_size == 1:
+        groups = find_prefix_groups(samples, min_shared_prefix)
+        units = [part for group in groups for part in split_prefix_group(samples, group, max_tokens)]
+    lengths = [computed_tokens([samples[i] for i in unit], min_shared_prefix) for unit in units]
+    longest_first = sorted(range(len(units)), key=lambda u: -lengths[u])
+    bins = pack_best_fit(lengths, longest_first, max_tokens)
+    bins = pack_balanced(lengths, longest_first, max_tokens, len(bins)) or bins
+    return [[i for u in sorted(members) for i in units[u]] for members in bins]
 
 
-def fewest(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int) -> list[list[int]]:
-    """Each row into the pack where it leaves the least room."""
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for r in order:
-        fitting = [(free, p) for p, free in enumerate(room) if free >= lengths[r]]
+def pack_best_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each item into the bin where it leaves the least free space; open a bin where it fits into none."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for item in order:
+        fitting = [(space, number) for number, space in enumerate(free) if space >= lengths[item]]
         if fitting:
             _, best = min(fitting)
         else:
-            best = len(packs)
-            packs.append([])
-            room.append(max(tokens_per_pack, lengths[r]))
-        packs[best].append(r)
-        room[best] -= lengths[r]
-    return packs
+            best = len(bins)
+            bins.append([])
+            free.append(max(max_tokens, lengths[item]))
+        bins[best].append(item)
+        free[best] -= lengths[item]
+    return bins
 
 
-def evened(lengths: Sequence[int], order: Sequence[int], tokens_per_pack: int, count: int) -> list[list[int]]:
-    """So many packs of about the same length: each row into the emptiest. Nothing where one would be too long.
+def pack_balanced(lengths: Sequence[int], order: Sequence[int], max_tokens: int, count: int) -> list[list[int]]:
+    """Put each item into the emptiest of `count` bins; return [] if one would exceed `max_tokens`.
 
-    A short pack at the end would keep a device waiting for the host, and be of another length at every step.
+    A short micro-batch at the end would leave the device waiting for the host, and have another length at every step.
     """
-    packs: list[list[int]] = [[] for _ in range(count)]
-    filled = [(0, p) for p in range(count)]
-    for r in order:
-        total, p = heapq.heappop(filled)
-        if total and total + lengths[r] > tokens_per_pack:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, number) for number in range(count)]
+    for item in order:
+        total, number = heapq.heappop(filled)
+        if total and total + lengths[item] > max_tokens:
             return []
-        packs[p].append(r)
-        heapq.heappush(filled, (total + lengths[r], p))
-    return packs
+        bins[number].append(item)
+        heapq.heappush(filled, (total + lengths[item], number))
+    return bins
 
 
-def runs(samples: Sequence[Sample], share: int) -> list[Run]:
-    """Cut samples into runs of neighbours that begin alike, so that the fewest tokens are left to compute."""
-    alike = [common_beginning(a.tokens, b.tokens) for a, b in pairwise(samples)]
-    best = [(0, Run(0, 0, 0))]  # of the samples before each edge: the tokens saved, and the last run
+def find_prefix_groups(samples: Sequence[Sample], min_shared_prefix: int) -> list[PrefixGroup]:
+    """Divide samples into groups of neighbours with a common prefix so that the fewest tokens remain to compute."""
+    common = [common_prefix_length(a.tokens, b.tokens) for a, b in pairwise(samples)]
+    # best[i], for the first i samples: the number of tokens saved, and the last group.
+    best = [(0, PrefixGroup(0, 0, 0))]
     for end in range(1, len(samples) + 1):
-        best.append((best[end - 1][0], Run(end - 1, end, 0)))
+        best.append((best[end - 1][0], PrefixGroup(end - 1, end, 0)))
         total, prefix = len(samples[end - 1]), len(samples[end - 1])
-        for first in range(end - 2, max(-1, end - 1 - MOST_SHARERS), -1):
-            prefix = min(prefix, alike[first])
-            if prefix < share:
+        for first in range(end - 2, max(-1, end - 1 - MAX_PREFIX_GROUP), -1):
+            prefix = min(prefix, common[first])
+            if prefix < min_shared_prefix:
                 break
             total += len(samples[first])
-            saved = best[first][0] + saving(prefix, end - first, total)
+            saved = best[first][0] + saved_tokens(prefix, end - first, total)
             if saved > best[end][0]:
-                best[end] = (saved, Run(first, end, prefix))
-    found: list[Run] = []
-    edge = len(samples)
-    while edge:
-        found.append(best[edge][1])
-        edge = found[-1].first
-    return found[::-1]
+                best[end] = (saved, PrefixGroup(first, end, prefix))
+    groups: list[PrefixGroup] = []
+    end = len(samples)
+    while end:
+        groups.append(best[end][1])
+        end = groups[-1].first
+    return groups[::-1]
 
 
-def common_beginning(a: Ints, b: Ints) -> int:
-    """How many tokens two sequences have in common before they differ."""
+def common_prefix_length(a: Ints, b: Ints) -> int:
+    """Return how many tokens two sequences have in common before they differ."""
     shorter = min(len(a), len(b))
     differing = np.flatnonzero(a[:shorter] != b[:shorter])
     return int(differing[0]) if len(differing) else shorter
 
 
-def saving(prefix: int, members: int, total: int) -> int:
-    """Tokens that a run of `total` tokens need not compute; 0 where they are too few to be worth it."""
+def saved_tokens(prefix: int, members: int, total: int) -> int:
+    """Return how many of a group's `total` tokens need not be computed; 0 if too few to be worth it."""
     saved = prefix * (members - 1)
-    return saved if saved >= LEAST_SAVING * total else 0
+    return saved if saved >= MIN_SAVED_FRACTION * total else 0
 
 
-def cut(samples: Sequence[Sample], run: Run, tokens_per_pack: int) -> list[range]:
-    """Pieces of a run that fit into a pack; each computes the prefix again."""
-    pieces, first, total = [], run.first, 0
-    for i in range(run.first, run.end):
+def split_prefix_group(samples: Sequence[Sample], group: PrefixGroup, max_tokens: int) -> list[range]:
+    """Split a group into parts of at most `max_tokens` tokens; each part computes the prefix again."""
+    parts, first, total = [], group.first, 0
+    for i in range(group.first, group.end):
         total += len(samples[i])
-        if i > first and total - saving(run.prefix, i + 1 - first, total) > tokens_per_pack:
-            pieces.append(range(first, i))
+        if i > first and total - saved_tokens(group.prefix, i + 1 - first, total) > max_tokens:
+            parts.append(range(first, i))
             first, total = i, len(samples[i])
-    return [*pieces, range(first, run.end)]
+    return [*parts, range(first, group.end)]
 
 
-def computed_tokens(samples: Sequence[Sample], share: int) -> int:
-    """Tokens that the layers see of these samples."""
+def computed_tokens(samples: Sequence[Sample], min_shared_prefix: int) -> int:
+    """Return how many tokens the layers compute for these samples."""
     total = sum(map(len, samples))
-    if not share or len(samples) == 1:
+    if not min_shared_prefix or len(samples) == 1:
         return total
-    return total - sum(run.prefix * (run.end - run.first - 1) for run in runs(samples, share))
+    groups = find_prefix_groups(samples, min_shared_prefix)
+    return total - sum(group.prefix * (group.end - group.first - 1) for group in groups)
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", share: int = 0) -> Batch:
-    """Lay samples end to end. A stream that some samples lack is left out."""
+def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_shared_prefix: int = 0) -> Batch:
+    """Lay samples end to end in one Batch. A stream that some samples lack is left out."""
     lengths = tuple(len(sample) for sample in samples)
     mask = np.concatenate([sample.mask for sample in samples])
     streams = {
-        name: put(np.concatenate([getattr(sample, name) for sample in samples]), torch.float32)
+        name: to_tensor(np.concatenate([getattr(sample, name) for sample in samples]), torch.float32)
         for name in STREAMS
         if all(getattr(sample, name) is not None for sample in samples)
     }
-    scalars = {name: put([getattr(sample, name) for sample in samples], torch.float32) for name in SCALARS}
+    scalars = {name: to_tensor([getattr(sample, name) for sample in samples], torch.float32) for name in SCALARS}
+    sharing = share_prefixes(samples, find_prefix_groups(samples, min_shared_prefix)) if min_shared_prefix else None
     batch = Batch(
-        tokens=put(np.concatenate([sample.tokens for sample in samples]), torch.long),
-        positions=put(np.concatenate([np.arange(n) for n in lengths]), torch.long),
-        sample_of=put(np.repeat(np.arange(len(samples)), lengths), torch.long),
-        starts=put(np.cumsum((0, *lengths)), torch.int32),
+        tokens=to_tensor(np.concatenate([sample.tokens for sample in samples]), torch.long),
+        positions=to_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.long),
+        sample_of=to_tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
+        starts=to_tensor(np.cumsum((0, *lengths)), torch.int32),
         lengths=lengths,
-        mask=put(mask, torch.bool),
-        counted=put(np.flatnonzero(mask), torch.long),
-        sharing=shared(samples, runs(samples, share)) if share else None,
+        mask=to_tensor(mask, torch.bool),
+        counted=to_tensor(np.flatnonzero(mask), torch.long),
+        sharing=sharing,
         **streams,
         **scalars,
     )
-    return batch if torch.device(device).type == "cpu" else moved(batch, device)
+    return batch if torch.device(device).type == "cpu" else move_batch(batch, device)
 
 
-def put(array: Any, dtype: torch.dtype) -> torch.Tensor:
+def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
 
 
-def moved(batch: Batch, device: torch.device | str) -> Batch:
-    """With all its tensors on the device, in one copy that the host does not wait for."""
+def move_batch(batch: Batch, device: torch.device | str) -> Batch:
+    """Move all tensors of a batch to the device in one asynchronous copy."""
     owners: list[Any] = [batch] if batch.sharing is None else [batch, batch.sharing]
     tensors = [
         (owner, field.name, value)
@@ -176,55 +185,49 @@ def moved(batch: Batch, device: torch.device | str) -> Batch:
         for field in fields(owner)
         if isinstance(value := getattr(owner, field.name), torch.Tensor)
     ]
-    rooms = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, _, tensor in tensors]
-    here = torch.empty(sum(rooms), dtype=torch.uint8)
-    for room, (_, _, tensor) in zip(here.split(rooms), tensors, strict=True):
-        room.view(tensor.dtype)[: tensor.numel()] = tensor
-    there = sent(here, device)
-    for room, (owner, name, tensor) in zip(there.split(rooms), tensors, strict=True):
-        setattr(owner, name, room.view(tensor.dtype)[: tensor.numel()])
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in tensors]
+    on_host = torch.empty(sum(sizes), dtype=torch.uint8)
+    for buffer, (_, _, tensor) in zip(on_host.split(sizes), tensors, strict=True):
+        buffer.view(tensor.dtype)[: tensor.numel()] = tensor
+    on_device = copy_to_device(on_host, device)
+    for buffer, (owner, name, tensor) in zip(on_device.split(sizes), tensors, strict=True):
+        setattr(owner, name, buffer.view(tensor.dtype)[: tensor.numel()])
     return batch
 
 
-def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """On the device. Neither waits for the other: what the device is at work on would have to end first."""
-    on_cuda = torch.device(device).type == "cuda"
-    return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
-
-
-def shared(samples: Sequence[Sample], found: list[Run]) -> Sharing | None:
-    """Lay out runs: the beginning of each, then what follows it in each sample. None where nobody shares."""
-    if len(found) == len(samples):
+def share_prefixes(samples: Sequence[Sample], groups: list[PrefixGroup]) -> Sharing | None:
+    """Lay out each group's prefix once, followed by the rest of each member; None if no group has two members."""
+    if len(groups) == len(samples):
         return None
-    tokens: list[Ints] = []  # of each piece, and so the two below
-    positions: list[Places] = []
-    keys: list[Places] = []
-    place: list[Places] = []
+    tokens: list[Ints] = []  # of each piece, like the two lists below
+    positions: list[Indices] = []
+    keys: list[Indices] = []
+    place: list[Indices] = []
     computed = 0
 
-    def add(piece: Ints, before: Places) -> Places:
-        """Compute a piece that sees what is `before` it; the places of both."""
+    def add_piece(piece: Ints, before: Indices) -> Indices:
+        """Append a piece whose tokens attend to those at `before`; return the places of both."""
         nonlocal computed
-        seen = np.concatenate([before, np.arange(computed, computed + len(piece))])
+        visible = np.concatenate([before, np.arange(computed, computed + len(piece))])
         if len(piece):
             tokens.append(piece)
-            positions.append(np.arange(len(before), len(seen)))
-            keys.append(seen)
+            positions.append(np.arange(len(before), len(visible)))
+            keys.append(visible)
             computed += len(piece)
-        return seen
+        return visible
 
     nothing = np.arange(0)
-    for first, end, prefix in found:
-        beginning = add(samples[first].tokens[:prefix], nothing)
-        place += [add(sample.tokens[prefix:], beginning) for sample in samples[first:end]]
+    for first, end, prefix in groups:
+        shared = add_piece(samples[first].tokens[:prefix], nothing)
+        place += [add_piece(sample.tokens[prefix:], shared) for sample in samples[first:end]]
     lengths, key_lengths = (tuple(len(piece) for piece in pieces) for pieces in (tokens, keys))
     return Sharing(
-        tokens=put(np.concatenate(tokens), torch.long),
-        positions=put(np.concatenate(positions), torch.long),
-        place=put(np.concatenate(place), torch.long),
-        starts=put(np.cumsum((0, *lengths)), torch.int32),
+        tokens=to_tensor(np.concatenate(tokens), torch.long),
+        positions=to_tensor(np.concatenate(positions), torch.long),
+        place=to_tensor(np.concatenate(place), torch.long),
+        starts=to_tensor(np.cumsum((0, *lengths)), torch.int32),
         lengths=lengths,
-        keys=put(np.concatenate(keys), torch.long),
-        key_starts=put(np.cumsum((0, *key_lengths)), torch.int32),
+        keys=to_tensor(np.concatenate(keys), torch.long),
+        key_starts=to_tensor(np.cumsum((0, *key_lengths)), torch.int32),
         key_lengths=key_lengths,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.data.packing import sent
+from posttrain.core.devices import copy_to_device
 from posttrain.engines.kernels import reference
 from posttrain.nn.attention import plain_attention
 from posttrain.nn.kernels import reference as layer_steps
@@ -60,7 +60,7 @@ class SlotCache:
         place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
         source, slot = np.repeat(first, length) + place, np.repeat(np.concatenate(sharing), length)
         table = torch.from_numpy(np.stack([source, slot, place]))
-        self.source, self.slot, self.place = sent(table, self.device)
+        self.source, self.slot, self.place = copy_to_device(table, self.device)
 
     def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Remember a pack's keys and values: [1, kv_heads, T, d]."""

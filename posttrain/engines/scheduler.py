@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from posttrain.core import ops
+from posttrain.core.devices import copy_to_device
 from posttrain.core.types import Floats, Ints, Sample
-from posttrain.data.packing import collate, sent
+from posttrain.data.packing import collate
 from posttrain.engines.base import Request, Sampling
 from posttrain.engines.kv_cache import steps_for
 from posttrain.nn import attention
@@ -273,7 +274,7 @@ class Session:
             hidden = self.engine.decoder.prefill(batch, packing, self.cache, last)
         else:
             hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0][last]
-        repeats = sent(torch.tensor([len(slots) for _, slots in part]), self.device)
+        repeats = copy_to_device(torch.tensor([len(slots) for _, slots in part]), self.device)
         return hidden.repeat_interleave(repeats, 0, output_size=sum(len(slots) for _, slots in part))
 
     def advance(self) -> None:
@@ -438,7 +439,7 @@ class Session:
 
     def leave(self, over: dict[int, bool], newest: int) -> None:
         """Free their slots and send for their tokens; who comes into the slots comes after that."""
-        rows = sent(torch.tensor(list(over)), self.device)
+        rows = copy_to_device(torch.tensor(list(over)), self.device)
         self.slots.done[rows] = True
         answers = [self.live.pop(slot) for slot in over]
         width = max(answer.place for answer in answers)
@@ -467,7 +468,7 @@ class Session:
         if not late or self.engine.bucket(late[-1] + 1) == size:
             return
         gaps = [slot for slot in range(size) if slot not in self.live][: len(late)]
-        sources, targets = sent(torch.tensor([late, gaps]), self.device)
+        sources, targets = copy_to_device(torch.tensor([late, gaps]), self.device)
         self.cache.move(sources, targets, self.longest)
         self.slots.move(sources, targets)
         for source, target in zip(late, gaps, strict=True):

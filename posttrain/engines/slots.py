@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.data.packing import sent
+from posttrain.core.devices import copy_to_device
 
 
 class Slots:
@@ -55,7 +55,7 @@ class Slots:
     def admit(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> torch.Tensor:
         """Sequences begin in these slots; their rows."""
         table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], [signed(seed) for seed in seeds]])
-        rows, start, seed = sent(table, self.device)
+        rows, start, seed = copy_to_device(table, self.device)
         self.start[rows], self.seed[rows] = start, seed
         self.place[rows], self.done[rows] = 0, False
         if self.noting:

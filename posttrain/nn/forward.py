@@ -283,7 +283,7 @@ def shared_hidden(trunk: Trunk, samples: list[Sample], device: torch.device) -> 
     try:
         if trunk.ragged_kernel and not kernel_shares(next(trunk.model.parameters()).dtype, device):
             return None
-        return own_hidden(trunk, collate(samples, device, share=5))
+        return own_hidden(trunk, collate(samples, device, min_shared_prefix=5))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a kernel that takes no more keys than queries
         if trunk.ragged_kernel:
             return None
@@ -297,7 +297,9 @@ def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
     Which key the first query stands at is the kernel's own convention, so it is tried out and not assumed.
     """
     tokens = [np.array([0] * 20 + [after] * after, dtype=np.int32) for after in (3, 30)]
-    batch = collate([Sample(tokens=t, mask=np.zeros(len(t), dtype=np.bool_)) for t in tokens], device, share=20)
+    batch = collate(
+        [Sample(tokens=t, mask=np.zeros(len(t), dtype=np.bool_)) for t in tokens], device, min_shared_prefix=20
+    )
     assert batch.sharing is not None
     size, generator = len(batch.sharing.tokens), torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(1, n, size, 64, generator=generator).to(device, dtype) for n in (4, 2, 2, 4))

@@ -17,8 +17,8 @@ from weakref import WeakSet
 
 import torch
 
+from posttrain.core.devices import copy_to_device
 from posttrain.core.types import Batch
-from posttrain.data.packing import sent
 from posttrain.nn import attention
 from posttrain.nn.kernels import reference
 from posttrain.nn.kernels.reference import steps_for
@@ -160,7 +160,7 @@ class Pass:
         # Padding: samples of at most the longest length, and then empty ones.
         ends = [*range(used + room.longest, room.tokens, room.longest), room.tokens]
         ends += [room.tokens] * (room.pieces - pieces - len(ends))
-        tail = sent(torch.tensor(ends, dtype=torch.int32), row.starts.device)
+        tail = copy_to_device(torch.tensor(ends, dtype=torch.int32), row.starts.device)
         self.packing.starts[: pieces + 1] = row.starts
         self.packing.starts[pieces + 1 :] = tail
         if sharing is None:

@@ -24,7 +24,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
 from posttrain.data.encoding.templates import apply_template, stop_ids
-from posttrain.data.packing import collate, pack
+from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import Between, OnAnswer, Sampling
 from posttrain.engines.base import Request as Wanted
 from posttrain.engines.local import LocalEngine
@@ -353,7 +353,9 @@ class Learner:
         was_training = self.model.training  # not so where answers are under way
         self.model.eval()
         seen = []
-        for indices in self.paced(pack(samples, self.tokens_per_pack, share=self.shared_tokens)):
+        for indices in self.paced(
+            pack_into_micro_batches(samples, self.tokens_per_pack, min_shared_prefix=self.shared_tokens)
+        ):
             if indices is None:
                 self.inside(forward, self.trunk, self.company(), request)
                 continue
@@ -366,7 +368,7 @@ class Learner:
     def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[Batch | None]:
         """Pack by pack, each laid out while the device is at work on the one before; None: see `paced`."""
         share = self.shared_tokens
-        for indices in self.paced(pack(samples, self.tokens_per_pack, group_size, share)):
+        for indices in self.paced(pack_into_micro_batches(samples, self.tokens_per_pack, group_size, share)):
             yield None if indices is None else collate([samples[i] for i in indices], self.device, share)
 
     @property

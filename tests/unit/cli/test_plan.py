@@ -59,7 +59,7 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     assert ledger["rows"][0] == "9" and ledger["evaluation rows"][0] == "1"
     assert ledger["samples"] == ("18", "2 a row")
     assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
-    from posttrain.data.packing import pack
+    from posttrain.data.packing import pack_into_micro_batches
     from posttrain.models.loading import load_tokenizer
     from posttrain.train.run import load_data
 
@@ -70,7 +70,7 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     counts, largest = [], 0
     for before, after in pairwise(data.rows_at):
         samples = data.stream.take(after - before)
-        packs = pack(samples, 64, 2)
+        packs = pack_into_micro_batches(samples, 64, 2)
         counts.append(len(packs))
         largest = max([largest, *(sum(len(samples[i]) for i in part) for part in packs)])
     assert ledger["packs a step"][0] == f"{sum(counts) / 5:.1f}"

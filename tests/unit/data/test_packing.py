@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.types import Sample
-from posttrain.data.packing import collate, moved, pack, runs
+from posttrain.data.packing import collate, find_prefix_groups, move_batch, pack_into_micro_batches
 
 
 def sample(length, start=0, **extra):
@@ -19,9 +19,9 @@ def sample(length, start=0, **extra):
 def test_every_sample_is_packed_once_within_the_budget(lengths, budget, group_size):
     lengths = lengths[: len(lengths) // group_size * group_size] or [3] * group_size
     samples = [sample(n) for n in lengths]
-    packs = pack(samples, budget, group_size)
-    assert sorted(i for members in packs for i in members) == list(range(len(samples)))
-    for members in packs:
+    micro_batches = pack_into_micro_batches(samples, budget, group_size)
+    assert sorted(i for members in micro_batches for i in members) == list(range(len(samples)))
+    for members in micro_batches:
         assert sum(lengths[i] for i in members) <= budget or len(members) == group_size
         for first in range(0, len(members), group_size):
             row = members[first : first + group_size]
@@ -30,8 +30,8 @@ def test_every_sample_is_packed_once_within_the_budget(lengths, budget, group_si
 
 def test_packing_wastes_little():
     lengths = np.random.default_rng(0).integers(10, 500, 300)
-    packs = pack([sample(int(n)) for n in lengths], 2048)
-    assert len(packs) <= -(-lengths.sum() // 2048) + 1
+    micro_batches = pack_into_micro_batches([sample(int(n)) for n in lengths], 2048)
+    assert len(micro_batches) <= -(-lengths.sum() // 2048) + 1
 
 
 def test_collate_lays_samples_end_to_end():
@@ -50,17 +50,19 @@ def test_collate_lays_samples_end_to_end():
     assert batch.counts().tolist() == [2, 1]
 
 
-def following(prompt, *answers):
+def with_prefix(prompt, *completions):
     """Samples that begin with the same tokens."""
     return [
-        Sample(tokens=np.array([*prompt, *answer], dtype=np.int32), mask=np.arange(len(prompt) + len(answer)) > 0)
-        for answer in answers
+        Sample(
+            tokens=np.array([*prompt, *completion], dtype=np.int32), mask=np.arange(len(prompt) + len(completion)) > 0
+        )
+        for completion in completions
     ]
 
 
-def test_a_common_beginning_is_laid_out_once():
-    samples = [*following([1, 2, 3], [4, 5], [6], []), sample(2, start=20)]
-    plain, batch = collate(samples), collate(samples, share=3)
+def test_a_common_prefix_is_laid_out_once():
+    samples = [*with_prefix([1, 2, 3], [4, 5], [6], []), sample(2, start=20)]
+    plain, batch = collate(samples), collate(samples, min_shared_prefix=3)
     shared = batch.sharing
     assert shared.tokens.tolist() == [1, 2, 3, 4, 5, 6, 20, 21] and shared.lengths == (3, 2, 1, 2)
     assert shared.positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1] and shared.starts.tolist() == [0, 3, 5, 6, 8]
@@ -70,14 +72,17 @@ def test_a_common_beginning_is_laid_out_once():
     assert shared.positions[shared.place].tolist() == batch.positions.tolist() == plain.positions.tolist()
     assert batch.computed(batch.counted - 1).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 6]
     assert plain.sharing is None and plain.computed(plain.counted) is plain.counted
-    assert collate(samples, share=4).sharing is None  # too short to be shared
+    assert collate(samples, min_shared_prefix=4).sharing is None  # too short to be shared
 
 
-def test_all_tensors_of_a_batch_travel_together():
+def test_all_tensors_of_a_batch_are_moved_together():
     streams = {"advantages": np.array([0, 1, 2.5, 0, 0], dtype=np.float32), "label": 1.0, "reward": 3.0}
-    samples = [replace(each, **streams) for each in following([1, 2, 3], [4, 5], [6, 7])]
+    samples = [replace(each, **streams) for each in with_prefix([1, 2, 3], [4, 5], [6, 7])]
     for share in (0, 3):
-        stayed, went = collate(samples, share=share), moved(collate(samples, share=share), "cpu")
+        stayed, went = (
+            collate(samples, min_shared_prefix=share),
+            move_batch(collate(samples, min_shared_prefix=share), "cpu"),
+        )
         for here, there in ((stayed, went), (stayed.sharing, went.sharing))[: 2 if share else 1]:
             for field in fields(here):
                 one, other = getattr(here, field.name), getattr(there, field.name)
@@ -87,31 +92,31 @@ def test_all_tensors_of_a_batch_travel_together():
                     assert one == other, field.name
 
 
-def test_a_beginning_that_saves_little_is_not_shared():
+def test_a_prefix_that_saves_little_is_not_shared():
     long, short = ([[first] * 200 for first in (50, 60)], [[first] * 10 for first in (50, 60)])
-    assert runs(following(range(20), *long), 16) == [(0, 1, 0), (1, 2, 0)]
-    assert runs(following(range(20), *short), 16) == [(0, 2, 20)]
+    assert find_prefix_groups(with_prefix(range(20), *long), 16) == [(0, 1, 0), (1, 2, 0)]
+    assert find_prefix_groups(with_prefix(range(20), *short), 16) == [(0, 2, 20)]
 
 
-def test_runs_are_cut_where_most_is_saved():
+def test_prefix_groups_save_the_most_tokens():
     system, first, second = [*range(20)], [*range(100, 140)], [*range(200, 240)]
-    samples = following(system, [*first, 1], [*first, 2], [*second, 1], [*second, 2], [*second, 3])
-    assert runs(samples, 16) == [(0, 2, 60), (2, 5, 60)]  # not all five for the sake of the first twenty
-    lone = following(system, [7], [8], [9])
-    assert runs(lone, 16) == [(0, 3, 20)]
-    assert [run[:2] for run in runs(following(system, *([n] for n in range(40))), 16)] in (
+    samples = with_prefix(system, [*first, 1], [*first, 2], [*second, 1], [*second, 2], [*second, 3])
+    assert find_prefix_groups(samples, 16) == [(0, 2, 60), (2, 5, 60)]  # not all five for the sake of the first twenty
+    lone = with_prefix(system, [7], [8], [9])
+    assert find_prefix_groups(lone, 16) == [(0, 3, 20)]
+    assert [group[:2] for group in find_prefix_groups(with_prefix(system, *([n] for n in range(40))), 16)] in (
         [(0, 16), (16, 32), (32, 40)],
         [(0, 8), (8, 24), (24, 40)],
     )
 
 
-def test_what_is_shared_counts_once_and_a_group_is_cut_where_a_pack_is_full():
-    samples = following(range(20), *([n] * 10 for n in range(50, 58)))  # 30 tokens each
-    assert pack(samples, 100, share=16) == [list(range(8))]
-    assert pack(samples, 60, share=16) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(pack(samples, 60)) == 4
-    assert pack(samples, 40, 2, share=16) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert pack(samples, 1, share=16) == [[n] for n in range(8)]
+def test_a_shared_prefix_counts_once_and_a_group_is_split_where_a_micro_batch_is_full():
+    samples = with_prefix(range(20), *([n] * 10 for n in range(50, 58)))  # 30 tokens each
+    assert pack_into_micro_batches(samples, 100, min_shared_prefix=16) == [list(range(8))]
+    assert pack_into_micro_batches(samples, 60, min_shared_prefix=16) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(pack_into_micro_batches(samples, 60)) == 4
+    assert pack_into_micro_batches(samples, 40, 2, min_shared_prefix=16) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert pack_into_micro_batches(samples, 1, min_shared_prefix=16) == [[n] for n in range(8)]
 
 
 def test_a_stream_that_one_sample_lacks_is_left_out():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.types import Request, Sample
-from posttrain.data.packing import collate, pack
+from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, forward, kernel_shares, prove
 from tests.tiny import NAMES, tiny_model
@@ -62,7 +62,7 @@ def assert_same(found, expected, tolerance=1e-6):
 
 
 def compare(trunk, samples, request, share=1):
-    shared, plain = (collate(samples, share=share), collate(samples))
+    shared, plain = (collate(samples, min_shared_prefix=share), collate(samples))
     assert shared.sharing is not None and plain.sharing is None
     assert len(shared.sharing.tokens) < len(plain.tokens)
     assert_same(outcome(trunk, shared, request), outcome(trunk, plain, request))
@@ -90,7 +90,7 @@ def test_attention_sinks_are_kept():
     samples = [
         Sample(tokens=np.array(t, dtype=np.int32), mask=np.arange(len(t)) > 0) for t in ([1, 2, 3, 4], [1, 2, 3, 9, 9])
     ]
-    plain, shared = collate(samples), collate(samples, share=1)
+    plain, shared = collate(samples), collate(samples, min_shared_prefix=1)
     at = shared.sharing.place.new_empty(len(shared.sharing.tokens))
     at[shared.sharing.place] = torch.arange(9)  # one of a shared token's places in the plain pack
     q, k, v = (stream[:, :, shared.sharing.place] for stream in (q, k, v))
@@ -114,8 +114,8 @@ def test_any_groups_in_any_packs(groups, alike, share, budget):
     request = Request()
     expected = forward(trunk, collate(samples), request).logprobs.split([len(s) for s in samples])
     seen = []
-    for members in pack(samples, budget, share=share):
-        batch = collate([samples[i] for i in members], share=share)
+    for members in pack_into_micro_batches(samples, budget, min_shared_prefix=share):
+        batch = collate([samples[i] for i in members], min_shared_prefix=share)
         computed = len(batch.tokens if batch.sharing is None else batch.sharing.tokens)
         assert computed <= budget or len(members) == 1
         for i, stream in zip(members, forward(trunk, batch, request).logprobs.split(batch.lengths), strict=True):
@@ -128,7 +128,7 @@ def test_an_answer_sees_its_prompt_and_itself_alone():
     trunk, samples = packed(tiny_model("llama")), rows([(20, (6, 8, 7))])
 
     def states():
-        batch = collate(samples, share=1)
+        batch = collate(samples, min_shared_prefix=1)
         return trunk.hidden(batch).last_hidden_state[0][batch.sharing.place].split(batch.lengths)
 
     before = states()
@@ -142,7 +142,7 @@ def test_an_answer_sees_its_prompt_and_itself_alone():
 
 def test_checkpointed_activations_and_shared_prefixes_go_together():
     model = tiny_model("qwen2").train()
-    trunk, request, batch = packed(model), Request(), collate(rows(), share=1)
+    trunk, request, batch = packed(model), Request(), collate(rows(), min_shared_prefix=1)
     expected = outcome(trunk, batch, request)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(outcome(trunk, batch, request), expected, 0.0)
@@ -220,5 +220,5 @@ def test_flash_kernel_sees_shared_keys(name):
         pairs = [(found["logprobs"], exact[0]["logprobs"]), *((gradients[n], exact[1][n]) for n in gradients)]
         return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
 
-    shared, plain = error(collate(samples, "cuda", share=1)), error(collate(samples, "cuda"))
+    shared, plain = error(collate(samples, "cuda", min_shared_prefix=1)), error(collate(samples, "cuda"))
     assert all(s <= 1.5 * p + 0.01 for s, p in zip(shared, plain, strict=True)), (shared, plain)
