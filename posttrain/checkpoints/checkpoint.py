@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import hashlib
 import logging
 import os
 import random
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.checkpoints.tensor_files import load_json, save_json
 from posttrain.core.errors import CheckpointError, WorkerError
+from posttrain.core.files import file_sha256, read_json, sync_folder, write_json
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch
@@ -35,7 +34,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{8,})(\.old)?")
 TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
-FINGERPRINTED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 log = logging.getLogger("posttrain")
 
@@ -69,13 +67,13 @@ def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
 
 def _seal(folder: Path, step: int) -> None:
     """Bring every file to the disk, then the manifest that vouches for them."""
-    files = {}
     readers = folder.stat().st_mode & 0o666
-    for path in sorted(_files(folder)):
-        assert path != folder / MANIFEST, "the manifest is not the writer's to write"
-        path.chmod(readers)  # safetensors makes files for their owner alone, whatever the umask says
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}
-    save_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+    paths = sorted(_files(folder))
+    for path in paths:
+        assert path != folder / MANIFEST, "the writer must not write the manifest"
+        path.chmod(readers)  # safetensors creates files that only their owner may read, whatever the umask is
+    files = describe_files(folder, paths)
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     with (folder / MANIFEST).open("rb") as file:
         os.fsync(file.fileno())
     for path in (*folder.rglob("*"), folder):
@@ -177,7 +175,7 @@ def verify(checkpoint: Path) -> None:
     """Read every byte; raise CheckpointError naming the first file that is not as it was saved."""
     try:
         for name, entry in _check_sizes(checkpoint).items():
-            if _sha256(checkpoint / name) != entry["sha256"]:
+            if file_sha256(checkpoint / name) != entry["sha256"]:
                 raise CheckpointError(f"{checkpoint / name}: damaged: its content is not what was saved")
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
@@ -186,7 +184,7 @@ def verify(checkpoint: Path) -> None:
 def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and sha256 of files, brought to the disk, by their place in the folder; what `verify_files` takes."""
     return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path, sync=True)}
         for path in files
     }
 
@@ -196,7 +194,7 @@ def verify_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     for name, entry in files.items():
         path = folder / name
         try:
-            if path.stat().st_size != entry["size"] or _sha256(path) != entry["sha256"]:
+            if path.stat().st_size != entry["size"] or file_sha256(path) != entry["sha256"]:
                 raise CheckpointError(f"{path}: damaged: its content is not what was saved")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -268,8 +266,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     path = checkpoint / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint is not complete")
-    manifest = load_json(path)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+    manifest = read_json(path)
+    if not isinstance(manifest.get("format"), int):
         raise CheckpointError(f"{path}: damaged: it does not say its format")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}; this version of posttrain reads format {FORMAT}")
@@ -375,15 +373,6 @@ def _is_alive(pid: int) -> bool:
 # Files
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -396,14 +385,6 @@ def _files(folder: Path) -> Iterator[Path]:
             raise CheckpointError(f"{path}: a checkpoint holds plain files and folders only")
         if path.is_file():
             yield path
-
-
-def _sha256(path: Path, sync: bool = False) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if sync:
-            os.fsync(file.fileno())
-    return digest
 
 
 def _size(checkpoint: Path) -> int:
@@ -424,26 +405,6 @@ def _bytes_in(folder: Path) -> int:
 def readable(size: int) -> str:
     """A number of bytes for people."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
-def fingerprint_files(paths: Iterable[Path]) -> dict[str, str]:
-    """Name and sha256 of each file, to find out later whether one was changed."""
-    prints: dict[str, str] = {}
-    for path in paths:
-        name, number = path.name, 1
-        while name in prints:  # files of one name in different folders, told apart by their order
-            number += 1
-            name = f"{path.name} ({number})"
-        try:
-            prints[name] = _sha256(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return prints
-
-
-def model_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that decide what the model computes: weights, configuration, tokenizer."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in FINGERPRINTED)
 
 
 # Random numbers

@@ -12,26 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import read_json, write_json
 
 if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
     import torch
 
 KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
-
-
-def save_json(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def load_json(path: Path) -> Any:
-    """Read what `save_json` wrote."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: not JSON ({error})") from error
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -80,7 +66,7 @@ def save_in_parts(folder: Path, stem: str, entries: Sequence[Entry], rank: int, 
     if rank == 0:
         places = {name: names[number % ranks] for number, entry in enumerate(entries) for name in entry.kinds}
         size = sum(_bytes_of(*kind) for entry in entries for kind in entry.kinds.values())
-        save_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
+        write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
 
 
 def _header(groups: Sequence[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> bytes:
@@ -108,8 +94,8 @@ class TensorFiles:
         self.open_files: dict[Path, Any] = {}
         index = folder / f"{stem}.safetensors.index.json"
         if not self.whole.is_file() and index.is_file():
-            places = load_json(index)
-            if not isinstance(places, dict) or not isinstance(places.get("weight_map"), dict):
+            places = read_json(index)
+            if not isinstance(places.get("weight_map"), dict):
                 raise CheckpointError(f"{index}: damaged: it does not say where the tensors are")
             self.places = {name: folder / file for name, file in places["weight_map"].items()}
         else:

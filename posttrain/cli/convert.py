@@ -205,14 +205,14 @@ def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
     from posttrain.convert.adapter_files import Base, base_folder, is_peft, read_adapter, write_adapter
     from posttrain.convert.families import model_parts
     from posttrain.convert.megatron import Layout
-    from posttrain.convert.source import megatron_kind, read_json
+    from posttrain.convert.source import megatron_kind, read_model_config
 
     if options.goal == "sharded" or options.lora or options.dtype or options.verify:
         raise UsageError(
             f"{folder} holds adapters: they go to hf, mcore or legacy, without --lora, --dtype and --verify"
         )
     kind = "hf" if is_peft(folder) else options.origin or megatron_kind(folder)
-    config = read_json(base_folder(folder, original_of(options, "adapters")) / "config.json")
+    config = read_model_config(base_folder(folder, original_of(options, "adapters")))
     base = Base(config, *model_parts(config))
     given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
     adapter, _ = read_adapter(folder, base, kind, given, known_of(options))

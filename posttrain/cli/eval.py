@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -37,13 +36,13 @@ def run(args: list[str]) -> int:
     options = parse(parser(), args)
     if options.shown < 0:
         raise UsageError(f"shown is {options.shown}; it must be at least 0.")
+    from posttrain.core.files import atomic_write_json
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
     from posttrain.inference.completion_files import read_answers, write_rows
     from posttrain.inference.evaluation import by_prompt, failures, figures
     from posttrain.pipelines.stage import REPORT, open_folder, run_in
-    from posttrain.train.run_directory import atomic_write_text
 
     with open_folder("eval", options.out, vars(options), free=FREE) as folder:
         models = [options.model, *([options.against] if options.against else [])]
@@ -65,7 +64,7 @@ def run(args: list[str]) -> int:
             report["comparison"] = compared(*prompts)
         rows = failures(prompts[0])
         write_rows(folder.path / FAILURES, rows)
-        atomic_write_text(folder.path / REPORT, json.dumps(report, indent=1) + "\n")
+        atomic_write_json(folder.path / REPORT, report)
         show(report, rows[: options.shown], len(rows), folder.path)
     return 0
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoints.checkpoint import sync_folder
 from posttrain.convert.adapter import Adapter, Collector, pair, rank_of
 from posttrain.convert.families import Shape, hf_stored
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors, open_safetensors
 from posttrain.convert.megatron import Layout, Shards, check_layout, layout_from_json
 from posttrain.convert.pieces import Part, Stored
-from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, read_json, recognise_layout
+from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, recognise_layout
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import read_json, sync_folder
 from posttrain.models.loading import resolve_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

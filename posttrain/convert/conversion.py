@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoints.checkpoint import NAME, step_of, sync_folder, write_checkpoint
+from posttrain.checkpoints.checkpoint import NAME, step_of, write_checkpoint
 from posttrain.convert.adapter import Adapter
 from posttrain.convert.families import hf_stored
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors
@@ -27,6 +26,7 @@ from posttrain.convert.pieces import Stored, check_parts, check_stored, componen
 from posttrain.convert.source import MANIFEST, Source
 from posttrain.convert.stream import Stream, as_bytes
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import atomic_write, sync_folder
 
 ITERATION = "iter_0000001"
 SHARD_BYTES = 5_000_000_000
@@ -309,11 +309,7 @@ class Conversion:
             "source": sorted(self.rows["source"], key=lambda row: (row["file"], row["name"])),
             "target": sorted(self.rows["target"], key=lambda row: (row["file"], row["name"])),
         }
-        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(self.folder)
+        atomic_write(self.folder / MANIFEST, json.JSONEncoder(indent=1).iterencode(content))
 
 
 def copy_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> None:

@@ -24,11 +24,11 @@ from posttrain.convert.source import (
     megatron_kind,
     open_ranks,
     open_source,
-    read_json,
     recognise_format,
     recognise_layout,
 )
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.core.files import read_json
 from posttrain.models.loading import resolve_path
 
 

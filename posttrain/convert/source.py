@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from posttrain.convert.files import Entry, TensorFile, open_pt, open_safetensors
 from posttrain.convert.megatron import Layout, Shards, check_layout, layout_from_json
 from posttrain.convert.pieces import Part, Stored
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import read_json
 
 MANIFEST = "convert.json"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -44,17 +44,12 @@ class Source:
             file.close()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file with an object in it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: there is no such file") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: damaged: no object in it")
-    return values
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such file")
+    return read_json(path)
 
 
 def recognise_format(folder: Path) -> str:
@@ -73,7 +68,7 @@ def recognise_format(folder: Path) -> str:
 
 def open_source(folder: Path, kind: str, original: Path | None, given: Layout | None) -> Source:
     """Look through a folder. `original`: where config.json lies if not here; `given`: layout, if the user knows it."""
-    config = read_json((original or folder) / "config.json")
+    config = read_model_config(original or folder)
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     iteration = "" if kind == "hf" else iteration_of(folder)
     files = {name: open_safetensors(folder / name) for name in hf_files(folder)} if kind == "hf" else {}

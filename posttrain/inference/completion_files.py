@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.files import atomic_write
 from posttrain.core.jsonl import as_lines
 from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import ChatExample, Message, prompt_of, text_of
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.sources import Record, read_records
-from posttrain.train.run_directory import atomic_write
 
 
 @dataclass(slots=True, kw_only=True)

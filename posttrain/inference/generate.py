@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.files import atomic_write_json
 from posttrain.core.jsonl import as_lines
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import Dataset, load_dataset
@@ -41,7 +42,6 @@ from posttrain.inference.workers import beams_of, check_workers, deciding, speak
 from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.rollout.rollouts import seed_of
 from posttrain.train.run import fingerprint
-from posttrain.train.run_directory import atomic_write_text
 
 WORTH_SHARING = 64  # answers for a device
 log = logging.getLogger("posttrain")
@@ -291,7 +291,7 @@ def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generatio
     manifest = manifest_of(out)
     if not out.stat().st_size:
         made_from = {"model": config.model.path, "data": config.data.train}
-        atomic_write_text(manifest, json.dumps({"made_from": made_from, "settings": settings}, indent=1) + "\n")
+        atomic_write_json(manifest, {"made_from": made_from, "settings": settings})
         return 0
     refuse_existing(out, config.resume)
     if not manifest.is_file():

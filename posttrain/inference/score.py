@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
+from posttrain.core.files import file_sha256
 from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import ChatExample
@@ -164,7 +165,7 @@ def identity(config: Scoring, rewards: Rewards) -> str:
         place = Path(spec.place)
         content = fingerprint(resolve_path(spec.place)) if spec.kind == "model" else ""
         if spec.kind == "function" and place.is_file():
-            content = hashlib.sha256(place.read_bytes()).hexdigest()
+            content = file_sha256(place)
         digest.update(f"{spec.text} {content}\n".encode())
     how = (config.map_keys, config.max_rows, asdict(config.model), asdict(config.data), AT_ONCE)
     digest.update(json.dumps(how, sort_keys=True).encode())

@@ -5,7 +5,6 @@ Each is generate -> score -> select -> train, again and again, every time with t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import Config, DataConfig, ModelConfig, as_mapping, with_algorithm
 from posttrain.core.errors import Stopped, UsageError
+from posttrain.core.files import atomic_write_json
 from posttrain.data.reading.sources import source_parts
 from posttrain.engines.base import Sampling
 from posttrain.inference.generate import Generation
@@ -26,7 +26,6 @@ from posttrain.pipelines.stages import Generate, Score, Select, Train, best_rewa
 from posttrain.pipelines.summary import by_iteration, closing_words
 from posttrain.rollout.rollouts import seed_of
 from posttrain.train.roles import check_reward_model
-from posttrain.train.run_directory import atomic_write_text
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
 FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
@@ -61,7 +60,7 @@ def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = pri
             say("\nstopped; go on: the same command")
             raise
         table = by_iteration(stages, figures)
-        atomic_write_text(folder.path / REPORT, json.dumps(table, indent=1) + "\n")
+        atomic_write_json(folder.path / REPORT, table)
         model = last_model(folder.path, config.iterations)
         condition = None
         if RECIPES[verb].conditional:

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from posttrain.checkpoints.checkpoint import describe_files, holds_run, verify_files
-from posttrain.checkpoints.tensor_files import load_json
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import atomic_write_json, file_sha256, read_json
 from posttrain.models.loading import resolve_path
 from posttrain.train.run import fingerprint
-from posttrain.train.run_directory import RunFolder, atomic_write_text, find_run
+from posttrain.train.run_directory import RunFolder, find_run
 
 Figures = dict[str, float]
 REPORT = "report.json"  # in the folder of a command that is done
@@ -75,7 +75,7 @@ def run_in(
         now = {"settings": portable(stage.settings(), folder), "read": contents(stage, seals, folder)}
         found = seal_of(stage)
         if found.is_file():
-            seal = load_json(found)
+            seal = read_json(found)
             refuse_other(seal, now, found)
             say(f"{place}: done before; {stage.words(seal['figures'])}")
         else:
@@ -86,7 +86,7 @@ def run_in(
             stage.out.parent.mkdir(parents=True, exist_ok=True)
             done = stage.run(quiet)
             seal = now | {"made": describe_files(stage.out.parent, stage.made()), "figures": done}
-            atomic_write_text(found, json.dumps(seal, indent=1) + "\n")
+            atomic_write_json(found, seal)
             say(f"{place}: {stage.words(done)}")
         stage.tidy()
         seals[str(stage.out)] = seal
@@ -166,7 +166,7 @@ def content_of(name: str, seals: dict[str, dict[str, Any]]) -> str:
         return hashlib.sha256(json.dumps(seals[name]["made"], sort_keys=True).encode()).hexdigest()
     path = Path(name)
     if path.is_file():
-        return next(iter(describe_files(path.parent, [path]).values()))["sha256"]
+        return file_sha256(path)
     return fingerprint(resolve_path(name)) if path.is_dir() else name
 
 
@@ -183,7 +183,7 @@ def portable(value: Any, folder: Path) -> Any:
 
 def refuse_other(seal: dict[str, Any], now: dict[str, Any], file: Path) -> None:
     """A stage that is done stays as it is; nothing is silently built on something else."""
-    if not isinstance(seal, dict) or not {"settings", "read", "made", "figures"} <= seal.keys():
+    if not {"settings", "read", "made", "figures"} <= seal.keys():
         raise CheckpointError(f"{file}: not a seal of a stage. Remove it to run the stage again.")
     before, wanted = flat(seal["settings"]), flat(now["settings"])
     changed = [

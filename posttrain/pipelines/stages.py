@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.checkpoints.checkpoint import holds_run, sync_folder
+from posttrain.checkpoints.checkpoint import holds_run
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.config.sections import check as check_config
 from posttrain.core.errors import UsageError
+from posttrain.core.files import sync_folder
 from posttrain.core.logging import part_of
 from posttrain.data.reading.sources import find_files, read_records
 from posttrain.inference.generate import Generation, check, generate

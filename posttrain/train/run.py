@@ -17,13 +17,13 @@ import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.checkpoints import checkpoint
-from posttrain.checkpoints.tensor_files import load_json, save_json
 from posttrain.cluster.placement import Places
 from posttrain.cluster.worker_host import Ref
 from posttrain.config import sections as configs
 from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, DataError, Stopped, UsageError, WorkerError
+from posttrain.core.files import read_json, write_json
 from posttrain.core.types import Objective, Prompt, Sample
 from posttrain.data.dataset import Dataset, Encoder, ExampleStream, load_dataset, split_examples
 from posttrain.models.loading import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
@@ -218,7 +218,7 @@ class Run:
                 self.log.samples(0, [shown(self.tokenizer, entry) for entry in first])
             self.write_config()
             return 0
-        state = load_json(newest / "state.json")
+        state = read_json(newest / "state.json")
         for name, value in self.fingerprints.items():
             if state["fingerprints"].get(name) != value:
                 raise CheckpointError(
@@ -251,7 +251,7 @@ class Run:
                 (folder / name).mkdir()
                 part.save(folder / name)
             policy.save(folder)
-            save_json(
+            write_json(
                 folder / "state.json",
                 {
                     "step": step,

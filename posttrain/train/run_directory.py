@@ -12,13 +12,13 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from posttrain.checkpoints.checkpoint import clean_temporaries, holds_run, sync_folder
+from posttrain.checkpoints.checkpoint import clean_temporaries, holds_run
 from posttrain.core.errors import UsageError
+from posttrain.core.files import atomic_write_text, sync_folder
 
 RUNS = Path("runs")
 
@@ -149,25 +149,6 @@ def find_run(out: str, verb: str) -> Path:
             f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --out."
         )
     return runs[max(runs)]
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file so that after a kill it is the old one or the new one, whole."""
-    atomic_write(path, [text])
-
-
-def atomic_write(path: Path, parts: Iterable[str]) -> None:
-    """The same in parts. Half a character, which a model may say, is written as JSON writes it."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _numbered(verb: str) -> dict[int, Path]:

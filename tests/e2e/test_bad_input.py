@@ -13,7 +13,8 @@ import torch
 
 from posttrain.algorithms.sft import SFT
 from posttrain.checkpoints.checkpoint import holds_run, list_checkpoints, newest_valid, verify
-from posttrain.checkpoints.tensor_files import load_json, load_tensors
+from posttrain.checkpoints.tensor_files import load_tensors
+from posttrain.core.files import read_json
 from posttrain.core.logging import Log
 from posttrain.core.types import Loss
 from tests.e2e.commands import PATIENCE, command, rows_of, start
@@ -321,7 +322,7 @@ def test_fewer_rows_than_a_batch_are_one_step_of_all_of_them(tmp_path):
     (row,) = rows_of(tmp_path / "run/metrics.jsonl")
     tokens = sum(entry["tokens"] for entry in every_row(tmp_path))
     assert row["step"] == 1 and row["epoch"] == 1.0 and row["tokens"] == tokens
-    assert load_json(newest_valid(tmp_path / "run/checkpoints") / "state.json")["position"] == 7
+    assert read_json(newest_valid(tmp_path / "run/checkpoints") / "state.json")["position"] == 7
 
 
 def every_row(tmp_path):
@@ -418,7 +419,7 @@ def test_three_in_a_row_end_the_run_which_can_go_on(save, tmp_path, monkeypatch,
     assert "3 steps in a row" in said and "run/bad-batches" in said and "Traceback" not in said
     assert "posttrain sft --out run --resume" in said
     newest = newest_valid(run / "checkpoints")
-    assert newest.name == "step-00000004" and load_json(newest / "state.json")["progress"]["skipped"] == 3
+    assert newest.name == "step-00000004" and read_json(newest / "state.json")["progress"]["skipped"] == 3
     if save == 1:
         assert equal(weights_at(run, 4), weights_at(run, 1))
     spoil(monkeypatch, {5}, "nan", first=5)  # the count begins anew: one more is no reason to give up

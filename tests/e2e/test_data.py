@@ -5,8 +5,8 @@ import json
 import pytest
 
 from posttrain.checkpoints.checkpoint import newest_valid
-from posttrain.checkpoints.tensor_files import load_json
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.files import read_json
 from posttrain.train import train
 from tests.e2e.commands import rows_of
 from tests.e2e.test_resume import bytes_of, metrics_of, stop_after
@@ -40,7 +40,7 @@ def test_an_epoch_of_a_mixture(options, tmp_path):
     assert [row["epoch"] for row in metrics_of(tmp_path / "run")] == [4 / 12, 8 / 12, 1.0]
     repeated = options["data"] | {"repeat": True}
     train("sft", **(options | {"data": repeated, "out": str(tmp_path / "again")}))
-    assert load_json(newest_valid(tmp_path / "again/checkpoints") / "state.json")["position"] == 18
+    assert read_json(newest_valid(tmp_path / "again/checkpoints") / "state.json")["position"] == 18
 
 
 def test_a_mixture_resumes_bit_for_bit(options, tmp_path, monkeypatch):

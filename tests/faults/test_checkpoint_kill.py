@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from posttrain.checkpoints import checkpoint, tensor_files
+from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
     clean_temporaries,
     is_valid,
@@ -28,6 +28,7 @@ from posttrain.checkpoints.checkpoint import (
     step_of,
     write_checkpoint,
 )
+from posttrain.core import files
 from posttrain.core.errors import CheckpointError
 
 Step = Callable[[Path], object]
@@ -64,7 +65,8 @@ def read(path: Path) -> dict[str, bytes]:
 
 class Death:
     """Ends the process at the n-th point. Points are: before each change of the file system, at each fsync, at the
-    first line of checkpoint.py after each of them (nothing differs until the next), and at each line of a writer."""
+    first line of checkpoint.py or files.py after each of them (nothing differs until the next), and at each line of
+    a writer."""
 
     def __init__(self, n: int) -> None:
         self.left = n
@@ -83,7 +85,7 @@ class Death:
 
     def lines(self, frame: FrameType, event: str, _: Any) -> Any:
         writer = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "write"
-        if not writer and frame.f_code.co_filename not in (checkpoint.__file__, tensor_files.__file__):
+        if not writer and frame.f_code.co_filename not in (checkpoint.__file__, files.__file__):
             return None
         if event == "line" and (writer or self.changed):
             self.changed = False

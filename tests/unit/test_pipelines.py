@@ -364,6 +364,6 @@ def test_a_seal_that_is_none_says_so(tmp_path, start):
     folder, ran = tmp_path / "run", []
     stages = doubles(folder, start, ran)
     run_stages(folder, stages)
-    seal_of(stages[0]).write_text(json.dumps([]))
+    seal_of(stages[0]).write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="not a seal"):
         run_stages(folder, stages)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import DataError
+from posttrain.core.files import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -234,12 +235,3 @@ def close_safely(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def sync_folder(folder: Path) -> None:
-    """New names in the folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import UsageError
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import atomic_write_text, file_sha256, read_json, sync_folder, temporary_prefix
 from posttrain.data.preprocessing.handlers import Handler, Outcome
 from posttrain.data.preprocessing.indexed import (
     UNFINISHED,
@@ -20,7 +21,6 @@ from posttrain.data.preprocessing.indexed import (
     bin_path,
     close_safely,
     idx_path,
-    sync_folder,
     unpublish,
 )
 
@@ -80,9 +80,9 @@ class Shop:
     def take_over(self, job: dict[str, Any]) -> None:
         """Keep the finished parts of an earlier run of the same job; remove all else."""
         job_file = self.folder / "job.json"
-        known = read_json(job_file)
+        known = read_record(job_file)
         if known == job:
-            while self._is_whole(record := read_json(self.folder / f"{len(self.finished):06}.json")):
+            while self._is_whole(record := read_record(self.folder / f"{len(self.finished):06}.json")):
                 assert record is not None
                 self.finished.append(record)
         keep = {"lock", "job.json"} if known == job else {"lock"}
@@ -93,12 +93,12 @@ class Shop:
             if file.name not in keep:
                 file.unlink()
         if known != job:
-            write_json(job_file, job)
+            write_record(job_file, job)
 
     def _is_whole(self, record: dict[str, Any] | None) -> bool:
         if record is None:
             return False
-        return all(file_hash(self.folder / name) == digest for name, digest in record["files"].items())
+        return is_unchanged(self.folder, record["files"])
 
     def add(self, outcome: Outcome, size: int) -> None:
         number = len(self.finished)
@@ -127,8 +127,8 @@ class Shop:
         prefixes = [self.prefix(number, key) for key in self.handler.keys]
         files = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         files.append(self.folder / f"{number:06}.bad.jsonl")
-        record = {"counts": self._counts, "files": {file.name: file_hash(file) for file in files}}
-        write_json(self.folder / f"{number:06}.json", record)
+        record = {"counts": self._counts, "files": {file.name: file_sha256(file) for file in files}}
+        write_record(self.folder / f"{number:06}.json", record)
         self.finished.append(record)
         self._writers, self._counts, self._bad, self.size = {}, {}, [], 0
 
@@ -165,15 +165,16 @@ class Target:
 
     def finished(self, job: dict[str, Any]) -> dict[str, Any] | None:
         """The manifest, if it is of this job and the files are those it speaks of."""
-        manifest = read_json(self.manifest)
+        manifest = read_record(self.manifest)
         if manifest is None or manifest["job"] != job:
             return None
-        whole = all(file_hash(self.folder / name) == digest for name, digest in manifest["files"].items())
-        return manifest if whole else None
+        return manifest if is_unchanged(self.folder, manifest["files"]) else None
 
     def publish(self, job: dict[str, Any], counts: dict[str, int], bad: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Give all files their names, the one without which the others mean nothing last."""
         self.manifest.unlink(missing_ok=True)
+        for left in self.folder.glob(f"{temporary_prefix(self.manifest)}*"):  # by a process that was killed
+            left.unlink()
         prefixes = [self.named(key) for key in self.handler.keys]
         for prefix in reversed(prefixes):
             unpublish(prefix)
@@ -191,35 +192,26 @@ class Target:
             "job": job,
             "kind": self.handler.kind,
             "counts": counts,
-            "files": {file.name: file_hash(file) for file in files},
+            "files": {file.name: file_sha256(file) for file in files},
             **self.handler.facts(),
         }
-        write_json(self.manifest, manifest)
+        write_record(self.manifest, manifest)
         return manifest
 
 
-def file_hash(file: Path) -> str:
-    """Of the file's content; empty for what is not a file, as a data set of a hub."""
-    if not file.is_file():
-        return ""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def is_unchanged(folder: Path, files: dict[str, str]) -> bool:
+    """Whether every file is in the folder with the sha256 that was recorded for it."""
+    return all((folder / name).is_file() and file_sha256(folder / name) == digest for name, digest in files.items())
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """None if it is not there, or was damaged."""
+def read_record(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no such file or it is damaged."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return read_json(file) if file.is_file() else None
+    except CheckpointError:
         return None
-    return value if isinstance(value, dict) else None
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    unfinished = Path(f"{file}{UNFINISHED}")
-    with unfinished.open("wb") as stream:
-        stream.write(json.dumps(value, ensure_ascii=False, indent=1).encode())
-        close_safely(stream)
-    unfinished.replace(file)
-    sync_folder(file.parent)
+def write_record(file: Path, record: dict[str, Any]) -> None:
+    """Replace a record atomically."""
+    atomic_write_text(file, json.dumps(record, ensure_ascii=False, indent=1))

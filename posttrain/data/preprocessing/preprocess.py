@@ -27,6 +27,7 @@ import numpy as np
 
 import posttrain
 from posttrain.core.errors import DataError, PosttrainError, UsageError
+from posttrain.core.files import file_sha256
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.preprocessing.handlers import (
     IGNORED,
@@ -38,7 +39,7 @@ from posttrain.data.preprocessing.handlers import (
     make_handler,
 )
 from posttrain.data.preprocessing.indexed import IndexedReader, Numbers
-from posttrain.data.preprocessing.part_store import Shop, Target, file_hash, shop_of
+from posttrain.data.preprocessing.part_store import Shop, Target, shop_of
 from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, SourcePart, source_parts
 
 if TYPE_CHECKING:
@@ -129,9 +130,14 @@ def describe_job(
         "format": FORMAT,
         "posttrain": posttrain.__version__,
         "options": {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
-        "inputs": [{"name": part.name, "sha256": file_hash(Path(part.name))} for part in parts],
+        "inputs": [{"name": part.name, "sha256": content_hash(Path(part.name))} for part in parts],
         "tokenizer": tokenizer_hash(tokenizer),
     }
+
+
+def content_hash(file: Path) -> str:
+    """The sha256 of a file; empty for what is not a file, such as a dataset of the hub."""
+    return file_sha256(file) if file.is_file() else ""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,12 +15,10 @@ import torch
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
     clean_temporaries,
-    fingerprint_files,
     holds_run,
     is_valid,
     list_checkpoints,
     looks_complete,
-    model_files,
     newest_valid,
     resolve_model_folder,
     restore_rng,
@@ -33,20 +31,19 @@ from posttrain.checkpoints.checkpoint import (
 from posttrain.checkpoints.tensor_files import (
     Entry,
     TensorFiles,
-    load_json,
     load_tensors,
     save_in_parts,
-    save_json,
     save_tensors,
 )
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import file_sha256, read_json, write_json
 
 
 def save(checkpoints: Path, step: int, size: int = 1000, mark: int = 0) -> Path:
     def write(folder: Path) -> None:
         (folder / "model").mkdir()
         (folder / "model" / "weights.bin").write_bytes(bytes([step % 256, mark]) * (size // 2))
-        save_json(folder / "state.json", {"step": step, "mark": mark})
+        write_json(folder / "state.json", {"step": step, "mark": mark})
 
     return write_checkpoint(checkpoints, step, write)
 
@@ -63,7 +60,7 @@ def test_a_saved_step_is_valid_and_lists_every_file(tmp_path):
     path = save(tmp_path / "run" / "checkpoints", 40)
     assert path.name == "step-00000040"
     verify(path)
-    manifest = load_json(path / "manifest.json")
+    manifest = read_json(path / "manifest.json")
     assert manifest["format"] == 1
     assert manifest["step"] == 40
     assert set(manifest["files"]) == {"model/weights.bin", "state.json"}
@@ -143,12 +140,12 @@ def test_a_flipped_bit_of_the_manifest_is_found(tmp_path):
 def test_a_manifest_cannot_point_outside(tmp_path):
     path = save(tmp_path, 40)
     (tmp_path / "outside").write_bytes(b"")
-    manifest = load_json(path / "manifest.json")
+    manifest = read_json(path / "manifest.json")
     manifest["files"]["../outside"] = {
         "size": 0,
-        "sha256": next(iter(fingerprint_files([tmp_path / "outside"]).values())),
+        "sha256": file_sha256(tmp_path / "outside"),
     }
-    save_json(path / "manifest.json", manifest)
+    write_json(path / "manifest.json", manifest)
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
         verify(path)
 
@@ -201,7 +198,7 @@ def test_an_interrupt_cleans_up_and_goes_on(tmp_path, error):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 40, mark=1)
     path = save(tmp_path, 40, mark=2)
-    assert load_json(path / "state.json")["mark"] == 2
+    assert read_json(path / "state.json")["mark"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000040"]
     verify(path)
 
@@ -220,7 +217,7 @@ def test_a_replacement_that_fails_puts_the_earlier_one_back(tmp_path, monkeypatc
         with pytest.raises(CheckpointError, match="Input/output error"):
             save(tmp_path, 40, mark=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000040"]
-    assert load_json(newest_valid(tmp_path) / "state.json")["mark"] == 1
+    assert read_json(newest_valid(tmp_path) / "state.json")["mark"] == 1
 
 
 @pytest.mark.parametrize("new_one", ["whole", "damaged", "missing"])
@@ -235,7 +232,7 @@ def test_a_replacement_cut_off_is_settled(tmp_path, new_one):
     assert newest_valid(tmp_path) == expected
     clean_temporaries(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000040"]
-    assert load_json(newest_valid(tmp_path) / "state.json")["mark"] == (2 if new_one == "whole" else 1)
+    assert read_json(newest_valid(tmp_path) / "state.json")["mark"] == (2 if new_one == "whole" else 1)
 
 
 def test_temporaries_of_the_living_stay(tmp_path):
@@ -377,7 +374,7 @@ def test_damaged_files_of_tensors_and_json_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"missing\.safetensors"):
         load_tensors(tmp_path / "missing.safetensors")
     with pytest.raises(CheckpointError, match=r"missing\.json"):
-        load_json(tmp_path / "missing.json")
+        read_json(tmp_path / "missing.json")
 
 
 def draw() -> list[float]:
@@ -478,30 +475,6 @@ def test_resuming_on_another_device_is_said(caplog):
         state["cuda"] = "AAAA"
     restore_rng(state)
     assert "not bit for bit" in caplog.text
-
-
-def test_fingerprints_change_with_any_byte_and_keep_files_of_one_name_apart(tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "train.jsonl").write_bytes(folder.encode() * 3_000_000)
-    paths = [tmp_path / "a" / "train.jsonl", tmp_path / "b" / "train.jsonl"]
-    before = fingerprint_files(paths)
-    assert list(before) == ["train.jsonl", "train.jsonl (2)"]
-    assert len(set(before.values())) == 2
-    flip_bit(paths[0], 12_000_001)
-    after = fingerprint_files(paths)
-    assert after["train.jsonl"] != before["train.jsonl"]
-    assert after["train.jsonl (2)"] == before["train.jsonl (2)"]
-    with pytest.raises(CheckpointError, match=r"missing\.jsonl"):
-        fingerprint_files([tmp_path / "missing.jsonl"])
-
-
-def test_the_files_that_make_a_model(tmp_path):
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md", "chat_template.jinja"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / "logs").mkdir()
-    names = [path.name for path in model_files(tmp_path)]
-    assert names == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_looking_at_folders_needs_no_torch():

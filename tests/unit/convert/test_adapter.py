@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.convert.adapter_files import Base, read_adapter, write_adapter
 from posttrain.convert.families import model_parts
 from posttrain.convert.megatron import Layout
-from posttrain.convert.source import read_json
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import read_json
 from tests.unit.convert.models import converted, core, weights
 
 peft = pytest.importorskip("peft")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.convert.families import FAMILIES, model_parts
 from posttrain.convert.megatron import Layout
-from posttrain.convert.source import read_json
+from posttrain.core.files import read_json
 from tests.unit.convert.models import NAMES, assert_equal, converted, core
 
 CASES = 18  # for each of the tiny models: more than 300 in all, with and without those that have no legacy form

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 from posttrain.convert.families import shape_of
 from posttrain.convert.megatron import Layout, chunks
 from posttrain.convert.pieces import fault_in_cover
-from posttrain.convert.source import read_json
 from posttrain.core.errors import UsageError
+from posttrain.core.files import read_json
 from tests.unit.convert.models import assert_equal, converted, core, weights
 
 # the tiny models: hidden 16, 4 heads of 4 in 2 groups, feed-forward 24, vocabulary 101, 4 layers

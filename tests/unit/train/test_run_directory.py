@@ -13,7 +13,8 @@ import pytest
 
 from posttrain.checkpoints.checkpoint import newest_valid, write_checkpoint
 from posttrain.core.errors import UsageError
-from posttrain.train.run_directory import RunFolder, StopSignals, atomic_write_text, find_run
+from posttrain.core.files import atomic_write_text
+from posttrain.train.run_directory import RunFolder, StopSignals, find_run
 
 
 @pytest.fixture(autouse=True)
@@ -147,20 +148,6 @@ def test_the_lock_of_a_killed_process_is_free(children):
         os.waitpid(holder.pid, 0)
         with RunFolder.open("x", "sft", resume=True) as folder:
             assert (folder.path / "lock").read_text().split()[1] == str(os.getpid())
-
-
-def test_a_write_that_fails_leaves_the_old_text(monkeypatch):
-    path = Path("config.yaml")
-    atomic_write_text(path, "old")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        atomic_write_text(path, "new")
-    assert [entry.name for entry in Path().iterdir()] == ["config.yaml"]
-    assert path.read_text() == "old"
 
 
 def test_a_bad_batch_is_kept():
