@@ -22,7 +22,7 @@ from bench.common import GPU, SHAPES, Options, Result, Shape
 from posttrain.core.types import Request as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models.pico import build_tokenizer
 from posttrain.nn import attention
@@ -39,12 +39,12 @@ def measure_generate(options: Options) -> None:
         on_gpu(name, options) if GPU else on_cpu(name, options)
 
 
-def ours(engine: LocalEngine, requests: list[Request]) -> None:
+def ours(engine: LocalEngine, requests: list[GenerationRequest]) -> None:
     samples = engine.generate(requests, Sampling(max_tokens=ANSWER))
     assert all(sample.mask.sum() == ANSWER for sample in samples)
 
 
-def limits_of(shape: Shape, requests: list[Request], seconds: float) -> str:
+def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float) -> str:
     """Arithmetic of prompts and answers; what is read: the weights at each step, each sequence's cache at each step."""
     different = {request.group: len(request.prompt) for request in requests}
     made = len(requests) * ANSWER
@@ -103,13 +103,16 @@ def on_cpu(name: str, options: Options) -> None:
         # Prompts are shorter than its usual block on a CPU, and only whole blocks are shared.
         beside = vllm_engine(options.model, block_size=32, enable_prefix_caching=True, **how)
     for group in (1, GROUP):
-        requests = [Request(prompt=prompts[i // group * group], group=i // group * group, seed=i) for i in range(count)]
+        requests = [
+            GenerationRequest(prompt=prompts[i // group * group], group=i // group * group, seed=i)
+            for i in range(count)
+        ]
         compare(name, model, tokenizer, requests, group, beside, options)
     if options.model:  # running whole sequences again and again would take longer than all the rest
         return
     model.set_attn_implementation(attention.NAME)
     engine = LocalEngine(Trunk.of(model), tokenizer)
-    few = [Request(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
+    few = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
     cached = min(common.timed(lambda: ours(engine, few)) for _ in range(ROUNDS))
     again = common.timed(lambda: recomputed(engine.trunk, prompts[:8]))
     what = f"generation {name}, 8 prompts, {ANSWER} new tokens"
@@ -128,7 +131,7 @@ def pieces(tokenizer: Any, count: int) -> list[np.ndarray]:
 
 
 def compare(
-    name: str, model: Any, tokenizer: Any, requests: list[Request], group: int, beside: Any, options: Options
+    name: str, model: Any, tokenizer: Any, requests: list[GenerationRequest], group: int, beside: Any, options: Options
 ) -> None:
     common.limits()
     engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests), frozen=True)
@@ -230,15 +233,15 @@ def hf_seconds(shape: Shape) -> float:
     return common.timed(lambda: theirs(model, prompts))
 
 
-def requests_of(shape: Shape, group: int, seed: int, count: int = 0, prompt: int = PROMPT) -> list[Request]:
+def requests_of(shape: Shape, group: int, seed: int, count: int = 0, prompt: int = PROMPT) -> list[GenerationRequest]:
     count = count or shape.sequences
     rng = np.random.default_rng(seed)
     top = min(100_000, shape.vocabulary - 1)
     prompts = [rng.integers(10, top, prompt).astype(np.int32) for _ in range(-(-count // group))]
-    return [Request(prompt=prompts[i // group], group=i // group, seed=i) for i in range(count)]
+    return [GenerationRequest(prompt=prompts[i // group], group=i // group, seed=i) for i in range(count)]
 
 
-def compare_with_training(name: str, engine: LocalEngine, requests: list[Request]) -> None:
+def compare_with_training(name: str, engine: LocalEngine, requests: list[GenerationRequest]) -> None:
     """How far the sampler's log-probabilities are from the trainer's."""
     samples = engine.generate(requests, Sampling(max_tokens=ANSWER))[:16]
     with torch.no_grad():

@@ -13,7 +13,7 @@ import numpy as np
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
 from posttrain.core.types import Sample
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = (64, 8, 128, 256) if GPU else (8, 8, 32, 64)
 ANSWERS_PER_PASS = 64 if GPU else 16  # TRL's
@@ -41,7 +41,7 @@ def compare(name: str, folder: str, options: Options) -> None:
         def step(number: int) -> dict[str, float]:
             began = common.clock()
             requests = [
-                Request(prompt=prompt, group=group, seed=int(rng.integers(2**62)))
+                GenerationRequest(prompt=prompt, group=group, seed=int(rng.integers(2**62)))
                 for group, prompt in enumerate(prompts[number])
                 for _ in range(SAMPLES)
             ]

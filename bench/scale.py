@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from bench.common import GPU, SHAPES, Shape, saved_model
-from posttrain.cluster.placement import Places
-from posttrain.cluster.worker_host import Ref
+from posttrain.cluster.placement import Placement
+from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ClusterConfig, ModelConfig, UpdateConfig
 from posttrain.core.types import Objective, Request, Sample
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
-from posttrain.train.rollout_workers import Sampler, Samplers, Sender
+from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 
 SECONDS = 600.0
 ROUNDS = 5
@@ -83,7 +83,7 @@ def timed(work) -> float:
 
 
 def transport(folder: Path) -> None:
-    places = Places(ClusterConfig(devices=2, limits=(0, SECONDS), layout=("critic.devices=1",)), folder / "logs")
+    places = Placement(ClusterConfig(devices=2, limits=(0, SECONDS), layout=("critic.devices=1",)), folder / "logs")
     try:
         workers = places.pool("critic").start("critic", Idle)
         samples = samples_of(1024, 4096, 3)
@@ -97,7 +97,7 @@ def transport(folder: Path) -> None:
 def overhead(count: int, folder: Path) -> None:
     """One step's calls: log-probabilities of 512 x 384 tokens, gradients, the optimizer."""
     cluster = ClusterConfig(devices=count + 1, limits=(0, SECONDS), layout=("critic.devices=1",))
-    places = Places(cluster, folder / "logs")
+    places = Placement(cluster, folder / "logs")
     try:
         group = LearnerGroup(places.pool("actor").start("actor", Idle))
         samples = samples_of(512, 384)
@@ -120,13 +120,13 @@ def move_between_processes(folder: Path) -> None:
 
 
 def move(model: ModelConfig, folder: Path) -> None:
-    places = Places(ClusterConfig(devices=3, limits=(0, SECONDS), layout=("rollout.devices=1",)), folder / "logs")
+    places = Placement(ClusterConfig(devices=3, limits=(0, SECONDS), layout=("rollout.devices=1",)), folder / "logs")
     try:
         actor = places.pool("actor")
         actor.start("actor", Learner, model, UpdateConfig(), trainable=False)
-        sender = actor.start("sender", Sender, Ref("actor"))
-        seats = places.seats_for_rollouts(lambda pool: pool.start("rollout", Sampler, model, ("local",), "", 0))
-        samplers = Samplers(seats, sender, places.meet)
+        sender = actor.start("sender", WeightSender, RoleRef("actor"))
+        slots = places.rollout_slots(lambda pool: pool.start("rollout", RolloutWorker, model, ("local",), "", 0))
+        samplers = RolloutWorkers(slots, sender, places.rendezvous)
         for _ in range(3):
             samplers.refresh_sampler()
             moved = samplers.moved

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.inference.model import ServedModel
 
 CLIENTS, STREAMS = 32, 64
@@ -53,7 +53,9 @@ def measure_serve() -> None:
 def offline(served: ServedModel) -> float:
     """Tokens a second for the same questions, as many at once as there are clients."""
     work = [
-        Request(prompt=served.encode([{"role": "user", "content": question(client, turn)}]).tokens, seed=client)
+        GenerationRequest(
+            prompt=served.encode([{"role": "user", "content": question(client, turn)}]).tokens, seed=client
+        )
         for turn in range(ANSWERS)
         for client in range(CLIENTS)
     ]

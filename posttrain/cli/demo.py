@@ -24,7 +24,7 @@ from posttrain.cli.curve import draw_curve
 from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.core.logging import quiet_libraries
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.train import train
 from posttrain.train.learner import Learner
@@ -185,7 +185,7 @@ def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
     learner = Learner(ModelConfig(path=model), UpdateConfig(), trainable=False)
     tokenizer: Any = learner.tokenizer
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": s.question}], **PROMPT) for s in asked]
-    requests = [Request(prompt=np.array(p, dtype=np.int32), seed=seed + i) for i, p in enumerate(prompts)]
+    requests = [GenerationRequest(prompt=np.array(p, dtype=np.int32), seed=seed + i) for i, p in enumerate(prompts)]
     sampling = Sampling(max_tokens=24, stop_ids=(tokenizer.eos_token_id,))
     samples = LocalEngine(learner.trunk, tokenizer, slots=256).generate(requests, sampling)
     return [tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=True) for sample in samples]

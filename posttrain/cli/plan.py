@@ -14,7 +14,7 @@ import torch
 
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli.doctor import device_memory
-from posttrain.cluster.base import cut
+from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import UsageError
@@ -22,7 +22,7 @@ from posttrain.core.logging import quiet_libraries
 from posttrain.core.types import Sample
 from posttrain.data.packing import pack_into_micro_batches
 from posttrain.engines.kv_cache import bytes_per_position
-from posttrain.engines.local import usual_slots
+from posttrain.engines.local import default_slots
 from posttrain.models import memory
 from posttrain.models.loading import DTYPES, load_tokenizer
 from posttrain.models.memory import Division, Needs, Passing, Standing
@@ -84,7 +84,7 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     for before, after in pairwise(edges):
         samples, most = taken(config, data, after - before), 0
         division = division_of(config)
-        for share in cut(samples, division.shares, algo.group_size):  # the longest queue decides
+        for share in split_evenly(samples, division.shares, algo.group_size):  # the longest queue decides
             places = pack_into_micro_batches(share, config.update.tokens_per_device * division.context, algo.group_size)
             parts = [[share[i] for i in part] for part in places]
             most = max(most, len(parts))
@@ -265,7 +265,7 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
     answers = config.update.rows_per_step * config.rollout.samples_per_prompt
     longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
     a_slot = longest * bytes_per_position(model.get_text_config(), dtype)
-    return min(usual_slots(device), -(-answers // division_of(config).devices)) * a_slot
+    return min(default_slots(device), -(-answers // division_of(config).devices)) * a_slot
 
 
 def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:

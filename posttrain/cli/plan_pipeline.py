@@ -19,7 +19,7 @@ from posttrain.data.dataset import load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.kv_cache import bytes_per_position
-from posttrain.engines.local import usual_slots
+from posttrain.engines.local import default_slots
 from posttrain.inference.generate import places_of, prompts_at_once
 from posttrain.models import memory
 from posttrain.models.loading import load_tokenizer, vocabulary_size
@@ -112,7 +112,7 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
     if config.generate.engine[0] != "local":
         yield "keys and values", "?", "vLLM takes the rest of its share, gpu_memory_utilization"
         return
-    at_once = min(usual_slots(device), config.generate.batch, sizes.answers)
+    at_once = min(default_slots(device), config.generate.batch, sizes.answers)
     room = int(sizes.prompts.max()) + config.generate.max_tokens
     size = at_once * room * bytes_per_position(model.config.get_text_config(), dtype)
     fewer = "; fewer where they do not fit" * (device.type == "cuda")

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call that was sent."""
 
     def result(self) -> list[Any]:
@@ -27,7 +27,7 @@ class Workers(Protocol):
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """A first argument of its own for each."""
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
         """`call` that does not wait."""
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Pool(Protocol):
     size: int
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Workers:
-        """Build an object in each worker. host.Ref(role) in the arguments stands for one that is there already.
+        """Build an object in each worker. host.RoleRef(role) in the arguments stands for one that is there already.
 
         It may return before they are there; then the first call waits for them, and raises what went wrong.
         """
@@ -49,7 +49,7 @@ class Pool(Protocol):
         """End the processes."""
 
 
-def cut(items: Sequence[T], parts: int, group_size: int = 1) -> list[list[T]]:
+def split_evenly(items: Sequence[T], parts: int, group_size: int = 1) -> list[list[T]]:
     """Consecutive whole groups, as evenly as they go."""
     groups = len(items) // group_size
     edges = [group_size * (groups * part // parts) for part in range(parts + 1)]

@@ -25,8 +25,8 @@ from typing import Any
 from posttrain.cluster import messages
 from posttrain.cluster.processes import LOOPBACK, greet, launch, share_of_cores
 from posttrain.cluster.worker import serve
-from posttrain.cluster.worker_host import Group, Host
-from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.cluster.worker_host import GroupSpec, WorkerHost
+from posttrain.cluster.worker_pool import Channel, WorkerPool
 from posttrain.config.sections import launched_size
 from posttrain.core.errors import UsageError, WorkerError
 
@@ -45,7 +45,7 @@ def is_follower() -> bool:
 
 
 @dataclass(slots=True)
-class Launch:
+class LaunchedProcesses:
     """What rank 0 knows of the others."""
 
     size: int
@@ -56,10 +56,10 @@ class Launch:
     connections: dict[int, Connection] = field(default_factory=dict)
 
     @classmethod
-    def found(cls) -> Launch | None:
+    def detect(cls) -> LaunchedProcesses | None:
         return cls(launched_size()) if launched_size() > 1 else None
 
-    def pool(self, ranks: Sequence[int], logs: Path, seconds: float, step: Callable[[], int]) -> Crew:
+    def pool(self, ranks: Sequence[int], logs: Path, seconds: float, step: Callable[[], int]) -> WorkerPool:
         """A pool of these ranks."""
         if self.store is None:
             self.gather(seconds)
@@ -73,13 +73,13 @@ class Launch:
                 )
             process, connection = launch(log, own_device(), 0, on_loopback()) if not number else (None, None)
             channels.append(Channel(number, place, connection or self.connections.pop(number), log, process))
-        crew = Crew(channels, seconds, step)
+        crew = WorkerPool(channels, seconds, step)
         store, group = self.meeting()
         threads = share_of_cores(local_size())
         for channel in channels:
             if channel.process is None:
                 channel.send("log", 0, str(channel.log.resolve()))
-        greet(crew, [Group(place, len(ranks), store, group, seconds, threads) for place in range(len(ranks))])
+        greet(crew, [GroupSpec(place, len(ranks), store, group, seconds, threads) for place in range(len(ranks))])
         return crew
 
     def meeting(self) -> tuple[tuple[str, int], str]:
@@ -140,7 +140,7 @@ def follow() -> None:
     connection.send_bytes(str(rank()).encode())
     # Slurm and torchrun ask all processes to end; the controller saves first, and then ends the others.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    host = Host()
+    host = WorkerHost()
     serve(connection, host)
     host.leave()
     for number, handler in before.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.cluster.worker_host import Host
+from posttrain.cluster.worker_host import WorkerHost
 
 
 class LocalPool:
@@ -14,7 +14,7 @@ class LocalPool:
     size = 1
 
     def __init__(self) -> None:
-        self.host = Host()
+        self.host = WorkerHost()
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> LocalWorkers:
         self.host.start(role, factory, args, kwargs)
@@ -29,7 +29,7 @@ class LocalWorkers:
 
     size = 1
 
-    def __init__(self, host: Host, role: str) -> None:
+    def __init__(self, host: WorkerHost, role: str) -> None:
         self.host, self.role = host, role
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -39,14 +39,14 @@ class LocalWorkers:
         (shard,) = shards
         return self.call(method, shard, *args, **kwargs)
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Done:
-        return Done(self.call(method, *args, **kwargs))
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> CompletedCall:
+        return CompletedCall(self.call(method, *args, **kwargs))
 
     def close(self) -> None:
         self.host.forget(self.role)
 
 
-class Done:
+class CompletedCall:
     """A call whose answers are there."""
 
     def __init__(self, answers: list[Any]) -> None:

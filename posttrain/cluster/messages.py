@@ -25,7 +25,7 @@ Buffers = list[npt.NDArray[Any]]
 
 
 @dataclass(slots=True)
-class Head:
+class Header:
     """What is known of a message before it is read."""
 
     kind: str  # call, ping; answer, error, pong
@@ -62,12 +62,12 @@ def send(connection: Connection, kind: str, number: int, body: Any, *, side: boo
     """Send a whole message; the body comes first, so that one that cannot be sent raises before anything is."""
     buffers: Buffers = []
     connection.send(lightened(body, buffers))
-    connection.send(Head(kind, number, side, [(array.dtype.str, len(array)) for array in buffers]))
+    connection.send(Header(kind, number, side, [(array.dtype.str, len(array)) for array in buffers]))
     for array in buffers:
         write(connection, array)
 
 
-def receive(connection: Connection) -> tuple[Head, Any]:
+def receive(connection: Connection) -> tuple[Header, Any]:
     """The next message; EOFError or OSError where there is none."""
     try:
         body = connection.recv()

@@ -9,25 +9,25 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.cluster.base import Pool, Workers
-from posttrain.cluster.launched import Launch
+from posttrain.cluster.launched import LaunchedProcesses
 from posttrain.cluster.local import LocalPool
-from posttrain.cluster.processes import LOOPBACK, MeetingPoint, ProcessPool, devices_here, share_of_cores
+from posttrain.cluster.processes import LOOPBACK, ProcessPool, RendezvousStore, devices_here, share_of_cores
 from posttrain.cluster.ray import RayCluster
-from posttrain.cluster.slots import Seat
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ROLES, ClusterConfig
-from posttrain.parallel.weight_transfer import Meeting
+from posttrain.parallel.weight_transfer import Rendezvous
 
 
-class Places:
+class Placement:
     """Makes a pool when a role is first placed there; ends them all together."""
 
     def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
         self.cluster, self.logs = cluster, logs
         self.step = 0  # of the run now, for messages
         self.pools: dict[str, Pool] = {}
-        self.meeting: MeetingPoint | None = None
-        self.seats: list[Seat] = []
-        self.launch = Launch.found()
+        self.meeting: RendezvousStore | None = None
+        self.slots: list[WorkerSlot] = []
+        self.launch = LaunchedProcesses.detect()
         self.ray: RayCluster | None = None
 
     @property
@@ -61,7 +61,9 @@ class Places:
         seconds = self.cluster.limits[1]
         if self.cluster.ray:
             pool = self.ray_cluster().pool
-            return pool(size, self.logs, self.meeting_point(), first=first, together=together, step=lambda: self.step)
+            return pool(
+                size, self.logs, self.rendezvous_store(), first=first, together=together, step=lambda: self.step
+            )
         if self.launch is not None:
             return self.launch.pool(range(first, first + size), self.logs, seconds, lambda: self.step)
         devices = devices_here(self.cluster.devices)
@@ -69,7 +71,7 @@ class Places:
             size,
             self.logs,
             seconds=seconds,
-            meeting=self.meeting_point(),
+            meeting=self.rendezvous_store(),
             first=first,
             step=lambda: self.step,
             devices=devices[first : first + size] if devices else None,
@@ -82,26 +84,26 @@ class Places:
     def rollouts_apart(self) -> bool:
         return "rollout" in self.cluster.own_devices()
 
-    def seats_for_rollouts(self, start: Callable[[Pool], Workers]) -> list[Seat]:
+    def rollout_slots(self, start: Callable[[Pool], Workers]) -> list[WorkerSlot]:
         """A place for each engine; each is a pool of its own, so that one can be replaced without the others."""
         layout = self.cluster.of("rollout")
         first, each = self.first("rollout"), layout.tensor_parallel
         numbers = range(first, first + layout.devices, each)
-        self.seats = [Seat(partial(self.make, number, each, each), start) for number in numbers]
-        return self.seats
+        self.slots = [WorkerSlot(partial(self.make, number, each, each), start) for number in numbers]
+        return self.slots
 
-    def meet(self, size: int) -> Meeting:
+    def rendezvous(self, size: int) -> Rendezvous:
         """For a group across pools. It gives up before those who wait for its members do."""
         seconds = self.cluster.limits[1] / 2
         if self.launch is not None:
-            return Meeting(size, *self.launch.meeting(), seconds)
-        point = self.meeting_point()
-        return Meeting(size, point.address, point.name(), seconds)
+            return Rendezvous(size, *self.launch.meeting(), seconds)
+        point = self.rendezvous_store()
+        return Rendezvous(size, point.address, point.name(), seconds)
 
-    def meeting_point(self) -> MeetingPoint:
+    def rendezvous_store(self) -> RendezvousStore:
         if self.meeting is None:
             address = self.ray_cluster().address if self.cluster.ray else LOOPBACK
-            self.meeting = MeetingPoint(self.cluster.limits[1], address)
+            self.meeting = RendezvousStore(self.cluster.limits[1], address)
         return self.meeting
 
     def ray_cluster(self) -> RayCluster:
@@ -117,6 +119,6 @@ class Places:
                     last_first.callback(connection.close)
             for pool in self.pools.values():
                 last_first.callback(pool.close)
-            for seat in self.seats:
-                last_first.callback(seat.empty)
+            for slot in self.slots:
+                last_first.callback(slot.empty)
         self.pools.clear()

@@ -14,8 +14,8 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from posttrain.cluster.worker_host import Group
-from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.cluster.worker_host import GroupSpec
+from posttrain.cluster.worker_pool import Channel, WorkerPool
 from posttrain.core.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -23,7 +23,7 @@ LAUNCHERS: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_S
 LAUNCHERS += ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
-class MeetingPoint:
+class RendezvousStore:
     """A store in the controller where workers find each other. Listens on one address alone."""
 
     def __init__(self, seconds: float, address: str = LOOPBACK) -> None:
@@ -47,7 +47,7 @@ class MeetingPoint:
         return f"group-{next(self.numbers)}"
 
 
-class ProcessPool(Crew):
+class ProcessPool(WorkerPool):
     """`size` processes, one a device; on a CPU each gets its share of the cores."""
 
     def __init__(
@@ -56,7 +56,7 @@ class ProcessPool(Crew):
         logs: Path,
         *,
         seconds: float,
-        meeting: MeetingPoint,
+        meeting: RendezvousStore,
         first: int = 0,
         step: Callable[[], int] = lambda: 0,
         devices: Sequence[str] | None = None,
@@ -76,14 +76,14 @@ class ProcessPool(Crew):
         finally:
             super().__init__(channels, seconds, step)
         name = meeting.name()
-        greet(self, [Group(rank, size, meeting.address, name, seconds, threads) for rank in range(size)])
+        greet(self, [GroupSpec(rank, size, meeting.address, name, seconds, threads) for rank in range(size)])
 
     def end(self, seconds: float) -> None:
         super().end(seconds)
         self.starter.shutdown(wait=False)
 
 
-def greet(crew: Crew, groups: Sequence[Group]) -> None:
+def greet(crew: WorkerPool, groups: Sequence[GroupSpec]) -> None:
     """Tell each worker who it is and whom to meet."""
     main = spawn.get_preparation_data("worker")
     main.pop("authkey")  # of other connections

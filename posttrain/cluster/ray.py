@@ -26,10 +26,10 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.cluster import messages
-from posttrain.cluster.processes import LOOPBACK, MeetingPoint, greet
+from posttrain.cluster.processes import LOOPBACK, RendezvousStore, greet
 from posttrain.cluster.worker import log_into, serve
-from posttrain.cluster.worker_host import Group, Host
-from posttrain.cluster.worker_pool import Channel, Crew
+from posttrain.cluster.worker_host import GroupSpec, WorkerHost
+from posttrain.cluster.worker_pool import Channel, WorkerPool
 from posttrain.config.sections import ClusterConfig
 from posttrain.core.errors import UsageError, WorkerError
 
@@ -82,7 +82,7 @@ class RayCluster:
             )
 
     def pool(
-        self, size: int, logs: Path, meeting: MeetingPoint, *, first: int, together: int, step: Callable[[], int]
+        self, size: int, logs: Path, meeting: RendezvousStore, *, first: int, together: int, step: Callable[[], int]
     ) -> RayPool:
         return RayPool(self, size, logs, meeting, first=first, together=together, step=step)
 
@@ -147,7 +147,7 @@ def ready(group: Any, seconds: float) -> bool:
     return bool(found)
 
 
-class RayPool(Crew):
+class RayPool(WorkerPool):
     """`size` actors, each with a device of its own."""
 
     def __init__(
@@ -155,7 +155,7 @@ class RayPool(Crew):
         cluster: RayCluster,
         size: int,
         logs: Path,
-        meeting: MeetingPoint,
+        meeting: RendezvousStore,
         *,
         first: int = 0,
         together: int = 1,
@@ -173,7 +173,8 @@ class RayPool(Crew):
             super().__init__(channels, cluster.seconds, step)
             name = meeting.name()
             greet(
-                self, [Group(rank, size, meeting.address, name, self.seconds, cluster.threads) for rank in range(size)]
+                self,
+                [GroupSpec(rank, size, meeting.address, name, self.seconds, cluster.threads) for rank in range(size)],
             )
 
     def end(self, seconds: float) -> None:
@@ -184,7 +185,7 @@ class RayPool(Crew):
 
 
 @dataclass(slots=True, eq=False)
-class Recruit:
+class ActorHandle:
     """A worker as Ray knows it."""
 
     rank: int
@@ -198,7 +199,7 @@ class Recruit:
 
         return bool(ray.wait([self.serving], timeout=0)[0])
 
-    def obituary(self, seconds: float = OBITUARY_SECONDS) -> str:
+    def exit_reason(self, seconds: float = OBITUARY_SECONDS) -> str:
         """Why it ended, as Ray finds out; empty where it did not end."""
         import ray
 
@@ -238,7 +239,7 @@ class Recruit:
 class RayChannel(Channel):
     """The connection to a worker that Ray started."""
 
-    recruit: Recruit = field(kw_only=True)
+    recruit: ActorHandle = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self.host = str(self.recruit.node)
@@ -249,8 +250,8 @@ class RayChannel(Channel):
     def ended(self) -> bool:
         return self.recruit.ended()
 
-    def obituary(self) -> str:
-        return self.recruit.obituary()
+    def exit_reason(self) -> str:
+        return self.recruit.exit_reason()
 
     def finish(self, until: float) -> None:
         self.recruit.dismiss(until)
@@ -258,7 +259,7 @@ class RayChannel(Channel):
 
 def hire(
     group: Any, places: Sequence[tuple[int, Node]], logs: Sequence[Path], cluster: RayCluster
-) -> list[tuple[Recruit, Connection]]:
+) -> list[tuple[ActorHandle, Connection]]:
     """Start a worker at each place and let it connect."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -272,10 +273,10 @@ def hire(
         recruits = []
         for rank, ((bundle, node), file) in enumerate(zip(places, logs, strict=True)):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            actor = ray.remote(Employee).options(scheduling_strategy=where, **resources).remote()
+            actor = ray.remote(WorkerActor).options(scheduling_strategy=where, **resources).remote()
             alone = cluster.address == LOOPBACK
             serving = actor.serve.remote(meet, key, rank, str(file), passed_on(), node, alone, __version__)
-            recruits.append(Recruit(rank, node, file, actor, serving))
+            recruits.append(ActorHandle(rank, node, file, actor, serving))
         try:
             return list(zip(recruits, gather(listener, key, recruits, cluster.seconds), strict=True))
         except BaseException:
@@ -284,7 +285,7 @@ def hire(
             raise
 
 
-def gather(listener: socket.socket, key: bytes, recruits: Sequence[Recruit], seconds: float) -> list[Connection]:
+def gather(listener: socket.socket, key: bytes, recruits: Sequence[ActorHandle], seconds: float) -> list[Connection]:
     """The connections of all, by rank."""
     until = time.monotonic() + seconds
     listener.settimeout(LOOK_SECONDS)
@@ -297,7 +298,7 @@ def gather(listener: socket.socket, key: bytes, recruits: Sequence[Recruit], sec
             late = time.monotonic() > until
             for recruit in missing:
                 if late or recruit.ended():
-                    why = recruit.obituary(0) or f"did not connect within {seconds:g} s (cluster.limits)"
+                    why = recruit.exit_reason(0) or f"did not connect within {seconds:g} s (cluster.limits)"
                     message = f"new worker, rank {recruit.rank} (on {recruit.node}) {why}. Its log: {recruit.log}"
                     raise WorkerError(message, lost=True) from None
             continue
@@ -312,7 +313,7 @@ def gather(listener: socket.socket, key: bytes, recruits: Sequence[Recruit], sec
     return [found[recruit.rank] for recruit in recruits]
 
 
-class Employee:
+class WorkerActor:
     """The actor that is a worker."""
 
     def ping(self) -> None:
@@ -351,7 +352,7 @@ class Employee:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         connection.send_bytes(str(rank).encode())
-        serve(connection, Host())
+        serve(connection, WorkerHost())
 
 
 def interface_of(address: str) -> str:

@@ -2,7 +2,7 @@
 
 Calls run one after the other, in the order they were sent, which is the same for all workers of a pool: so those that
 wait for each other cannot do so crosswise. Only `generate`, called from the thread that makes batches ahead, runs
-beside them: it needs nobody else. Where both use one model they take turns: see samplers.Turns.
+beside them: it needs nobody else. Where both use one model they take turns: see samplers.ModelLock.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from posttrain.cluster import messages
-from posttrain.cluster.worker_host import Host, die_with_parent
+from posttrain.cluster.worker_host import WorkerHost, die_with_parent
 from posttrain.core.errors import PosttrainError
 
-Queue = queue.SimpleQueue[tuple[messages.Head, Any]]
+Queue = queue.SimpleQueue[tuple[messages.Header, Any]]
 
 is_worker = False
 """Whether this process serves a controller; then it must not train by itself."""
 
 
-def serve(connection: Connection, host: Host) -> None:
+def serve(connection: Connection, host: WorkerHost) -> None:
     """Answer calls until the controller says `end`; without a controller the process ends at once."""
     global is_worker
     is_worker = True
@@ -78,7 +78,7 @@ def log_into(file: str) -> None:
     os.close(descriptor)
 
 
-def perform(host: Host, head: messages.Head, body: Any, answer: Any) -> None:
+def perform(host: WorkerHost, head: messages.Header, body: Any, answer: Any) -> None:
     try:
         if isinstance(body, messages.Unreadable):
             raise TypeError(f"the call cannot be read here: {body.reason}")
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     print(f"--- worker process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
-    serve(Connection(descriptor), Host())
+    serve(Connection(descriptor), WorkerHost())
     return 0
 
 

@@ -15,14 +15,14 @@ from posttrain.core.logging import quiet_libraries
 
 
 @dataclass(slots=True, frozen=True)
-class Ref:
+class RoleRef:
     """Stands in the arguments of `start` for an object that the same worker already holds."""
 
     role: str
 
 
 @dataclass(slots=True, frozen=True)
-class Group:
+class GroupSpec:
     """The workers of a pool, as torch.distributed's default group."""
 
     rank: int
@@ -33,7 +33,7 @@ class Group:
     threads: int = 0  # of this worker on a CPU; 0: as torch decides
 
 
-class Host:
+class WorkerHost:
     """What a worker holds. `run` calls a method of one of its objects, or one of its own (role "")."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Host:
         if main is not None:
             spawn.prepare(main)
 
-    def join(self, group: Group) -> str:
+    def join(self, group: GroupSpec) -> str:
         """Meet the other workers; returns this machine's name."""
         if group.threads:
             import torch
@@ -75,7 +75,7 @@ class Host:
     def start(self, role: str, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build an object and hold it under its role."""
         quiet_libraries()
-        found = [self.objects[value.role] if isinstance(value, Ref) else value for value in args]
+        found = [self.objects[value.role] if isinstance(value, RoleRef) else value for value in args]
         self.objects[role] = factory(*found, **kwargs)
 
     def forget(self, role: str) -> None:

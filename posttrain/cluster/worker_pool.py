@@ -58,7 +58,7 @@ class Channel:
         """Whether the process is known to be gone."""
         return self.process is not None and self.process.poll() is not None
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended; empty where that is not known."""
         if self.process is None:
             return ""
@@ -84,7 +84,7 @@ class Channel:
 class Call:
     """A call under way."""
 
-    crew: Crew
+    crew: WorkerPool
     role: str
     method: str
     number: int
@@ -97,7 +97,7 @@ class Call:
         return [self.answers[rank] for rank in range(self.crew.size)]
 
 
-class Crew:
+class WorkerPool:
     """Worker processes of one pool, however they were started; they all serve one controller."""
 
     def __init__(self, channels: Sequence[Channel], seconds: float, step: Callable[[], int] = lambda: 0) -> None:
@@ -120,10 +120,10 @@ class Crew:
 
     # Calls
 
-    def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> CrewWorkers:
+    def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> PoolWorkers:
         """Without waiting, so that pools load at the same time; what goes wrong is raised by the next call."""
         self.begin("start", [(role, factory, args, kwargs)] * self.size, role)
-        return CrewWorkers(self, role)
+        return PoolWorkers(self, role)
 
     def begin(
         self,
@@ -209,7 +209,7 @@ class Crew:
                     self.take(channel, head, body)
                     self.news.notify_all()
 
-    def take(self, channel: Channel, head: messages.Head, body: Any) -> None:
+    def take(self, channel: Channel, head: messages.Header, body: Any) -> None:
         if head.kind == "pong":
             self.pongs.add(channel.rank)
             return
@@ -248,7 +248,7 @@ class Crew:
         """A process that is gone comes before those that miss it; then the first that raised; then who is silent."""
         for channel in self.channels:
             if channel.gone:
-                return WorkerError(self.about(channel, call, channel.obituary() or channel.gone), lost=True)
+                return WorkerError(self.about(channel, call, channel.exit_reason() or channel.gone), lost=True)
         if call.faults:
             rank = min(call.faults, key=lambda rank: call.faults[rank][2])
             kind, text, _ = call.faults[rank]
@@ -314,10 +314,10 @@ class Crew:
             self.news.notify_all()
 
 
-class CrewWorkers:
+class PoolWorkers:
     """The objects of one role."""
 
-    def __init__(self, crew: Crew, role: str) -> None:
+    def __init__(self, crew: WorkerPool, role: str) -> None:
         self.crew, self.role, self.size = crew, role, crew.size
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

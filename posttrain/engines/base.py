@@ -31,23 +31,23 @@ class Sampling:
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class GenerationRequest:
     """One answer that is wanted. Requests of one group share their prompt, which is then computed once."""
 
     prompt: Ints
     group: int = 0
     seed: int = 0
-    likeliest: int = 0
+    top_logprobs: int = 0
     """So many of the likeliest tokens are told at each place, where somebody reads along."""
 
 
-OnAnswer = Callable[[int, Sample], None]
+OnCompletion = Callable[[int, Sample], None]
 """Called with the request's index and its answer, as soon as it is complete; others may still be under way."""
 OnToken = Callable[[int, int], None]
 """Called with the request's index and the token, as soon as it is chosen."""
 
 
-Between = Callable[[], int]
+BetweenSteps = Callable[[], int]
 """Called between two steps, when no sequence is being computed: weights may change in it. Returns their version."""
 
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
     """Generates with the weights it has."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]: ...
 
     def sleep(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.core.types import Drawing, Floats, Sample
-from posttrain.engines.base import OnToken, Request, Sampling
+from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, trunk_needs_eager
 
@@ -29,7 +29,7 @@ class BeamEngine:
         self.trunk, self.tokenizer, self.beams, self.logprobs = trunk, tokenizer, beams, logprobs
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]:
         """One sample a request; nobody can read along, as a beam may still be given up."""
         assert on_token is None, "beams are known at the end"
@@ -47,7 +47,7 @@ class BeamEngine:
             sample.logprobs = found
         return samples
 
-    def search(self, group: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+    def search(self, group: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Sample]:
         """Answers to one prompt."""
         assert len(group) <= self.beams, f"{len(group)} answers of {self.beams} beams"
         prompt = group[0].prompt
@@ -78,7 +78,9 @@ class BeamEngine:
             answer = row[len(prompt) :].cpu().numpy().astype(np.int32)
             yield self.sample(request, answer, sampling)
 
-    def sample(self, request: Request, answer: np.ndarray[Any, np.dtype[np.int32]], sampling: Sampling) -> Sample:
+    def sample(
+        self, request: GenerationRequest, answer: np.ndarray[Any, np.dtype[np.int32]], sampling: Sampling
+    ) -> Sample:
         """Without the padding behind its end."""
         ends = np.flatnonzero(np.isin(answer, sampling.stop_ids))
         finish = "stop" if len(ends) else "length"

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from posttrain.core.types import Sample
-from posttrain.engines.base import Between, OnAnswer, OnToken, Request, Sampling
+from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.decode_graphs import Graphs
 from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import SlotCache, bytes_per_position, steps_for
-from posttrain.engines.scheduler import Hear, Session
+from posttrain.engines.scheduler import BatchScheduler, Hear
 from posttrain.engines.slots import Slots
 from posttrain.nn.forward import Trunk
 
@@ -55,7 +55,7 @@ class LocalEngine:
         """`leave`: bytes of the device that others will want; `frozen`: there are none, and weights never change."""
         self.trunk, self.tokenizer, self.leave, self.frozen = trunk, tokenizer, leave, frozen
         self.device = next(trunk.model.parameters()).device
-        self.most = slots or usual_slots(self.device)
+        self.most = slots or default_slots(self.device)
         self.may_take_more = slots is None
         self.addresses: tuple[int, ...] = ()
         self.decoder: FusedDecoder | None = None
@@ -67,11 +67,11 @@ class LocalEngine:
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         sampling: Sampling,
         on_token: OnToken | None = None,
-        between: Between | None = None,
-        on_answer: OnAnswer | None = None,
+        between_steps: BetweenSteps | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
         """One sample a request, in order. Tokens, log-probabilities and mask cover prompt and answer."""
         if not requests:
@@ -82,8 +82,8 @@ class LocalEngine:
             with torch.inference_mode():
                 self.prepare(requests, sampling)
                 hear = None if on_token is None else lambda answer: on_token(answer.index, answer.tokens[-1])
-                ahead = self.graphs is not None and hear is None and between is None
-                session = Session(self, hear, ahead=ahead)
+                ahead = self.graphs is not None and hear is None and between_steps is None
+                session = BatchScheduler(self, hear, ahead=ahead)
                 for request in requests:
                     session.submit(request, sampling)
                 ended: dict[int, Sample] = {}
@@ -91,13 +91,13 @@ class LocalEngine:
                 def collect() -> None:
                     for index, sample in session.collect().items():
                         ended[index] = sample
-                        if on_answer is not None:
-                            on_answer(index, sample)
+                        if on_completion is not None:
+                            on_completion(index, sample)
 
                 packed: int | None = None  # version of the weights
                 while session.busy:
-                    if between is not None:
-                        session.version = between()
+                    if between_steps is not None:
+                        session.version = between_steps()
                     if session.version != packed:
                         self.pack(len(requests), sampling.max_tokens)
                         packed = session.version
@@ -111,7 +111,7 @@ class LocalEngine:
             if self.device.type == "cpu" and not self.frozen:
                 self.sleep()
 
-    def session(self, longest: int, answer: int, hear: Hear) -> Session:
+    def session(self, longest: int, answer: int, hear: Hear) -> BatchScheduler:
         """Requests may come and go at any time, each with settings of its own, until the engine sleeps.
 
         `longest`: tokens of prompt and answer, `answer`: of the answer alone. All calls must come from one thread, in
@@ -123,7 +123,7 @@ class LocalEngine:
         assert self.slots is not None
         self.slots.begin(self.slots.answer, None)
         self.pack(self.most, answer)
-        return Session(self, hear, mixed=True)
+        return BatchScheduler(self, hear, mixed=True)
 
     def sleep(self) -> None:
         """Give the memory of cache and packed weights back. The next call takes it again, and captures graphs again."""
@@ -142,7 +142,7 @@ class LocalEngine:
         if can_pack(weights) and sum(weight.nbytes for weight in weights) < host_memory() * PACKING_SHARE:
             self.decoder.pack()
 
-    def prepare(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def prepare(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         """Room for these requests. What is there is kept if it is large enough: graphs hold its addresses."""
         self.find_weights()
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
@@ -216,14 +216,14 @@ class LocalEngine:
         return rung(count) if self.device.type == "cuda" else count
 
 
-def usual_slots(device: torch.device) -> int:
+def default_slots(device: torch.device) -> int:
     """Sequences under way at a time, if nothing else is said."""
     return 512 if device.type == "cuda" else 64
 
 
 def most_slots(device: torch.device, bytes_per_slot: int) -> int:
     """The same, where all requests are known when generation begins."""
-    usual = usual_slots(device)
+    usual = default_slots(device)
     if device.type != "cuda":
         return usual
     cheap = int(torch.cuda.get_device_properties(device).total_memory * MORE_SHARE) // bytes_per_slot

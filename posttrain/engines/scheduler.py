@@ -14,7 +14,7 @@ from posttrain.core import ops
 from posttrain.core.devices import copy_to_device
 from posttrain.core.types import Floats, Ints, Sample
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kv_cache import steps_for
 from posttrain.nn import attention
 
@@ -27,11 +27,11 @@ MOST_KINDS = 256  # ways to draw, and sets of stop texts, that are remembered
 
 
 @dataclass(slots=True)
-class Answer:
+class ActiveRequest:
     """A request under way."""
 
     index: int  # among the requests
-    request: Request
+    request: GenerationRequest
     sampling: Sampling
     kind: Kind
     slot: int = NOWHERE
@@ -40,7 +40,7 @@ class Answer:
     version: int = 0  # of the weights that drew its first token
     tokens: list[int] = field(default_factory=list)  # only where somebody reads them, be it for stop texts
     logprobs: list[float] = field(default_factory=list)  # only for a user
-    likeliest: list[Likeliest] = field(default_factory=list)  # of each place, where the request asks for some
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each place, where the request asks for some
 
     @property
     def longest(self) -> int:
@@ -75,7 +75,7 @@ class Fetched:
 class Seen:
     """How far everybody is, after some step."""
 
-    live: dict[int, Answer]  # by the slots of then
+    live: dict[int, ActiveRequest]  # by the slots of then
     state: Fetched  # see Slots.state
     version: int  # of the weights that drew the newest tokens
 
@@ -84,7 +84,7 @@ class Seen:
 class Leaving:
     """Answers that have ended."""
 
-    answers: list[Answer]
+    answers: list[ActiveRequest]
     stopped: list[bool]  # by a text
     drawn: Fetched  # tokens and log-probabilities [answers, length of the longest]
     newest: int  # version of the weights that drew the last tokens
@@ -95,17 +95,17 @@ class Kind:
     """Answers of one kind draw their tokens in the same way, so that one draw serves them all."""
 
     drawing: Sampling
-    likeliest: int
+    top_logprobs: int
 
     @property
     def is_special(self) -> bool:
         """Whether there is more to do than to divide by the temperature and draw."""
         how = self.drawing
         truncates = how.top_k or how.top_p < 1.0 or how.min_p
-        return bool(truncates or self.likeliest or how.temperature == 0.0 or how.repetition_penalty != 1.0)
+        return bool(truncates or self.top_logprobs or how.temperature == 0.0 or how.repetition_penalty != 1.0)
 
 
-class StopTexts:
+class StopTextMatcher:
     """Says when a text is there that ends an answer."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -133,14 +133,14 @@ class StopTexts:
         return known[token]
 
 
-Likeliest = list[tuple[int, float]]
+TopLogprobs = list[tuple[int, float]]
 """The likeliest tokens at a place with their log-probabilities, from the likeliest down."""
 
-Hear = Callable[[Answer], None]
+Hear = Callable[[ActiveRequest], None]
 """Called as soon as an answer has a new token."""
 
 
-class Session:
+class BatchScheduler:
     """Requests under way. `submit` takes one, `step` brings all a little further, `cancel` forgets one.
 
     A step has three parts: `begin`, `look`, `collect`. A GPU is at work while the host collects what it has seen at the
@@ -155,14 +155,14 @@ class Session:
         self.draw = steps_for(self.device).draw
         self.version = 0  # of the weights
         self.submitted = 0
-        self.waiting: deque[Answer] = deque()
-        self.live: dict[int, Answer] = {}  # by slot
+        self.waiting: deque[ActiveRequest] = deque()
+        self.live: dict[int, ActiveRequest] = {}  # by slot
         self.tokens = 0  # that one under way from the beginning would have
         self.behind = 1 if ahead else 0  # steps that `look` leaves for the next time
         self.seen: deque[Seen] = deque()
         self.leaving: list[Leaving] = []
         self.kinds: dict[tuple[Sampling, int], Kind] = {}
-        self.stop_texts = StopTexts(engine.tokenizer)
+        self.stop_texts = StopTextMatcher(engine.tokenizer)
         self.read = hear is not None
         on_gpu = engine.graphs is not None
         self.patience = LOOK_EVERY if on_gpu and hear is None else 1
@@ -175,20 +175,24 @@ class Session:
     def busy(self) -> bool:
         return bool(self.waiting or self.live)
 
-    def submit(self, request: Request, sampling: Sampling) -> int:
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         """Its number: from 0, in the order of submission."""
         if sampling.repetition_penalty != 1.0:
             self.slots.note(self.trunk.vocabulary)
         self.read = self.read or bool(sampling.stop_texts)
         index = self.submitted
         self.submitted += 1
-        self.waiting.append(Answer(index, request, sampling, self.kind_of(sampling, request.likeliest)))
+        self.waiting.append(ActiveRequest(index, request, sampling, self.kind_of(sampling, request.top_logprobs)))
         return index
 
-    def kind_of(self, sampling: Sampling, likeliest: int) -> Kind:
-        if self.waiting and self.waiting[-1].sampling is sampling and self.waiting[-1].kind.likeliest == likeliest:
+    def kind_of(self, sampling: Sampling, top_logprobs: int) -> Kind:
+        if (
+            self.waiting
+            and self.waiting[-1].sampling is sampling
+            and self.waiting[-1].kind.top_logprobs == top_logprobs
+        ):
             return self.waiting[-1].kind
-        what = (replace(sampling, max_tokens=0, stop_texts=()), likeliest)  # what a captured step depends on
+        what = (replace(sampling, max_tokens=0, stop_texts=()), top_logprobs)  # what a captured step depends on
         if what not in self.kinds:
             assert self.mixed or not self.kinds, "a captured step draws in one way"
             if len(self.kinds) >= MOST_KINDS:  # most are of users who are long gone
@@ -224,7 +228,7 @@ class Session:
     def admit(self) -> None:
         """Move requests into free slots and run their prompts, each different prompt of neighbours once."""
         free = [slot for slot in range(self.cache.slots) if slot not in self.live]
-        chosen: list[Answer] = []
+        chosen: list[ActiveRequest] = []
         room = self.admit_tokens
         while self.waiting and len(chosen) < len(free):
             prompt = self.waiting[0].request.prompt
@@ -247,7 +251,7 @@ class Session:
         self.choose(rows, self.logits_of(hidden), chosen)
         self.live |= newcomers
 
-    def passes(self, newcomers: dict[int, Answer]) -> Iterator[list[tuple[Ints, list[int]]]]:
+    def passes(self, newcomers: dict[int, ActiveRequest]) -> Iterator[list[tuple[Ints, list[int]]]]:
         """Prompts that run together, each with the slots that share it."""
         part: list[tuple[Ints, list[int]]] = []
         tokens = 0
@@ -331,13 +335,13 @@ class Session:
         assert self.engine.logits is not None
         return self.engine.logits[:count]
 
-    def choose(self, rows: torch.Tensor, logits: torch.Tensor, answers: Sequence[Answer | None]) -> None:
+    def choose(self, rows: torch.Tensor, logits: torch.Tensor, answers: Sequence[ActiveRequest | None]) -> None:
         """Draw the next token of each row that has an answer: all in one draw, however they are to be drawn."""
         kinds: dict[Kind, list[int]] = {}
         for place, answer in enumerate(answers):
             if answer is not None:
                 kinds.setdefault(answer.kind, []).append(place)
-        if len(kinds) == 1 and not any(kind.likeliest for kind in kinds):
+        if len(kinds) == 1 and not any(kind.top_logprobs for kind in kinds):
             (kind,) = kinds
             self.draw_for(rows, logits, kind.drawing)
             return
@@ -361,13 +365,13 @@ class Session:
             chances = logits[at].masked_fill(logits[at] < least[at], -torch.inf).log_softmax(-1)
             if kind.drawing.temperature == 0.0:
                 logprobs[at], tokens[at] = chances.max(-1)
-            if kind.likeliest:
-                best = chances.topk(min(kind.likeliest, chances.shape[1]))
+            if kind.top_logprobs:
+                best = chances.topk(min(kind.top_logprobs, chances.shape[1]))
                 pairs = torch.stack([best.indices.double(), best.values.double()], -1).tolist()
                 for place, of_answer in zip(kinds[kind], pairs, strict=True):
                     answer = answers[place]
                     assert answer is not None
-                    answer.likeliest.append(
+                    answer.top_logprobs.append(
                         [(int(token), chance) for token, chance in of_answer if chance > -torch.inf]
                     )
         by_stops: dict[tuple[int, ...], list[int]] = {}
@@ -428,7 +432,7 @@ class Session:
             self.leave(over, seen.version)
             self.close_gaps()
 
-    def reads_stop(self, answer: Answer, tokens: list[int]) -> bool:
+    def reads_stop(self, answer: ActiveRequest, tokens: list[int]) -> bool:
         """Take its new tokens, up to the one with which a stop text is complete; whether one is."""
         texts = answer.sampling.stop_texts
         for token in tokens:
@@ -476,7 +480,7 @@ class Session:
             self.live[target].slot = target
 
 
-def finished(answer: Answer, tokens: Ints, logprobs: Floats, finish: str, newest: int) -> Sample:
+def finished(answer: ActiveRequest, tokens: Ints, logprobs: Floats, finish: str, newest: int) -> Sample:
     prompt = answer.request.prompt
     return Sample(
         tokens=np.concatenate([prompt, tokens]),

@@ -10,10 +10,10 @@ from typing import Any
 
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.data.reading.examples import Message, turn
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.inference.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
 from posttrain.inference.text_stream import TextStream, visible
-from posttrain.rollout.rollouts import seed_of
+from posttrain.rollout.rollouts import seed_for
 
 HELP = """\
 /clear           forget the conversation (also: clear, new)
@@ -60,7 +60,7 @@ class Conversation:
             write(visible(text))
 
         sampling = replace(options.sampling, stop_ids=self.model.stop_ids)
-        request = Request(prompt=prompt, seed=seed_of(options.seed, len(self.turns), 0))
+        request = GenerationRequest(prompt=prompt, seed=seed_for(options.seed, len(self.turns), 0))
         try:
             (found,) = self.model.generate([request], sampling, lambda _, token: tell(stream.add(token)))
         finally:

@@ -26,7 +26,7 @@ from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.reading.examples import PromptExample
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.inference.completion_files import jsonl
 from posttrain.inference.model import (
     CONDITION,
@@ -40,7 +40,7 @@ from posttrain.inference.model import (
 from posttrain.inference.progress import Progress
 from posttrain.inference.workers import beams_of, check_workers, deciding, speaker, tensor_parallel
 from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
-from posttrain.rollout.rollouts import seed_of
+from posttrain.rollout.rollouts import seed_for
 from posttrain.train.run import fingerprint
 
 WORTH_SHARING = 64  # answers for a device
@@ -204,10 +204,10 @@ def prompts_at_once(config: Generation) -> int:
     return max(1, config.batch // config.n)
 
 
-def requests_for(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> list[Request]:
+def requests_for(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> list[GenerationRequest]:
     """The answers that are wanted to a batch of prompts."""
     return [
-        Request(prompt=prompt.tokens, group=place, seed=seed_of(config.seed, place, k))
+        GenerationRequest(prompt=prompt.tokens, group=place, seed=seed_for(config.seed, place, k))
         for place, prompt in prompts
         for k in range(config.n)
     ]
@@ -230,7 +230,7 @@ def as_rows(
             "finish": sample.finish,
             "tokens": tokens.tolist(),
             "logprob": float(sample.logprobs[sample.mask].astype("float64").sum()),
-            "seed": seed_of(config.seed, place, k),
+            "seed": seed_for(config.seed, place, k),
             "columns": prompt.columns,
         }
         if config.condition is not None:

@@ -15,7 +15,7 @@ from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import stop_ids
 from posttrain.data.reading.examples import Message, PromptExample
-from posttrain.engines.base import OnToken, Request, Sampling
+from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models import adapters
 from posttrain.models.loading import hub_options, is_adapter, read_config, resolve_path
@@ -53,7 +53,7 @@ class ServedModel:
         return prompt
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]:
         """One answer a request."""
         return self.engine.generate(requests, sampling, on_token)

@@ -16,15 +16,15 @@ from typing import Protocol
 import torch
 
 from posttrain.cluster import worker
-from posttrain.cluster.base import Pending
-from posttrain.cluster.placement import Places
-from posttrain.cluster.slots import Seat
+from posttrain.cluster.base import PendingCall
+from posttrain.cluster.placement import Placement
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, launched_size
 from posttrain.core.devices import default_device
 from posttrain.core.errors import UsageError, WorkerError
 from posttrain.core.types import Sample
 from posttrain.data.encoding.templates import apply_template
-from posttrain.engines.base import Engine, Request, Sampling
+from posttrain.engines.base import Engine, GenerationRequest, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.engines.vllm import engine as vllm
 from posttrain.inference.model import ServedModel, base_of
@@ -45,7 +45,7 @@ log = logging.getLogger("posttrain")
 class Speaker(Protocol):
     """Answers batches of requests."""
 
-    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
         """Of each batch, in order."""
 
 
@@ -65,12 +65,12 @@ def speaker(
     divided = tensor_parallel(engine)
     layout = (f"rollout.devices={cluster.devices}", f"rollout.tp={divided}")
     limits = (0, max(SECONDS, cluster.limits[1]))
-    places = Places(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
+    places = Placement(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
     places.launch = None  # each process that a launcher started may have workers of its own
     try:
-        seats = places.seats_for_rollouts(lambda pool: pool.start("generate", Answerer, model, template, tuple(engine)))
-        places.meeting_point()  # made once, before threads ask for it
-        crew = Answerers(seats)
+        slots = places.rollout_slots(lambda pool: pool.start("generate", Answerer, model, template, tuple(engine)))
+        places.rendezvous_store()  # made once, before threads ask for it
+        crew = Answerers(slots)
         yield crew
         if not crew.lost:
             shutil.rmtree(logs, ignore_errors=True)
@@ -141,7 +141,7 @@ class Here:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
         for requests in batches:
             yield self.engine.generate(requests, sampling)
 
@@ -168,7 +168,7 @@ class Answerer:
         else:
             self.engine = engine_of_folder(model, template, engine[1:])
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         return self.engine.generate(requests, sampling)
 
 
@@ -198,17 +198,17 @@ class Answerers:
     One that is lost is replaced, and what it was asked is asked again: seeds decide answers, so they are the same.
     """
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
-        self.seats, self.lost = list(seats), 0
-        with ThreadPoolExecutor(len(self.seats), thread_name_prefix="seats") as starting:
-            for done in [starting.submit(seat.fill) for seat in self.seats]:
+    def __init__(self, slots: Sequence[WorkerSlot]) -> None:
+        self.slots, self.lost = list(slots), 0
+        with ThreadPoolExecutor(len(self.slots), thread_name_prefix="slots") as starting:
+            for done in [starting.submit(slot.fill) for slot in self.slots]:
                 done.result()
 
-    def answers(self, batches: Iterable[list[Request]], sampling: Sampling) -> Iterator[list[Sample]]:
+    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
         asked: deque[Asked] = deque()
-        for seat, requests in zip(cycle(self.seats), batches):  # seats have no end
-            asked.append(Asked(seat, requests, sampling))
-            if len(asked) == DEPTH * len(self.seats):
+        for slot, requests in zip(cycle(self.slots), batches):  # slots have no end
+            asked.append(Asked(slot, requests, sampling))
+            if len(asked) == DEPTH * len(self.slots):
                 yield self.first_of(asked)
         while asked:
             yield self.first_of(asked)
@@ -222,29 +222,29 @@ class Answerers:
             except WorkerError as error:
                 if not error.lost:
                     raise
-                self.replace(first.seat, error)
+                self.replace(first.slot, error)
                 for other in asked:
-                    if other.seat is first.seat:
+                    if other.slot is first.slot:
                         other.ask()
             else:
                 asked.popleft()
                 return found  # type: ignore[no-any-return]
         raise WorkerError(f"workers were lost {ATTEMPTS} times in a row while they answered one batch", lost=True)
 
-    def replace(self, seat: Seat, error: WorkerError) -> None:
+    def replace(self, slot: WorkerSlot, error: WorkerError) -> None:
         log.warning("%s", error)
         log.warning("another worker takes its place; what it was asked is asked again")
         self.lost += 1
-        seat.empty()
-        seat.fill()
+        slot.empty()
+        slot.fill()
 
 
 class Asked:
     """A batch that a worker has."""
 
-    def __init__(self, seat: Seat, requests: list[Request], sampling: Sampling) -> None:
-        self.seat, self.requests, self.sampling = seat, requests, sampling
+    def __init__(self, slot: WorkerSlot, requests: list[GenerationRequest], sampling: Sampling) -> None:
+        self.slot, self.requests, self.sampling = slot, requests, sampling
         self.ask()
 
     def ask(self) -> None:
-        self.call: Pending = self.seat.submit("generate", self.requests, self.sampling)
+        self.call: PendingCall = self.slot.submit("generate", self.requests, self.sampling)

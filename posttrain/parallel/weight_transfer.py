@@ -20,7 +20,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.types import Floats
 
 BUCKET_BYTES = 256 * 2**20
-MEETING_LIMIT = timedelta(seconds=60)  # all are there and idle; one that is lost is noticed by the controller
+RENDEZVOUS_LIMIT = timedelta(seconds=60)  # all are there and idle; one that is lost is noticed by the controller
 ALIGNED = 16  # bytes: every type may begin at such a place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -28,7 +28,7 @@ Entry = tuple[str, str, list[int]]  # name, type, shape
 
 
 @dataclass(slots=True, frozen=True)
-class Meeting:
+class Rendezvous:
     """A group of one sender, rank 0, and the receivers."""
 
     size: int
@@ -39,7 +39,7 @@ class Meeting:
 
 
 @dataclass(slots=True, frozen=True)
-class Moved:
+class TransferResult:
     """What a transfer came to; `failure` says why it was not completed."""
 
     bytes: int
@@ -51,12 +51,12 @@ class Moved:
 class Transfer:
     """One process's place in such a group."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int) -> None:
         self.device = default_device()
         backend = meeting.backend or ("nccl" if self.device.type == "cuda" else "gloo")
         self.staging = self.device if backend == "nccl" else torch.device("cpu")  # where bytes are when they travel
         self.limit = timedelta(seconds=meeting.seconds)
-        limit = min(self.limit, MEETING_LIMIT)
+        limit = min(self.limit, RENDEZVOUS_LIMIT)
         store = dist.TCPStore(*meeting.store, is_master=False, timeout=limit)
         named = dist.PrefixStore(meeting.name, store)
         self.group: Any

@@ -24,7 +24,7 @@ from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_o
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward
 from posttrain.pipelines.summary import by_iteration, closing_words
-from posttrain.rollout.rollouts import seed_of
+from posttrain.rollout.rollouts import seed_for
 from posttrain.train.roles import check_reward_model
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
@@ -153,7 +153,7 @@ def generation(config: PipelineConfig, number: int, model: str, place: Path) -> 
         out=str(place / "answers.jsonl"),
         sampling=sampling(config, options.temperature),
         n=options.n,
-        seed=seed_of(config.seed, number, 0),
+        seed=seed_for(config.seed, number, 0),
         window=(number, config.prompts) if config.prompts else None,
         around=bool(config.prompts),
         condition_template=config.condition_template,
@@ -230,7 +230,7 @@ def training(config: PipelineConfig, recipe: Recipe, number: int, model: str, ro
         with_algorithm(ALGORITHMS[recipe.trainer]),
         steps=config.steps,
         epochs=config.epochs,
-        seed=seed_of(config.seed, number, 1),
+        seed=seed_for(config.seed, number, 1),
         model=replace(config.model, path=model),
         data=DataConfig(
             train=(rows,), template=config.data.template, max_tokens=longest(config), shuffle=config.data.shuffle

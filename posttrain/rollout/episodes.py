@@ -17,10 +17,10 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.rollout.environments import Environments, Talk
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
-from posttrain.rollout.rollouts import Generator, seed_of
+from posttrain.rollout.rollouts import Generator, seed_for
 
 
 @dataclass(slots=True)
@@ -134,10 +134,10 @@ class Dialogues:
     def hear(self, dialogues: Sequence[Dialogue], turn: int, greedy: bool) -> None:
         """The next reply of each, within what is left of rollout.max_tokens."""
         requests = [
-            Request(
+            GenerationRequest(
                 prompt=np.array(dialogue.tokens, dtype=np.int32),
                 group=dialogue.position,
-                seed=seed_of(dialogue.seed, turn, 0) if turn else dialogue.seed,  # one turn: as without environment
+                seed=seed_for(dialogue.seed, turn, 0) if turn else dialogue.seed,  # one turn: as without environment
             )
             for dialogue in dialogues
         ]

@@ -134,7 +134,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
     )
 
 
-def unjudged(rollout: Rollout) -> Rollout:
+def unscored(rollout: Rollout) -> Rollout:
     """A recorded answer as it was when it was sampled: what was found out later is to be found out again.
 
     What an environment said of it stays, as it cannot be asked again.

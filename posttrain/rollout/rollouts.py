@@ -21,9 +21,9 @@ from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import ExampleStream
-from posttrain.engines.base import OnAnswer, Request, Sampling
-from posttrain.rollout.records import Rollout, as_row, from_row, unjudged
-from posttrain.rollout.scoring import Judge
+from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
+from posttrain.rollout.records import Rollout, as_row, from_row, unscored
+from posttrain.rollout.scoring import RolloutScorer
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -32,13 +32,13 @@ class Generator(Protocol):
     """Who answers: a policy, or an engine with weights of its own."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, on_answer: OnAnswer | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]: ...
 
     def refresh_sampler(self) -> None: ...
 
 
-class Conversation(Protocol):
+class EpisodeRunner(Protocol):
     """Who answers in several turns, with an environment between them."""
 
     def play(
@@ -52,7 +52,7 @@ class Rollouts:
     def __init__(
         self,
         policy: Generator,
-        judge: Judge,
+        scorer: RolloutScorer,
         stream: ExampleStream,
         config: OnlineConfig,
         sampling: Sampling,
@@ -60,12 +60,12 @@ class Rollouts:
         *,
         phase: Phase = lambda _: nullcontext(),
         greedy_baseline: bool = False,
-        environment: Conversation | None = None,
+        environment: EpisodeRunner | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
         update: Callable[[int], None] | None = None,
     ) -> None:
         """`update`: brings weights of a version to who generates, in place of policy.refresh_sampler."""
-        self.policy, self.judge, self.stream, self.config = policy, judge, stream, config
+        self.policy, self.scorer, self.stream, self.config = policy, scorer, stream, config
         self.sampling, self.tokenizer, self.phase = sampling, tokenizer, phase
         self.greedy_baseline = greedy_baseline
         self.environment = environment
@@ -74,7 +74,7 @@ class Rollouts:
         self.version = 0  # of the policy's weights
         self.begun: deque[Job] = deque()
 
-    def take(self) -> list[Rollout]:
+    def next_batch(self) -> list[Rollout]:
         """The next batch; failed answers are among them."""
         ahead = self.config.rollout.ahead
         while len(self.begun) <= ahead:
@@ -113,10 +113,10 @@ class Rollouts:
             _, recorded = next(self.recorded, (0, None))
             if recorded is None:
                 raise DataError(f"{self.config.rollout.replay}: there are fewer recorded batches than steps")
-            replayed = [unjudged(rollout) for rollout in recorded]
+            replayed = [unscored(rollout) for rollout in recorded]
             self.stream.position += len(list(by_group(replayed)))  # its prompts count as asked
             with phase("reward"):
-                self.judge.judge(replayed)
+                self.scorer.score(replayed)
             return replayed
         wanted = self.config.update.rows_per_step
         batch: list[Rollout] = []
@@ -139,15 +139,15 @@ class Rollouts:
         """Answers of all prompts, judged; those of one prompt are neighbours and share a group."""
         n, seed = self.config.rollout.samples_per_prompt, self.config.seed
         repeated = [asked for asked in prompts for _ in range(n)]
-        seeds = [seed_of(seed, position, k) for position, _ in prompts for k in range(n)]
-        with phase("generate"), self.judge.early(len(repeated)) as early:
+        seeds = [seed_for(seed, position, k) for position, _ in prompts for k in range(n)]
+        with phase("generate"), self.scorer.early(len(repeated)) as early:
             rollouts = self.ask(repeated, seeds, told=early.tell)
             greedy = self.ask(prompts, [0] * len(prompts), greedy=True) if self.greedy_baseline else []
         if not self.config.rollout.inflight:  # else who generated knows better
             for rollout in rollouts:
                 rollout.sample.version = rollout.sample.newest = version
         with phase("reward"):
-            self.judge.judge(rollouts + greedy)
+            self.scorer.score(rollouts + greedy)
         for baseline, group in zip(greedy, by_group(rollouts), strict=False):
             for rollout in group:
                 rollout.sample.baseline = baseline.sample.reward
@@ -230,7 +230,7 @@ def answers(
 ) -> list[Rollout]:
     """An answer to each prompt, in one turn; `told` may hear of some before all are there."""
     requests = [
-        Request(prompt=prompt.tokens, group=position, seed=seed)
+        GenerationRequest(prompt=prompt.tokens, group=position, seed=seed)
         for (position, prompt), seed in zip(prompts, seeds, strict=True)
     ]
     made: dict[int, Rollout] = {}
@@ -242,8 +242,8 @@ def answers(
         made[index] = Rollout(sample=sample, prompt=prompt, text=text)
         return made[index]
 
-    hear: OnAnswer | None = None if told is None else lambda index, sample: told(note(index, sample))
-    samples = policy.generate(requests, sampling, on_answer=hear)
+    hear: OnCompletion | None = None if told is None else lambda index, sample: told(note(index, sample))
+    samples = policy.generate(requests, sampling, on_completion=hear)
     return [made.get(index) or note(index, sample) for index, sample in enumerate(samples)]
 
 
@@ -258,7 +258,7 @@ def has_signal(group: Sequence[Rollout]) -> bool:
     return len({rollout.sample.reward for rollout in group if not rollout.failure}) > 1
 
 
-def seed_of(run_seed: int, position: int, answer: int) -> int:
+def seed_for(run_seed: int, position: int, answer: int) -> int:
     """Of one answer: the same whatever else is asked, and unlike that of any other."""
     digest = hashlib.blake2b(f"{run_seed}/{position}/{answer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

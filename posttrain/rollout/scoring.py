@@ -23,7 +23,7 @@ ModelScores = Callable[[Sequence[Rollout]], list[float]]
 """A reward model: a score for each answer."""
 
 
-class Judge:
+class RolloutScorer:
     """Writes rewards into rollouts. One that cannot be scored is marked as failed, and never scored 0."""
 
     def __init__(self, rewards: Rewards, models: dict[int, ModelScores], config: OnlineConfig, tokenizer: Any) -> None:
@@ -35,7 +35,7 @@ class Judge:
         self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
         self.text_of = lru_cache(PROMPTS_KEPT)(lambda tokens: tokenizer.decode(np.frombuffer(tokens, dtype=np.int32)))
 
-    def judge(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
+    def score(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
         """Score them all; past what rewards.limits allows the run stops with what went wrong.
 
         `training`: False leaves sums as they are where training divides them, so that they compare over a run.
@@ -151,9 +151,9 @@ class Spread:
 class Early:
     """A thread that asks reward functions about answers while others are still being written."""
 
-    def __init__(self, judge: Judge, count: int) -> None:
-        self.judge, self.count = judge, count
-        self.enough = max(1, min(judge.rewards.at_once, count // 4))  # to be asked about together
+    def __init__(self, scorer: RolloutScorer, count: int) -> None:
+        self.scorer, self.count = scorer, count
+        self.enough = max(1, min(scorer.rewards.at_once, count // 4))  # to be asked about together
         self.told: SimpleQueue[Rollout | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self.run, name="early rewards", daemon=True)
@@ -183,6 +183,6 @@ class Early:
                 raise
 
     def ask(self, rollouts: Sequence[Rollout]) -> None:
-        verdicts = self.judge.rewards.score(self.judge.completions(rollouts), self.count)
+        verdicts = self.scorer.rewards.score(self.scorer.completions(rollouts), self.count)
         for rollout, of_answer in zip(rollouts, verdicts, strict=True):
             rollout.early = of_answer

@@ -17,9 +17,9 @@ import numpy as np
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Ints
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.engines.base import Request
+from posttrain.engines.base import GenerationRequest
 from posttrain.inference.model import ServedModel
-from posttrain.rollout.rollouts import seed_of
+from posttrain.rollout.rollouts import seed_for
 from posttrain.server.engine_thread import Scheduler, Ticket
 from posttrain.server.http import Call, Handler, Refusal, Reply
 from posttrain.server.metrics import Metrics
@@ -186,7 +186,7 @@ class Completions:
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         return [
             Ticket(
-                Request(prompt=prompt, seed=seed_of(seed, place, k), likeliest=wanted.likeliest),
+                GenerationRequest(prompt=prompt, seed=seed_for(seed, place, k), top_logprobs=wanted.likeliest),
                 wanted.sampling,
                 changed,
                 streamed=wanted.stream,

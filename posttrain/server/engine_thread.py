@@ -11,28 +11,28 @@ from dataclasses import dataclass, field
 import torch
 
 from posttrain.core.types import Sample
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.scheduler import Answer, Likeliest, Session
+from posttrain.engines.scheduler import ActiveRequest, BatchScheduler, TopLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
     """An answer that somebody waits for. Only the event loop reads and writes it, but for `number`."""
 
-    request: Request
+    request: GenerationRequest
     sampling: Sampling
     changed: asyncio.Event  # set when there is news: it is over, or there are more tokens
     streamed: bool  # tokens as they come, not all at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    likeliest: list[Likeliest] = field(default_factory=list)
+    likeliest: list[TopLogprobs] = field(default_factory=list)
     finish: str = ""  # stop or length, when it is over; error when it will never be
     due: float = 0.0  # before this time of the event loop's clock, more tokens alone are no news
     number: int = -1  # the session's, and the engine's thread's alone
 
 
-News = tuple[Ticket, list[int], list[float], list[Likeliest], str]
+News = tuple[Ticket, list[int], list[float], list[TopLogprobs], str]
 """More of an answer, and how it ended if it did."""
 
 
@@ -50,7 +50,7 @@ class Scheduler:
         self.dropped: list[Ticket] = []
         self.closing = False
         self.tickets: dict[int, Ticket] = {}  # by number; this and what follows is the engine's thread's
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, ActiveRequest] = {}
         self.news: list[News] = []
 
     def start(self) -> asyncio.Future[None]:
@@ -115,7 +115,7 @@ class Scheduler:
                 self.tell(ended)
         self.engine.sleep()
 
-    def take(self, session: Session) -> bool:
+    def take(self, session: BatchScheduler) -> bool:
         """Hand over what has come in; wait for something if there is nothing to do. False: the end."""
         with self.condition:
             while not (self.inbox or self.dropped or session.busy or self.closing):
@@ -131,16 +131,16 @@ class Scheduler:
             self.answers.pop(ticket.number, None)
         return not self.closing
 
-    def hear(self, answer: Answer) -> None:
+    def hear(self, answer: ActiveRequest) -> None:
         ticket = self.tickets[answer.index]
         self.answers[answer.index] = answer
         if ticket.streamed:
-            self.news.append((ticket, answer.tokens[-1:], answer.logprobs[-1:], answer.likeliest[-1:], ""))
+            self.news.append((ticket, answer.tokens[-1:], answer.logprobs[-1:], answer.top_logprobs[-1:], ""))
 
     def tell(self, ended: dict[int, Sample]) -> None:
         for number, sample in ended.items():
             ticket, answer = self.tickets.pop(number), self.answers.pop(number)
-            rest = ([], [], []) if ticket.streamed else (answer.tokens, answer.logprobs, answer.likeliest)
+            rest = ([], [], []) if ticket.streamed else (answer.tokens, answer.logprobs, answer.top_logprobs)
             self.news.append((ticket, *rest, sample.finish))
         if self.news:
             news, self.news = self.news, []

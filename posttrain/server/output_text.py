@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.engines.scheduler import Likeliest
+from posttrain.engines.scheduler import TopLogprobs
 from posttrain.inference.text_stream import TextStream
 from posttrain.server.protocol import Entry, Spelled
 
@@ -67,7 +67,7 @@ class Wording:
         self.stopped = False  # a stop text is complete
 
     def add(
-        self, tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Likeliest]
+        self, tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[TopLogprobs]
     ) -> tuple[str, list[Entry]]:
         """What can be told now."""
         said = [token for token in tokens if token not in self.stop_ids]

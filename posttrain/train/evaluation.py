@@ -11,10 +11,10 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Prompt, Sample
-from posttrain.engines.base import OnAnswer, Request, Sampling
+from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.rollout.records import Rollout
-from posttrain.rollout.rollouts import Conversation, Generator, answers, by_group, seed_of
-from posttrain.rollout.scoring import Judge
+from posttrain.rollout.rollouts import EpisodeRunner, Generator, answers, by_group, seed_for
+from posttrain.rollout.scoring import RolloutScorer
 
 RIGHT = 0.5  # an answer whose first reward is above this counts as right
 EXAMINATION = 0xE7A1  # keeps its random numbers apart from those of training
@@ -23,7 +23,9 @@ EXAMINATION = 0xE7A1  # keeps its random numbers apart from those of training
 class Speaker(Protocol):
     """A policy that can answer with the weights of now."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, *, current: bool = False) -> list[Sample]: ...
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, current: bool = False
+    ) -> list[Sample]: ...
 
 
 class Examination:
@@ -33,26 +35,26 @@ class Examination:
         self,
         config: OnlineConfig,
         sampling: Sampling,
-        judge: Judge,
+        scorer: RolloutScorer,
         tokenizer: Any,
-        dialogues: Callable[[Generator, Sampling], Conversation | None] = lambda *_: None,
+        dialogues: Callable[[Generator, Sampling], EpisodeRunner | None] = lambda *_: None,
     ) -> None:
         """`dialogues`: who plays, for a given policy and sampling, where there are environments."""
-        self.config, self.judge, self.tokenizer, self.dialogues = config.eval, judge, tokenizer, dialogues
+        self.config, self.scorer, self.tokenizer, self.dialogues = config.eval, scorer, tokenizer, dialogues
         self.seed = config.seed
         self.sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
 
     def hold(self, policy: Speaker, prompts: Sequence[Prompt]) -> dict[str, float]:
         prompts, n = prompts[: self.config.max_rows], self.config.samples_per_prompt
         asked = [(place, prompt) for place, prompt in enumerate(prompts) for _ in range(n)]
-        seeds = [seed_of(self.seed ^ EXAMINATION, place, k) for place in range(len(prompts)) for k in range(n)]
+        seeds = [seed_for(self.seed ^ EXAMINATION, place, k) for place in range(len(prompts)) for k in range(n)]
         examinee = Examinee(policy)
         conversation = self.dialogues(examinee, self.sampling)
         if conversation is not None:
             rollouts = conversation.play(asked, seeds)
         else:
             rollouts = answers(examinee, asked, seeds, self.sampling, self.tokenizer)
-        self.judge.judge(rollouts, training=False)
+        self.scorer.score(rollouts, training=False)
         return self.figures(rollouts)
 
     def figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -87,7 +89,7 @@ class Examinee:
         self.policy = policy
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *, on_answer: OnAnswer | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]:
         return self.policy.generate(requests, sampling, current=True)
 

@@ -25,10 +25,9 @@ from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
 from posttrain.data.encoding.templates import apply_template, stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
-from posttrain.engines.base import Between, OnAnswer, Sampling
-from posttrain.engines.base import Request as Wanted
+from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.vllm.replica import Follower
+from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe
 from posttrain.models import adapters as lora
 from posttrain.models import memory
@@ -112,10 +111,10 @@ class Learner:
         self.trunk.value_head = valued
         self.own_sampler = sampler_copy
         self.sampler = self.trunk
-        self.follower: Follower | None = None
+        self.replica: VllmReplica | None = None
         if engine[0] == "vllm":
             looks = (self.weights, self.logprobs)
-            self.follower = Follower(engine[1:], self.model, self.tokenizer, self.dtype, *looks)
+            self.replica = VllmReplica(engine[1:], self.model, self.tokenizer, self.dtype, *looks)
         elif sampler_copy and self.shards is None:
             self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
@@ -128,7 +127,7 @@ class Learner:
         self.version = 0  # of the weights
         self.dropout_seed = seed if model.lora_dropout and trainable else None
         self.passes = 0  # calls of forward_backward since the last step
-        if sampler_copy and self.shards is not None and self.follower is None:
+        if sampler_copy and self.shards is not None and self.replica is None:
             self.refresh_sampler()
 
     def proven(self, model: Any) -> Trunk:
@@ -147,8 +146,8 @@ class Learner:
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         """Add the gradient of (sum of losses) / denominator. `tokens`: of the whole step, for the router's balance."""
-        if self.follower is not None and not self.own_sampler:
-            self.follower.sleep()
+        if self.replica is not None and not self.own_sampler:
+            self.replica.sleep()
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.optimizer.stay_put = self.trunk.passes is not None and self.trunk.passes.alive
         self.optimizer.begin()
@@ -245,21 +244,21 @@ class Learner:
 
     def generate(
         self,
-        requests: Sequence[Wanted],
+        requests: Sequence[GenerationRequest],
         sampling: Sampling,
         *,
         current: bool = False,
-        between: Between | None = None,
-        on_answer: OnAnswer | None = None,
+        between_steps: BetweenSteps | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
         """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own.
 
-        `on_answer` may be told of answers before all are there.
+        `on_completion` may be told of answers before all are there.
         """
-        if self.follower is not None and not (current and self.own_sampler):  # which is at work on another batch
+        if self.replica is not None and not (current and self.own_sampler):  # which is at work on another batch
             if current:
-                self.follower.refresh()
-            return self.follower.generate(requests, sampling)
+                self.replica.refresh()
+            return self.replica.generate(requests, sampling)
         if self.shards is None:
             trunk = self.trunk if current else self.sampler
         elif self.own_sampler and not current:
@@ -268,18 +267,20 @@ class Learner:
             trunk = self.copied("current")
         if id(trunk) not in self.engines:
             self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer, leave=memory_to_come)
-        return self.engines[id(trunk)].generate(requests, sampling, between=between, on_answer=on_answer)
+        return self.engines[id(trunk)].generate(
+            requests, sampling, between_steps=between_steps, on_completion=on_completion
+        )
 
     def close(self) -> None:
         """End what would not end by itself."""
-        if self.follower is not None:
-            self.follower.close()
+        if self.replica is not None:
+            self.replica.close()
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:
         """Bring the sampler's own weights up to date; where it shares the trainer's there is nothing to do."""
-        if self.follower is not None:
-            self.follower.refresh()
+        if self.replica is not None:
+            self.replica.refresh()
             return
         if self.shards is not None:
             self.copied("sampler" if self.own_sampler else "current")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from posttrain.cluster.base import Workers, cut
+from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
 from posttrain.core.types import Drawing, Floats, Objective, Sample
-from posttrain.engines.base import OnAnswer, Request, Sampling
+from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.train.learner import LARGEST, PLAIN, Part, Sums
 
 T = TypeVar("T")
@@ -45,14 +45,16 @@ class LearnerGroup:
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         sampling: Sampling,
         *,
         current: bool = False,
-        on_answer: OnAnswer | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        shards = cut(requests, self.workers.size)  # every worker generates with a whole model
-        told = {"on_answer": on_answer} if isinstance(self.workers, LocalWorkers) else {}  # elsewhere all come at once
+        shards = split_evenly(requests, self.workers.size)  # every worker generates with a whole model
+        told = (
+            {"on_completion": on_completion} if isinstance(self.workers, LocalWorkers) else {}
+        )  # elsewhere all come at once
         return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
 
     def refresh_sampler(self) -> None:
@@ -91,7 +93,7 @@ class LearnerGroup:
 
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
         """The part of each data rank."""
-        return cut(samples, self.workers.size // self.alike, group_size)
+        return split_evenly(samples, self.workers.size // self.alike, group_size)
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:

@@ -21,7 +21,7 @@ from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import Dialogues
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Generator, Rollouts
-from posttrain.rollout.scoring import Judge
+from posttrain.rollout.scoring import RolloutScorer
 from posttrain.train.evaluation import Examination
 from posttrain.train.pretraining_mix import Pretraining
 from posttrain.train.roles import Critic, Helpers, RewardModel, check_reward_model, fill_values
@@ -111,26 +111,26 @@ class Trainer:
         algo: Any = self.algo
         self.policy = run.learner()
         self.helpers = Helpers(run, algo, self.policy, algo.drawing)
-        self.judge = self.make_judge(rewards)
+        self.scorer = self.make_scorer(rewards)
         self.critic: Critic | None = None
         if algo.has_critic():
             self.critic = Critic(run, self.helpers, next((path for _, path in rewards.models), ""))
         self.sampling = sampling_of(self.config, self.policy.stop_ids())
         self.environments = environments
-        self.samplers = run.samplers()
-        speaker: Generator = self.samplers or self.policy
+        self.rollout_workers = run.rollout_workers()
+        generator: Generator = self.rollout_workers or self.policy
         self.rollouts = Rollouts(
-            speaker,
-            self.judge,
+            generator,
+            self.scorer,
             run.data.stream,
             self.config,
             self.sampling,
             run.tokenizer,
             phase=run.log.phase,
             greedy_baseline=algo.greedy_baseline,
-            environment=self.dialogues(speaker, self.sampling),
+            environment=self.dialogues(generator, self.sampling),
             recorded=records.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
-            update=self.samplers.update if self.samplers else None,
+            update=self.rollout_workers.update if self.rollout_workers else None,
         )
         self.pretraining = Pretraining(run) if algo.pretrain_files() else None
         self.objective = run.objective()
@@ -168,7 +168,7 @@ class Trainer:
         self.run.places.step = self.step + 1
         self.helpers.renew_reference(self.run, self.step)
         try:
-            rollouts = self.rollouts.take()
+            rollouts = self.rollouts.next_batch()
         except RewardError as error:
             raise self.with_answers(error) from None
         samples = usable(rollouts, self.step + 1)
@@ -206,8 +206,11 @@ class Trainer:
         metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
         metrics["tokens"] = float(sum(len(sample) for sample in samples))
         self.rollouts.version = self.step
-        if self.samplers is not None:
-            metrics |= {"sync_bytes": float(self.samplers.moved.bytes), "sync_seconds": self.samplers.moved.seconds}
+        if self.rollout_workers is not None:
+            metrics |= {
+                "sync_bytes": float(self.rollout_workers.moved.bytes),
+                "sync_seconds": self.rollout_workers.moved.seconds,
+            }
         with self.run.log.phase("record"):
             self.record.add(rollouts, self.step)
         return metrics
@@ -242,11 +245,11 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """The policy as it is now on the evaluation prompts."""
         assert self.run.data.eval is not None, "there is no evaluation data: set data.eval"
-        exam = Examination(self.config, self.sampling, self.judge, self.run.tokenizer, self.dialogues)
-        if self.samplers is not None:  # learners that generate elsewhere have no room for a whole model
+        exam = Examination(self.config, self.sampling, self.scorer, self.run.tokenizer, self.dialogues)
+        if self.rollout_workers is not None:  # learners that generate elsewhere have no room for a whole model
             self.rollouts.settle()
-            self.samplers.update(self.step)
-        found = exam.hold(self.samplers or self.policy, [row[0] for row in self.run.data.eval.rows])
+            self.rollout_workers.update(self.step)
+        found = exam.hold(self.rollout_workers or self.policy, [row[0] for row in self.run.data.eval.rows])
         progress = self.run.progress
         if progress.best is None or found["reward"] > progress.best:
             progress.best, progress.best_step = found["reward"], self.step
@@ -282,13 +285,13 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         self.record.settle()
-        pending = self.rollouts.state()  # first: batches that are still being made change what the judge knows
+        pending = self.rollouts.state()  # first: batches that are still being made change the state of the scorer
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
         state = {
             "algo": self.algo.state(),
             "pretraining": self.pretraining.position if self.pretraining else [],
-            "judge": self.judge.state(),
+            "judge": self.scorer.state(),
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -297,17 +300,17 @@ class Trainer:
             self.rollouts.load_state([json.loads(line) for line in lines])
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.algo.load_state(state["algo"])
-        self.judge.load_state(state.get("judge", {}))  # absent in checkpoints of old
+        self.scorer.load_state(state.get("judge", {}))  # absent in checkpoints of old
         if self.pretraining:
             self.pretraining.position = state["pretraining"]
 
-    def make_judge(self, rewards: Rewards) -> Judge:
+    def make_scorer(self, rewards: Rewards) -> RolloutScorer:
         normalize = self.config.rewards.normalize == "saved"
         models: dict[int, Any] = {
             place: RewardModel(self.run, path, self.helpers, place=place, normalize=normalize)
             for place, path in rewards.models
         }
-        return Judge(rewards, models, self.config, self.run.tokenizer)
+        return RolloutScorer(rewards, models, self.config, self.run.tokenizer)
 
 
 def sampling_of(config: OnlineConfig, stop_ids: list[int]) -> Sampling:

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from posttrain.cluster.base import Pending, Workers, cut
-from posttrain.cluster.slots import Seat
+from posttrain.cluster.base import PendingCall, Workers, split_evenly
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import INFLIGHT, ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample
 from posttrain.data.encoding.templates import apply_template
-from posttrain.engines.base import OnAnswer, Request, Sampling
+from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
 from posttrain.models.loading import compute_dtype, load_tokenizer, read_config, resolve_path
-from posttrain.parallel.weight_transfer import Meeting, Moved, Transfer
+from posttrain.parallel.weight_transfer import Rendezvous, Transfer, TransferResult
 from posttrain.train.learner import Learner
 
 ATTEMPTS = 3  # to bring weights over, each with new workers in place of those that were lost
@@ -30,7 +30,7 @@ ATTEMPTS = 3  # to bring weights over, each with new workers in place of those t
 log = logging.getLogger("posttrain")
 
 
-class Sampler:
+class RolloutWorker:
     """In a rollout worker: an engine whose weights come from the learners.
 
     `generate` may run in a thread beside the other methods; the model is used by one of them at a time.
@@ -52,9 +52,9 @@ class Sampler:
             # A step that is begun before the one before is looked at would mix up which weights drew a token.
             options = ["async_scheduling=false", *options] if self.inflight else options
             self.engine = vllm_engine(model, options, template)
-        self.turns = Turns(agreement()) if torch.distributed.is_initialized() else Turns()
+        self.turns = ModelLock(agreement()) if torch.distributed.is_initialized() else ModelLock()
 
-    def connect(self, meeting: Meeting, rank: int) -> str:
+    def connect(self, meeting: Rendezvous, rank: int) -> str:
         """Meet the sender and the others; why it could not be done, or nothing."""
         try:
             self.transfer = Transfer(meeting, rank + own_rank())
@@ -86,19 +86,21 @@ class Sampler:
         allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
         return "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         speaker: Any = self.learner or self.engine
         with self.turns.hold():
-            found: list[Sample] = speaker.generate(requests, sampling, between=self.pause if self.inflight else None)
+            found: list[Sample] = speaker.generate(
+                requests, sampling, between_steps=self.pause if self.inflight else None
+            )
             return found
 
     def pause(self) -> int:
-        """Between two steps; the version of the weights that the next one is made with."""
+        """BetweenSteps two steps; the version of the weights that the next one is made with."""
         self.turns.pause()
         return self.version
 
 
-class Sender:
+class WeightSender:
     """Beside a learner in its process; all processes that hold the model send together, the first of them really."""
 
     def __init__(self, learner: Learner) -> None:
@@ -106,7 +108,7 @@ class Sender:
         self.transfer: Transfer | None = None
         self.first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
-    def connect(self, meeting: Meeting) -> str:
+    def connect(self, meeting: Rendezvous) -> str:
         """Meet the receivers; why it could not be done, or nothing."""
         self.transfer = None
         if self.first:
@@ -117,7 +119,7 @@ class Sender:
         return ""
 
     @torch.no_grad()
-    def send(self) -> Moved:
+    def send(self) -> TransferResult:
         """The weights of now, and what the learners make of a few tokens with them.
 
         A receiver that is lost does not stop the learners.
@@ -136,14 +138,14 @@ class Sender:
                 self.transfer = None  # hangs up, so that the other receivers do not wait for the rest
         for _ in weights:  # the others wait for this process's part in each tensor
             pass
-        return Moved(moved, time.monotonic() - began, failure, self.learner.probed())
+        return TransferResult(moved, time.monotonic() - began, failure, self.learner.probed())
 
     def abort(self) -> None:
         if self.transfer is not None:
             self.transfer.abort()
 
 
-class Turns:
+class ModelLock:
     """A model that one thread uses at a time. Who generates has it for long, and lets visitors in between two steps.
 
     Visits are counted, and made by one thread. Processes that hold a model together must stop at the same step: they
@@ -228,26 +230,26 @@ def first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class Samplers:
+class RolloutWorkers:
     """All rollout workers as one: `generate` with the weights of the last `update`.
 
     A request decides its answer by its own seed, so one that a lost worker was given is asked again of another, and
     gives the same answer. Weights may be brought while another thread waits for answers, if the workers are `inflight`.
     """
 
-    def __init__(self, seats: Sequence[Seat], sender: Workers, meet: Callable[[int], Meeting]) -> None:
-        """`sender`: transfer.Sender beside each learner; `meet`: where a new group of so many can form."""
-        self.seats, self.sender, self.meet = list(seats), sender, meet
+    def __init__(self, slots: Sequence[WorkerSlot], sender: Workers, meet: Callable[[int], Rendezvous]) -> None:
+        """`sender`: transfer.WeightSender beside each learner; `meet`: where a new group of so many can form."""
+        self.slots, self.sender, self.rendezvous = list(slots), sender, meet
         self.connected = False
         self.version = -1
-        self.moved = Moved(0, 0.0)  # by the last update
+        self.moved = TransferResult(0, 0.0)  # by the last update
         self.changing = threading.RLock()  # held while weights change, or who sits where
         self.fill()
 
     def fill(self) -> None:
-        """Somebody on every seat; starting an engine takes long, so they start at once."""
-        with ThreadPoolExecutor(len(self.seats), thread_name_prefix="seats") as starting:
-            for done in [starting.submit(seat.fill) for seat in self.seats]:
+        """Somebody on every slot; starting an engine takes long, so they start at once."""
+        with ThreadPoolExecutor(len(self.slots), thread_name_prefix="slots") as starting:
+            for done in [starting.submit(slot.fill) for slot in self.slots]:
                 done.result()
 
     # Weights
@@ -261,7 +263,7 @@ class Samplers:
         with self.changing:
             self.version = version
             for attempt in range(1, ATTEMPTS + 1):
-                if not all(seat.workers is not None for seat in self.seats):
+                if not all(slot.workers is not None for slot in self.slots):
                     self.connected = False
                     self.fill()
                 trouble = "" if self.connected else self.connect()
@@ -275,11 +277,11 @@ class Samplers:
 
     def connect(self) -> str:
         """Form a new group; what went wrong, or nothing."""
-        sizes = [seat.workers.size if seat.workers else 1 for seat in self.seats]
-        meeting = self.meet(sum(sizes) + 1)
+        sizes = [slot.workers.size if slot.workers else 1 for slot in self.slots]
+        meeting = self.rendezvous(sum(sizes) + 1)
         firsts = [1 + sum(sizes[:place]) for place in range(len(sizes))]
         pending = [
-            (seat, seat.submit("connect", meeting, first)) for first, seat in zip(firsts, self.seats, strict=True)
+            (slot, slot.submit("connect", meeting, first)) for first, slot in zip(firsts, self.slots, strict=True)
         ]
         refused = self.sender.submit("connect", meeting)
         trouble = self.lost(pending) or next(filter(None, refused.result()), "")
@@ -288,105 +290,105 @@ class Samplers:
 
     def send(self) -> str:
         """Weights for all, and a look at whether they arrived; what went wrong on the way, or nothing."""
-        pending = [(seat, seat.submit("receive", self.version)) for seat in self.seats]
+        pending = [(slot, slot.submit("receive", self.version)) for slot in self.slots]
         sending = self.sender.submit("send")
         trouble = self.lost(pending)
-        moved: Moved = sending.result()[0]
+        moved: TransferResult = sending.result()[0]
         trouble = trouble or moved.failure or self.check(moved.probe)
         self.connected = self.connected and not trouble
         if not trouble:
-            self.moved = Moved(moved.bytes * len(self.seats), moved.seconds)
+            self.moved = TransferResult(moved.bytes * len(self.slots), moved.seconds)
         return trouble
 
     def check(self, probe: list[Floats]) -> str:
         """See that all have the weights that were sent: an error if not, since answers would not show it."""
-        pending = [(seat, seat.submit("check", probe)) for seat in self.seats]
+        pending = [(slot, slot.submit("check", probe)) for slot in self.slots]
         trouble = ""
-        for place, (seat, call) in enumerate(pending):
+        for place, (slot, call) in enumerate(pending):
             try:
                 found: str = call.result()[0]
             except WorkerError as error:
                 trouble = trouble or str(error)
-                self.replace(seat, seat.workers, error)
+                self.replace(slot, slot.workers, error)
                 continue
             if found:
                 raise PosttrainError(
-                    f"rollout worker {place} of {len(self.seats)}: after the update to version {self.version} its "
+                    f"rollout worker {place} of {len(self.slots)}: after the update to version {self.version} its "
                     f"log-probabilities differ from the learners' {found}. Either the weights did not arrive as they "
                     "were sent, or its engine computes this model differently (--rollout.engine local: as the learners)"
                 )
         return trouble
 
-    def lost(self, pending: Sequence[tuple[Seat, Pending]]) -> str:
-        """Wait for all; seats whose worker is lost are emptied. What trouble there was, or nothing."""
+    def lost(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
+        """Wait for all; slots whose worker is lost are emptied. What trouble there was, or nothing."""
         first = ""
-        for seat, call in pending:
+        for slot, call in pending:
             try:
                 trouble: str = call.result()[0]
                 first = first or trouble
             except WorkerError as error:
                 first = first or str(error)
-                self.replace(seat, seat.workers, error)
+                self.replace(slot, slot.workers, error)
         return first
 
-    def replace(self, seat: Seat, who: Workers | None, error: WorkerError) -> None:
+    def replace(self, slot: WorkerSlot, who: Workers | None, error: WorkerError) -> None:
         """Unless another thread has done it already."""
         with self.changing:
-            if seat.workers is not who:
+            if slot.workers is not who:
                 return
             log.warning("%s", error)
             log.warning("another rollout worker takes its place; what it was asked is asked again")
-            seat.empty()
+            slot.empty()
             self.connected = False
 
     # Answers
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         sampling: Sampling,
         *,
         current: bool = False,
-        on_answer: OnAnswer | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
         answers: dict[int, Sample] = {}
         open_requests = list(range(len(requests)))
         for _ in range(ATTEMPTS):
             calls = self.ask(requests, open_requests, sampling)
-            for seat, who, shard, call in calls:
+            for slot, who, shard, call in calls:
                 try:
                     found = dict(zip(shard, call.result()[0], strict=True))
                     answers |= found
-                    if on_answer is not None:
+                    if on_completion is not None:
                         for index, sample in found.items():
-                            on_answer(index, sample)
+                            on_completion(index, sample)
                 except WorkerError as error:
                     if not error.lost:
                         raise
-                    self.replace(seat, who, error)
+                    self.replace(slot, who, error)
             open_requests = [i for i in open_requests if i not in answers]
             if not open_requests:
                 return [answers[i] for i in range(len(requests))]
         raise WorkerError(f"rollout workers were lost {ATTEMPTS} times in a row while they generated", lost=True)
 
-    def ask(self, requests: Sequence[Request], wanted: list[int], sampling: Sampling) -> list[Asked]:
+    def ask(self, requests: Sequence[GenerationRequest], wanted: list[int], sampling: Sampling) -> list[Asked]:
         """Give those that are wanted to the workers that are there, a part each."""
         with self.changing:
-            there = [seat for seat in self.seats if seat.workers is not None]
+            there = [slot for slot in self.slots if slot.workers is not None]
             if not there:
                 self.update(self.version)
-                there = self.seats
-            shards = cut(wanted, len(there))
+                there = self.slots
+            shards = split_evenly(wanted, len(there))
             return [
-                (seat, seat.workers, shard, seat.submit("generate", [requests[i] for i in shard], sampling))
-                for seat, shard in zip(there, shards, strict=True)
+                (slot, slot.workers, shard, slot.submit("generate", [requests[i] for i in shard], sampling))
+                for slot, shard in zip(there, shards, strict=True)
                 if shard
             ]
 
     def close(self) -> None:
-        for seat in self.seats:
-            seat.empty()
+        for slot in self.slots:
+            slot.empty()
 
 
-Asked = tuple[Seat, Workers | None, list[int], Pending]
+Asked = tuple[WorkerSlot, Workers | None, list[int], PendingCall]
 """Who sits there, the requests it was given, and its call."""

@@ -17,8 +17,8 @@ import torch
 
 from posttrain.algorithms.base import Algorithm
 from posttrain.checkpoints import checkpoint
-from posttrain.cluster.placement import Places
-from posttrain.cluster.worker_host import Ref
+from posttrain.cluster.placement import Placement
+from posttrain.cluster.worker_host import RoleRef
 from posttrain.config import sections as configs
 from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core import logging as logs
@@ -30,7 +30,7 @@ from posttrain.models.loading import is_adapter, load_tokenizer, read_config, re
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
-from posttrain.train.rollout_workers import Sampler, Samplers, Sender
+from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run_directory import RunFolder, StopSignals
 
 
@@ -90,7 +90,7 @@ class Run:
     tokenizer: Any
     data: Data
     fingerprints: dict[str, str]
-    places: Places
+    places: Placement
     progress: Progress = field(default_factory=Progress)
     parts: dict[str, Part] = field(default_factory=dict)
     saved_step: int = 0
@@ -130,7 +130,7 @@ class Run:
             if too_long:
                 log.warn(too_long)
             signals = stack.enter_context(StopSignals())
-            places = Places(config.cluster, folder.logs)
+            places = Placement(config.cluster, folder.logs)
             stack.callback(places.close)
             stack.callback(gc.unfreeze)
             run = cls(verb, config, model, algo, folder, signals, log, tokenizer, data, fingerprints, places)
@@ -152,7 +152,7 @@ class Run:
         extra |= {"head": self.algo.head, "teacher": teacher, "template": template}
         return self.start(self.model, role="actor", trainable=True, **extra)
 
-    def samplers(self) -> Samplers | None:
+    def rollout_workers(self) -> RolloutWorkers | None:
         """Who generates, if that is not the learners: workers on devices of their own, with the learners' weights."""
         if not self.places.rollouts_apart:
             return None
@@ -162,11 +162,11 @@ class Run:
         tensor_parallel = self.config.cluster.of("rollout").tensor_parallel
         if tensor_parallel > 1:
             engine = (*engine, f"tensor_parallel_size={tensor_parallel}")
-        sender = self.places.pool("actor").start("actor.sender", Sender, Ref("actor"))
-        seats = self.places.seats_for_rollouts(
-            lambda pool: pool.start("rollout", Sampler, model, engine, template, seed)
+        sender = self.places.pool("actor").start("actor.sender", WeightSender, RoleRef("actor"))
+        slots = self.places.rollout_slots(
+            lambda pool: pool.start("rollout", RolloutWorker, model, engine, template, seed)
         )
-        return Samplers(seats, sender, self.places.meet)
+        return RolloutWorkers(slots, sender, self.places.rendezvous)
 
     def frozen(self, path: str) -> LearnerGroup:
         """A model that only looks, as the reference."""

@@ -122,7 +122,7 @@ def grpo(folder, rollout=(), **cluster):
 def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_same(tmp_path, caplog):
     layout = {"devices": 3, "layout": ["rollout.devices=2"], "limits": [0, SECONDS]}
     with grpo(tmp_path / "alone") as alone, grpo(tmp_path / "apart", **layout) as apart:
-        seats = apart._trainer.samplers.seats
+        slots = apart._trainer.rollout_workers.slots
         for step in range(3):
             expected, found = alone.make_experience(), apart.make_experience()
             assert [r.text for r in found] == [r.text for r in expected]
@@ -132,7 +132,7 @@ def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_sam
             metrics, expected = apart.train_step(found), alone.train_step(expected)
             assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
             assert metrics["sync_bytes"] > 2 * 900_000 * 4, "all weights to both"
-            lost = seats[1 - step % 2].pool
+            lost = slots[1 - step % 2].pool
             if step == 0:
                 lost.channels[0].process.kill()
             elif step == 1:
@@ -160,6 +160,6 @@ def test_weights_in_the_middle_of_answers_and_a_worker_that_is_lost(tmp_path, ca
             assert metrics["staleness"] <= 1 and 0 <= metrics["mixed_versions"] <= 1
             assert metrics["sampler_kl"] < 1
             if step == 2:
-                inside.samplers.seats[0].pool.channels[0].process.kill()
+                inside.rollout_workers.slots[0].pool.channels[0].process.kill()
         assert groups == list(range(15)), "each prompt once"
     assert caplog.text.count("another rollout worker takes its place") == 1

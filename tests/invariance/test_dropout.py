@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.cluster.base import cut
+from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.types import Objective, count
 from posttrain.parallel.fsdp import Layout
@@ -21,7 +21,7 @@ def steps(learner: Learner, rank: int, number: int) -> list[list[float]]:
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
     samples = prepared(algo, learner)
     objective = Objective(request=algo.request(len), loss=algo.loss, unit=algo.unit)
-    mine = cut(samples, 2)[rank]
+    mine = split_evenly(samples, 2)[rank]
     by, tokens = count(samples, algo.unit), sum(map(len, samples))
     found = []
     for _ in range(number):

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.cluster.base import cut
+from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import count
-from posttrain.engines.base import Request as Wanted
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
 from tests.invariance.test_split import prepared
@@ -60,7 +59,7 @@ class Trained:
         )
         request = self.algo.request(lambda text: 5)
         objective = self.algo.objective(request)
-        mine, by = cut(samples, self.ranks)[self.rank], count(samples, self.algo.unit)
+        mine, by = split_evenly(samples, self.ranks)[self.rank], count(samples, self.algo.unit)
         found = []
         for _ in range(steps):
             sums = self.learner.forward_backward(mine, objective, by, sum(map(len, samples)))
@@ -69,7 +68,7 @@ class Trained:
 
 
 def answers(learner: Learner, **options: Any) -> list[list[int]]:
-    prompts = [Wanted(prompt=np.array([7, 8, 9 + i], dtype=np.int32), seed=i) for i in range(3)]
+    prompts = [GenerationRequest(prompt=np.array([7, 8, 9 + i], dtype=np.int32), seed=i) for i in range(3)]
     made = learner.generate(prompts, Sampling(max_tokens=8, temperature=1.0), **options)
     return [sample.tokens.tolist() for sample in made]
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.cluster.base import cut
+from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.types import Objective, Request, count
 from posttrain.nn import layers
@@ -111,7 +111,7 @@ def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1
     objective = algo.objective(request)
     if case.critic:
         objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
-    mine = cut(samples, ranks, objective.group_size)[rank]
+    mine = split_evenly(samples, ranks, objective.group_size)[rank]
     by, tokens = count(samples, objective.unit), sum(map(len, samples))
     steps = []
     for _ in range(case.steps):

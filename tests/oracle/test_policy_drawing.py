@@ -9,8 +9,7 @@ import torch
 from posttrain.core import ops
 from posttrain.core.types import Drawing, Request
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request as Asked
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, forward
@@ -37,7 +36,7 @@ DRAWINGS = [
 
 
 def kept_words(row, drawing):
-    """Indices that can be drawn: one test after the other, each on the renormalised rest, likeliest first."""
+    """Indices that can be drawn: one test after the other, each on the renormalised rest, top_logprobs first."""
     weights = {word: math.exp(x / drawing.temperature) for word, x in enumerate(row)}
     order = sorted(weights, key=lambda word: -weights[word])
     if drawing.top_k:
@@ -146,7 +145,7 @@ def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, drawing):
         top_k=drawing.top_k,
         min_p=drawing.min_p,
     )
-    requests = [Asked(prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
     samples = LocalEngine(trunk, tiny_tokenizer(), slots=3).generate(requests, sampling)
     batch = collate(samples)
     wanted = Request(names=frozenset({"logprobs", "entropy"}), drawing=drawing)

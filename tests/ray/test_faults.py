@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from posttrain.cluster.placement import Places
+from posttrain.cluster.placement import Placement
 from tests.ray.nodes import SECONDS, Run, agree, gone
 from tests.ray.test_runs import APART, COMMON, VERBS, models, on_ray, posttrain, ppo
 
@@ -48,7 +48,7 @@ def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_
 ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward-0": 3, "reward-1": 4, "rollout": 5}
 
 
-class Disturbed(Places):
+class Disturbed(Placement):
     """Loses workers: `plan` says at which step, of which role and by which signal."""
 
     plan: dict[int, tuple[str, signal.Signals]]
@@ -65,7 +65,7 @@ class Disturbed(Places):
 
     def lose(self, role, how):
         """When it is next asked for something. Where weights are on their way the others' patience is tried too."""
-        pool = self.seats[0].pool if role == "rollout" else self.pools[role]
+        pool = self.slots[0].pool if role == "rollout" else self.pools[role]
         submit = pool.submit
 
         def disturbed(asked, method, *args, **kwargs):
@@ -91,7 +91,7 @@ def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp
     assert posttrain(*options, "--steps", steps - 1, "--out", tmp_path / "one") == 0
     plan = {2 + number: (role, how) for role, number in ROLES.items()} | {steps: ("actor", how)}
     monkeypatch.setattr(Disturbed, "plan", plan, raising=False)
-    monkeypatch.setattr("posttrain.train.run.Places", Disturbed)
+    monkeypatch.setattr("posttrain.train.run.Placement", Disturbed)
     layout = [f"{role}.devices=1" for role in ROLES if role != "actor"]
     cluster = on_ray(both, len(ROLES), *layout)
     cluster = cluster if transport == "ray" else cluster[2:]

@@ -21,13 +21,13 @@ if importlib.util.find_spec("ray") is None:
 @pytest.fixture
 def places(both, tmp_path):
     """Pools of two workers."""
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
     made = []
 
     def make(**options):
         config = ClusterConfig(devices=2, ray=both.address, limits=(0, float(SECONDS)), **options)
-        made.append(Places(config, tmp_path / "logs"))
+        made.append(Placement(config, tmp_path / "logs"))
         return made[-1]
 
     yield make
@@ -81,9 +81,9 @@ def test_one_that_is_lost(places, how):
 def test_more_than_there_is(both, tmp_path):
     import ray
 
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
-    places = Places(ClusterConfig(devices=7, ray=both.address, limits=(0, 2.0)), tmp_path)
+    places = Placement(ClusterConfig(devices=7, ray=both.address, limits=(0, 2.0)), tmp_path)
     # Where an earlier test lost a node there may soon be more, and it waits.
     said = r"cluster.devices is 7, but the Ray cluster has 6 CPUs on 2 nodes|no places for 7 .* Free are 6 of 6 CPUs"
     with pytest.raises((UsageError, WorkerError), match=said) as raised:
@@ -106,9 +106,11 @@ def test_places_that_others_have(places):
 
 def test_tensor_ranks_share_a_node(both, tmp_path):
     """Four fit as three and one; pairs that talk all the time are not torn apart."""
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
-    found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=2",), limits=(0, float(SECONDS))), tmp_path)
+    found = Placement(
+        ClusterConfig(devices=4, ray=both.address, layout=("tp=2",), limits=(0, float(SECONDS))), tmp_path
+    )
     try:
         found.pool("actor").start("actor", Thing, "a").call("who")
         logs = [(tmp_path / f"worker-{number}.log").read_text() for number in range(4)]
@@ -119,9 +121,11 @@ def test_tensor_ranks_share_a_node(both, tmp_path):
 
 
 def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
-    found = Places(ClusterConfig(devices=4, ray=both.address, layout=("tp=4",), limits=(0, float(SECONDS))), tmp_path)
+    found = Placement(
+        ClusterConfig(devices=4, ray=both.address, layout=("tp=4",), limits=(0, float(SECONDS))), tmp_path
+    )
     try:
         assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
     finally:
@@ -132,19 +136,19 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
 def test_another_version(both, tmp_path, monkeypatch):
     import ray
 
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
     monkeypatch.setattr(ray, "__version__", "2.1.0")
-    places = Places(ClusterConfig(devices=2, ray=both.address), tmp_path)
+    places = Placement(ClusterConfig(devices=2, ray=both.address), tmp_path)
     with pytest.raises(UsageError, match=r"versions differ. The cluster was started with: Ray: .* Ray: 2\.1\.0 Python"):
         places.pool("actor")
     assert not ray.is_initialized()
 
 
 def test_a_node_where_the_package_is_missing(places, tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("class Employee:\n    def serve(self, *args):\n        pass\n")
+    (tmp_path / "only_here.py").write_text("class WorkerActor:\n    def serve(self, *args):\n        pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("posttrain.cluster.ray.Employee", importlib.import_module("only_here").Employee)
+    monkeypatch.setattr("posttrain.cluster.ray.WorkerActor", importlib.import_module("only_here").WorkerActor)
     (tmp_path / "only_here.py").unlink()
     said = r"new worker, rank [01] .* did not start: ModuleNotFoundError: No module named 'only_here'. All nodes need"
     with pytest.raises(WorkerError, match=said):
@@ -165,7 +169,7 @@ def test_two_ways_to_start_workers(monkeypatch):
     [("ray://127.0.0.1:10001", "Run the command on a node of the cluster"), ("nonsense", "no Ray cluster answers")],
 )
 def test_no_cluster_there(address, words, tmp_path):
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
     with pytest.raises(UsageError, match=words):
-        Places(ClusterConfig(devices=2, ray=address), tmp_path).pool("actor")
+        Placement(ClusterConfig(devices=2, ray=address), tmp_path).pool("actor")

@@ -25,11 +25,11 @@ class Rank:
 @pytest.fixture(scope="module")
 def made(nodes, tmp_path_factory):
     """Tiny models, and the answers of both actors; all cases in one start."""
-    from posttrain.cluster.placement import Places
+    from posttrain.cluster.placement import Placement
 
     place = tmp_path_factory.mktemp("ranks")
     folders = folders_for_all(place)
-    places = Places(ClusterConfig(devices=2, ray=nodes.address, limits=(0, float(SECONDS))), place / "logs")
+    places = Placement(ClusterConfig(devices=2, ray=nodes.address, limits=(0, float(SECONDS))), place / "logs")
     try:
         answers = places.pool("actor").start("actor", Rank).call("work", folders)
     finally:

@@ -14,7 +14,7 @@ if importlib.util.find_spec("vllm") is None:
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Drawing, Sample
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine, parsed
 from posttrain.models import adapters
 from posttrain.train.learner import Learner
@@ -53,7 +53,7 @@ def both(request, tmp_path_factory):
 def requests(lengths=(5, 11, 3, 8, 20, 1), each=2, seed=0):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(8, 60, n).astype(np.int32) for n in lengths]
-    return [Request(prompt=p, group=g, seed=g * 100 + i) for g, p in enumerate(prompts) for i in range(each)]
+    return [GenerationRequest(prompt=p, group=g, seed=g * 100 + i) for g, p in enumerate(prompts) for i in range(each)]
 
 
 def test_greedy_equals_the_local_engine(both):

@@ -10,7 +10,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.weight_probe import probe
 from posttrain.train.learner import Learner
@@ -18,7 +18,7 @@ from tests.tiny import tiny_folder
 
 HEADS = {"hidden_size": 128, "intermediate_size": 96}
 STEPS = 10  # before the weights change
-ASKED = [Request(prompt=np.arange(3, 3 + n, dtype=np.int32), seed=n) for n in (40, 45, 7)]
+ASKED = [GenerationRequest(prompt=np.arange(3, 3 + n, dtype=np.int32), seed=n) for n in (40, 45, 7)]
 SAMPLING = Sampling(max_tokens=24)
 
 
@@ -40,7 +40,7 @@ def test_answers_under_way_go_on_with_new_weights(tmp_path):
     looked_at = [probe(learner.model.config.vocab_size)]
     calls = iter(range(1000))
 
-    def between():
+    def between_steps():
         if next(calls) == STEPS:
             layer = learner.model.model.layers[-1]  # keys and values, which stay, are the same by both weights
             changed([layer.mlp.down_proj.weight, learner.model.lm_head.weight])
@@ -48,7 +48,7 @@ def test_answers_under_way_go_on_with_new_weights(tmp_path):
             engine.check(looked_at, learner.logprobs(looked_at), 0.001)  # makes steps of its own
         return engine.version
 
-    samples = engine.generate(ASKED, SAMPLING, between=between)
+    samples = engine.generate(ASKED, SAMPLING, between_steps=between_steps)
     assert [(sample.version, sample.newest) for sample in samples] == [(1, 2), (1, 2), (2, 2)]
     by_old, by_new = old.logprobs(samples), learner.logprobs(samples)
     for sample, was, now, before in zip(samples, by_old, by_new, (STEPS, STEPS, 0), strict=True):
@@ -67,7 +67,7 @@ def test_answers_under_way_go_on_with_new_weights(tmp_path):
             engine.load(learner.weights(), 3)
         return engine.version
 
-    engine.generate(ASKED, SAMPLING, between=all_of_them)
+    engine.generate(ASKED, SAMPLING, between_steps=all_of_them)
     samples = engine.generate(ASKED, SAMPLING)
     for sample, now in zip(samples, learner.logprobs(samples), strict=True):
         assert (sample.version, sample.newest) == (3, 3)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from posttrain.config.sections import ModelConfig
 from posttrain.core.types import Request as Wanted
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.models.loading import load_model, load_tokenizer
 from posttrain.nn.forward import Trunk, forward
@@ -24,7 +24,7 @@ def main(divided: str, kind: str) -> None:
     engine.load(model.named_parameters(), 3)
     mine = 7 if kind == "same" else rank
     prompts = [np.array([1, 3, 20 + mine, 30 + i], dtype=np.int32) for i in range(2 + mine)]
-    asked = [Request(prompt=prompt, seed=10 * mine + i) for i, prompt in enumerate(prompts)]
+    asked = [GenerationRequest(prompt=prompt, seed=10 * mine + i) for i, prompt in enumerate(prompts)]
     heard: dict[int, list[int]] = {}
     samples = engine.generate(asked, Sampling(max_tokens=6), lambda i, token: heard.setdefault(i, []).append(token))
     assert [heard[i] for i in range(len(asked))] == [sample.tokens[sample.mask].tolist() for sample in samples]

@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig
 
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Floats, Sample
-from posttrain.engines.base import Between, OnToken, Request, Sampling
+from posttrain.engines.base import BetweenSteps, GenerationRequest, OnToken, Sampling
 from posttrain.engines.weight_probe import difference
 
 BACKEND = "posttrain"  # our name among vLLM's ways of moving weights
@@ -179,10 +179,10 @@ class VllmEngine:
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         sampling: Sampling,
         on_token: OnToken | None = None,
-        between: Between | None = None,
+        between_steps: BetweenSteps | None = None,
     ) -> list[Sample]:
         """One sample a request, in order. Tokens, log-probabilities and mask cover prompt and answer."""
         self.ready()
@@ -197,9 +197,9 @@ class VllmEngine:
 
         wanted = [one for theirs in everyone for one in theirs]
         # Where weights change under way it must be known when an answer's first token came.
-        streaming = on_token is not None or between is not None
+        streaming = on_token is not None or between_steps is not None
         params = [self.params(sampling, seed, streaming=streaming) for _, seed in wanted]
-        answers = self.run([prompt for prompt, _ in wanted], params, tell, between)[before : before + len(asked)]
+        answers = self.run([prompt for prompt, _ in wanted], params, tell, between_steps)[before : before + len(asked)]
         return [self.sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def params(self, sampling: Sampling, seed: int, *, streaming: bool) -> Any:
@@ -229,7 +229,7 @@ class VllmEngine:
         prompts: Sequence[list[int]],
         params: Sequence[Any],
         on_token: OnToken | None = None,
-        between: Between | None = None,
+        between_steps: BetweenSteps | None = None,
     ) -> list[Answered]:
         """Until every prompt has its output; tokens are told as they come, if the parameters ask for them.
 
@@ -261,8 +261,8 @@ class VllmEngine:
                 self.hearers[name] = partial(hear, index)
                 names.append(name)
             while any(answer.output is None for answer in answers):
-                if between is not None:
-                    between()
+                if between_steps is not None:
+                    between_steps()
                 if any(answer.output is None for answer in answers):  # others may have made steps in between
                     self.step()
         finally:
@@ -279,7 +279,7 @@ class VllmEngine:
         for output in self.llm.llm_engine.step():
             self.hearers[output.request_id](output)
 
-    def sample(self, request: Request, answered: Answered) -> Sample:
+    def sample(self, request: GenerationRequest, answered: Answered) -> Sample:
         assert answered.version is not None, "it has no token"
         answer = answered.output.outputs[0]
         start, n = len(request.prompt), len(request.prompt) + len(answer.token_ids)

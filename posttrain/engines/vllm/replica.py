@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Floats, Sample
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm import engine as vllm
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe
 from posttrain.models import adapters
@@ -22,7 +22,7 @@ Looks = Callable[[Sequence[Sample]], list[Floats]]
 """Log-probabilities of samples by the trainer's own weights."""
 
 
-class Follower:
+class VllmReplica:
     """vLLM with the weights that the trainer had at the last `refresh`."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Follower:
         self.engine.load(self.weights(), self.version)
         self.engine.check([self.probe], self.logprobs([self.probe]), OTHER_ENGINE[self.dtype])
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         if self.engine is None or self.engine.version < 0:  # never told, or asleep since
             self.refresh()
         assert self.engine is not None

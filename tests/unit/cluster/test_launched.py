@@ -26,7 +26,7 @@ def once():
     if launched.is_follower():
         launched.follow()
         return
-    launch = launched.Launch.found()
+    launch = launched.LaunchedProcesses.detect()
     crew = launch.pool(range(3), Path("logs"), 120.0, lambda: 0)
     workers = crew.start("actor", Mine)
     print([answer[:2] for answer in workers.scatter("total", [1, 10, 100])], flush=True)
@@ -73,11 +73,11 @@ def free_port():
 def test_who_was_launched(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert launched_size() == 1 and launched.Launch.found() is None and not launched.is_follower()
+    assert launched_size() == 1 and launched.LaunchedProcesses.detect() is None and not launched.is_follower()
     monkeypatch.setenv("SLURM_PROCID", "0")  # the batch script itself has it too
     assert launched_size() == 1
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert launched_size() == 4 and launched.Launch.found().size == 4 and not launched.is_follower()
+    assert launched_size() == 4 and launched.LaunchedProcesses.detect().size == 4 and not launched.is_follower()
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert launched.is_follower()
     monkeypatch.delenv("MASTER_ADDR", raising=False)

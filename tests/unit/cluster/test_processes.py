@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cluster.processes import MeetingPoint, ProcessPool, share_of_cores
-from posttrain.cluster.worker_host import Ref
+from posttrain.cluster.processes import ProcessPool, RendezvousStore, share_of_cores
+from posttrain.cluster.worker_host import RoleRef
 from posttrain.core.errors import UsageError, WorkerError
 from tests.unit.cluster.things import Late, Thing, Together
 
@@ -21,7 +21,7 @@ GENEROUS = 120.0
 
 @contextmanager
 def pool(folder, size=1, seconds=GENEROUS, **options):
-    meeting = MeetingPoint(GENEROUS)
+    meeting = RendezvousStore(GENEROUS)
     found = ProcessPool(size, folder / "logs", seconds=seconds, meeting=meeting, step=lambda: 12, **options)
     try:
         yield found
@@ -32,14 +32,14 @@ def pool(folder, size=1, seconds=GENEROUS, **options):
 def light(folder, size, seconds=GENEROUS):
     """A crew of several processes that need not meet."""
     from posttrain.cluster.processes import launch
-    from posttrain.cluster.worker_pool import Channel, Crew
+    from posttrain.cluster.worker_pool import Channel, WorkerPool
 
     channels = []
     for rank in range(size):
         log = folder / f"worker-{rank}.log"
         process, connection = launch(log, None, 0)
         channels.append(Channel(rank, rank, connection, log, process, "here"))
-    return Crew(channels, seconds, lambda: 12)
+    return WorkerPool(channels, seconds, lambda: 12)
 
 
 def gone(pid, seconds=5.0):
@@ -78,7 +78,7 @@ def test_answers_come_by_rank(crew):
 
 def test_roles_share_the_processes_and_may_hold_each_other(crew):
     first = crew.start("first", Thing, "f")
-    second = crew.start("second", Thing, "s", Ref("first"))
+    second = crew.start("second", Thing, "s", RoleRef("first"))
     assert second.call("name_of_other") == ["f", "f"]
     assert first.call("who")[0][1] == second.call("who")[0][1]
 
@@ -222,9 +222,9 @@ class Mine(Thing):
 
 if __name__ == "__main__":
     from posttrain.cluster.processes import greet
-    from posttrain.cluster.worker_host import Group
+    from posttrain.cluster.worker_host import GroupSpec
     crew = light(Path({folder!r}), 2)
-    greet(crew, [Group(0, 1, ("", 0), "", 1.0)] * 2)
+    greet(crew, [GroupSpec(0, 1, ("", 0), "", 1.0)] * 2)
     workers = crew.start("actor", Mine, "mine")
     print(*[answer[1] for answer in workers.call("who")], flush=True)
     workers.call("fail", -1)
@@ -260,7 +260,7 @@ def test_ctrl_c_is_for_the_controller_alone(tmp_path):
 
 
 def test_nothing_listens_beyond_this_machine():
-    meeting = MeetingPoint(5.0)
+    meeting = RendezvousStore(5.0)
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ports = {
         entry[1] for entry in listening if entry[3] == "0A" and int(entry[1].split(":")[1], 16) == meeting.address[1]

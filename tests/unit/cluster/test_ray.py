@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.cluster import run as cluster
-from posttrain.cluster.ray import LocalCluster, Node, Recruit, connect, gather, interface_of, passed_on, state_file
+from posttrain.cluster.ray import ActorHandle, LocalCluster, Node, connect, gather, interface_of, passed_on, state_file
 from posttrain.core.errors import UsageError
 
 
@@ -69,7 +69,7 @@ def test_interfaces():
 
 def test_strangers_at_the_door_are_sent_away():
     """Whoever looks at open ports must not end a run that is starting."""
-    recruits = [Recruit(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
+    recruits = [ActorHandle(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
     with socket.socket() as listener, ThreadPoolExecutor(4) as at_once:
         listener.bind(("127.0.0.1", 0))
         listener.listen(4)

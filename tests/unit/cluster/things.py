@@ -150,6 +150,6 @@ class Telling:
         return ""
 
     def send(self):
-        from posttrain.parallel.weight_transfer import Moved
+        from posttrain.parallel.weight_transfer import TransferResult
 
-        return Moved(10, 0.5)
+        return TransferResult(10, 0.5)

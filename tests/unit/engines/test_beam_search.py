@@ -7,7 +7,7 @@ import torch
 from posttrain.core.types import Request as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, forward
@@ -41,7 +41,7 @@ def test_as_many_beams_as_tokens_find_the_likeliest_answers_of_all(trunk):
         out = forward(trunk, collate([Sample(tokens=row, mask=mask) for row in tokens]), Wanted()).logprobs
     sums = out.view(len(pairs), -1).sum(1).numpy()
     best = [pairs[place] for place in np.argsort(-sums)[:3]]
-    requests = [Request(prompt=PROMPT, group=7, seed=seed) for seed in range(3)]
+    requests = [GenerationRequest(prompt=PROMPT, group=7, seed=seed) for seed in range(3)]
     found = engine_for(trunk, words).generate(requests, Sampling(max_tokens=2, temperature=0.0))
     assert [tuple(sample.tokens[len(PROMPT) :]) for sample in found] == best
     for sample, total in zip(found, sorted(sums)[::-1], strict=False):
@@ -52,9 +52,11 @@ def test_as_many_beams_as_tokens_find_the_likeliest_answers_of_all(trunk):
 
 def test_answers_end_at_their_end(trunk):
     asked = Sampling(max_tokens=6, temperature=0.0)
-    (longest,) = engine_for(trunk, 2).generate([Request(prompt=PROMPT)], asked)
+    (longest,) = engine_for(trunk, 2).generate([GenerationRequest(prompt=PROMPT)], asked)
     stop = int(longest.tokens[len(PROMPT) + 1])
-    (sample,) = engine_for(trunk, 2).generate([Request(prompt=PROMPT)], Sampling(**vars_of(asked), stop_ids=(stop,)))
+    (sample,) = engine_for(trunk, 2).generate(
+        [GenerationRequest(prompt=PROMPT)], Sampling(**vars_of(asked), stop_ids=(stop,))
+    )
     answer = sample.tokens[len(PROMPT) :].tolist()
     assert (stop in answer) == (sample.finish == "stop") and stop not in answer[:-1]
 
@@ -66,7 +68,7 @@ def vars_of(sampling):
 def test_drawn_beams_follow_the_seed(trunk):
     def drawn(seed):
         found = engine_for(trunk, 3).generate(
-            [Request(prompt=PROMPT, seed=seed)] * 2, Sampling(max_tokens=5, temperature=1.5, top_k=50)
+            [GenerationRequest(prompt=PROMPT, seed=seed)] * 2, Sampling(max_tokens=5, temperature=1.5, top_k=50)
         )
         return [sample.tokens.tolist() for sample in found]
 

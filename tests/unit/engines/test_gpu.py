@@ -6,7 +6,7 @@ import torch
 
 from posttrain.core.types import Request as Wanted
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kernels import reference
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
@@ -90,7 +90,7 @@ def engine_for(name, dtype, slots=32):
 def asked(count=100):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 60, n).astype(np.int32) for n in rng.integers(1, 30, count // 4)]
-    return [Request(prompt=prompts[i // 4], group=i // 4, seed=i) for i in range(count)]
+    return [GenerationRequest(prompt=prompts[i // 4], group=i // 4, seed=i) for i in range(count)]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])

@@ -8,7 +8,7 @@ from posttrain.core.types import Request as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
 from posttrain.engines import local
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.local import LocalEngine, rung
 from posttrain.nn import attention
@@ -40,7 +40,7 @@ def test_greedy_equals_transformers_generate(name):
         expected.append(out[0, len(prompt) :].tolist())
     stops = model.generation_config.eos_token_id
     stops = tuple(stops) if isinstance(stops, list) else (stops,)
-    requests = [Request(prompt=prompt, group=i) for i, prompt in enumerate(asked)]
+    requests = [GenerationRequest(prompt=prompt, group=i) for i, prompt in enumerate(asked)]
     found = engine_for(model, slots=3).generate(requests, Sampling(max_tokens=12, temperature=0.0, stop_ids=stops))
     for prompt, sample, tokens in zip(asked, found, expected, strict=True):
         assert sample.tokens[: len(prompt)].tolist() == prompt.tolist()
@@ -65,7 +65,7 @@ def test_logprobs_equal_a_teacher_forced_pass(name, settings):
 
     model = tiny_model(name).eval()
     engine = engine_for(model)
-    requests = [Request(prompt=p, group=i, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, group=i, seed=i) for i, p in enumerate(prompts())]
     for sample in engine.generate(requests, Sampling(max_tokens=15, **settings)):
         hidden = engine.trunk.hidden(collate([sample])).last_hidden_state[0]
         logprobs = ops.tempered(engine.trunk.logits(hidden[:-1]), **settings).log_softmax(-1)
@@ -76,7 +76,9 @@ def test_logprobs_equal_a_teacher_forced_pass(name, settings):
 def test_plain_sampling_agrees_with_the_trainer():
     model = tiny_model("qwen2").eval()
     engine = engine_for(model)
-    samples = engine.generate([Request(prompt=p, seed=i) for i, p in enumerate(prompts())], Sampling(max_tokens=9))
+    samples = engine.generate(
+        [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())], Sampling(max_tokens=9)
+    )
     out = forward(engine.trunk, collate(samples), Wanted())
     theirs = np.concatenate([sample.logprobs for sample in samples])
     assert np.abs(out.logprobs.detach().numpy() - theirs).max() < 1e-5
@@ -84,7 +86,10 @@ def test_plain_sampling_agrees_with_the_trainer():
 
 def test_an_answer_does_not_depend_on_its_company():
     model = tiny_model("llama").eval()
-    requests = [Request(prompt=p, group=i // 2, seed=100 + i) for i, p in enumerate(p for p in prompts() for _ in "ab")]
+    requests = [
+        GenerationRequest(prompt=p, group=i // 2, seed=100 + i)
+        for i, p in enumerate(p for p in prompts() for _ in "ab")
+    ]
     sampling = Sampling(max_tokens=20, stop_ids=(2, 9, 17))
     together = engine_for(model, slots=5).generate(requests, sampling)
     for request, sample in zip(requests, together, strict=True):
@@ -99,7 +104,7 @@ def test_samples_follow_the_distribution():
     prompt = prompts((6,))[0]
     engine = engine_for(model, slots=64)
     drawn = 4000
-    samples = engine.generate([Request(prompt=prompt, seed=i) for i in range(drawn)], Sampling(max_tokens=1))
+    samples = engine.generate([GenerationRequest(prompt=prompt, seed=i) for i in range(drawn)], Sampling(max_tokens=1))
     counts = np.bincount([int(sample.tokens[-1]) for sample in samples], minlength=104)
     hidden = engine.trunk.hidden(collate([Sample(tokens=prompt, mask=np.zeros(6, dtype=bool))])).last_hidden_state[
         0, -1:
@@ -113,7 +118,7 @@ def test_stop_text_and_streaming():
     model = tiny_model("llama").eval()
     engine = engine_for(model)
     heard = []
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     free = engine.generate(requests, Sampling(max_tokens=20), on_token=lambda i, token: heard.append((i, token)))
     for index, (request, sample) in enumerate(zip(requests, free, strict=True)):
         assert [token for i, token in heard if i == index] == sample.tokens[len(request.prompt) :].tolist()
@@ -126,7 +131,7 @@ def test_stop_text_and_streaming():
 
 def test_streaming_says_each_token_once_while_others_come_and_go():
     engine = engine_for(tiny_model("llama").eval(), slots=3)
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts((5, 3, 9, 2, 7, 4, 6, 8, 1, 5)))]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts((5, 3, 9, 2, 7, 4, 6, 8, 1, 5)))]
     heard = {}
     samples = engine.generate(
         requests,
@@ -152,7 +157,8 @@ def test_repetition_penalty_equals_transformers():
         pad_token_id=0,
     )
     (sample,) = engine_for(model).generate(
-        [Request(prompt=prompt)], Sampling(max_tokens=10, temperature=0.0, repetition_penalty=1.3, stop_ids=(2,))
+        [GenerationRequest(prompt=prompt)],
+        Sampling(max_tokens=10, temperature=0.0, repetition_penalty=1.3, stop_ids=(2,)),
     )
     assert sample.tokens.tolist() == out[0].tolist()
 
@@ -193,7 +199,7 @@ def test_rungs():
 def test_answers_are_the_same_when_the_host_looks_rarely(name, settings):
     model = tiny_model(name).eval()
     asked = [p for p in prompts((5, 11, 3, 8, 20, 1, 9, 14, 2, 6), seed=3) for _ in range(6)]
-    requests = [Request(prompt=p, group=i // 6, seed=i) for i, p in enumerate(asked)]
+    requests = [GenerationRequest(prompt=p, group=i // 6, seed=i) for i, p in enumerate(asked)]
     sampling = Sampling(max_tokens=40, stop_ids=SOME_STOPS, **settings)
     expected = engine_for(model, slots=7).generate(requests, sampling)
     engine = AsOnAGPU(engine_for(model).trunk, tiny_tokenizer(), slots=32)
@@ -212,7 +218,7 @@ def test_an_optimizer_step_changes_what_is_generated():
     """Weights that lie end to end for the engine are still the ones that the optimizer writes and autograd reads."""
     model = tiny_model("qwen2").eval()
     engine = engine_for(model)
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     engine.generate(requests, Sampling(max_tokens=4))
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     batch = collate(engine.generate(requests, Sampling(max_tokens=12)))
@@ -228,7 +234,7 @@ def test_an_optimizer_step_changes_what_is_generated():
 def test_weights_that_moved_are_found_again():
     model = tiny_model("llama").eval()
     engine = engine_for(model)
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     first = engine.generate(requests, Sampling(max_tokens=8))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -243,7 +249,7 @@ def test_weights_that_moved_are_found_again():
 def test_packed_weights_give_the_same(name, monkeypatch):
     model = tiny_model(name).eval()
     engine = engine_for(model)
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     expected = engine.generate(requests, Sampling(max_tokens=12))
     monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
     packed = []
@@ -261,7 +267,7 @@ def test_what_never_changes_is_packed_once(monkeypatch):
     monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
     model = tiny_model("llama").eval()
     engine = engine_for(model)
-    request = Request(prompt=prompts()[0], seed=3)
+    request = GenerationRequest(prompt=prompts()[0], seed=3)
     (expected,) = engine.generate([request], Sampling(max_tokens=9))
     engine.frozen, copies, samples = True, [], []
     for length in (9, 9, 200):  # the last one needs more room
@@ -284,7 +290,9 @@ def test_weights_that_change_are_packed_again(monkeypatch):
 
     for between in (None, louder):  # before an answer, and in the middle of one
         louder()
-        (sample,) = engine.generate([Request(prompt=prompts()[0], seed=1)], Sampling(max_tokens=6), between=between)
+        (sample,) = engine.generate(
+            [GenerationRequest(prompt=prompts()[0], seed=1)], Sampling(max_tokens=6), between_steps=between
+        )
         out = forward(engine.trunk, collate([sample]), Wanted()).logprobs.detach().numpy()
         error = np.abs(out - sample.logprobs)[-6:]
         assert error[-1] < 1e-5 and (error[:-1].max() < 1e-5) == (between is None)
@@ -298,14 +306,14 @@ def test_packing_leaves_memory_to_others(monkeypatch):
         monkeypatch.setattr(local, "host_memory", lambda memory=memory: memory)
         found = set()
         note = lambda *_, found=found: found.add(is_packed(engine))  # noqa: E731
-        engine.generate([Request(prompt=prompts()[0])], Sampling(max_tokens=2), on_token=note)
+        engine.generate([GenerationRequest(prompt=prompts()[0])], Sampling(max_tokens=2), on_token=note)
         assert found == {packs}
 
 
 def test_joined_weights_are_saved_as_before(tmp_path):
     model = tiny_model("qwen3").eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    engine_for(model).generate([Request(prompt=prompts()[0])], Sampling(max_tokens=2))
+    engine_for(model).generate([GenerationRequest(prompt=prompts()[0])], Sampling(max_tokens=2))
     model.save_pretrained(tmp_path)
     after = type(model).from_pretrained(tmp_path).state_dict()
     assert before.keys() == after.keys()
@@ -318,7 +326,7 @@ def test_adapters_take_part():
 
     model = tiny_model("qwen2").eval()
     engine = engine_for(model)
-    requests = [Request(prompt=p, seed=i) for i, p in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     before = engine.generate(requests, Sampling(max_tokens=8))
     add_adapters(model, ModelConfig(path="tiny", lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")), "token")
     for name, parameter in model.named_parameters():
@@ -342,10 +350,10 @@ def test_frequencies_that_depend_on_the_length_are_left_to_the_model():
 
 def test_answers_are_told_of_as_soon_as_they_are_complete():
     model = tiny_model("llama").eval()
-    requests = [Request(prompt=prompt, group=i, seed=i) for i, prompt in enumerate(prompts())]
+    requests = [GenerationRequest(prompt=prompt, group=i, seed=i) for i, prompt in enumerate(prompts())]
     sampling = Sampling(max_tokens=8, temperature=1.0)
     told = []
-    samples = engine_for(model, slots=2).generate(requests, sampling, on_answer=lambda i, s: told.append((i, s)))
+    samples = engine_for(model, slots=2).generate(requests, sampling, on_completion=lambda i, s: told.append((i, s)))
     assert sorted(index for index, _ in told) == list(range(len(requests)))
     assert [index for index, _ in told][:2] in ([0, 1], [1, 0]), "two slots: these two come first"
     assert all(samples[index] is sample for index, sample in told)

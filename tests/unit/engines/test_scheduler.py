@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from posttrain.core import ops
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.scheduler import StopTexts
+from posttrain.engines.scheduler import StopTextMatcher
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -31,7 +31,7 @@ def asked():
     """Several of each kind, with different prompts."""
     texts = prompts((5, 11, 3, 8, 20, 1, 9, 14, 2, 6, 7, 4), seed=3)
     return [
-        (Request(prompt=text, seed=i), Sampling(**{"max_tokens": 16, **KINDS[i % len(KINDS)]}))
+        (GenerationRequest(prompt=text, seed=i), Sampling(**{"max_tokens": 16, **KINDS[i % len(KINDS)]}))
         for i, text in enumerate(texts)
     ]
 
@@ -88,8 +88,8 @@ def test_a_request_longer_than_the_room_makes_room():
     engine = engine_for(tiny_model("llama", max_position_embeddings=1024), slots=3)
     (long,) = prompts((400,))
     work = [
-        (Request(prompt=prompts((5,))[0], seed=1), Sampling(max_tokens=40)),
-        (Request(prompt=long, seed=2), Sampling(max_tokens=8)),
+        (GenerationRequest(prompt=prompts((5,))[0], seed=1), Sampling(max_tokens=40)),
+        (GenerationRequest(prompt=long, seed=2), Sampling(max_tokens=8)),
     ]
     expected = [engine.generate([request], sampling)[0] for request, sampling in work]
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next():
     with torch.inference_mode():
         session = engine.session(longest=64, answer=32, hear=lambda answer: heard.append(answer.index))
         for seed, prompt in enumerate(prompts((4, 5, 6, 7))):
-            session.submit(Request(prompt=prompt, seed=seed), Sampling(max_tokens=20))
+            session.submit(GenerationRequest(prompt=prompt, seed=seed), Sampling(max_tokens=20))
         for _ in range(3):
             session.step()
         assert set(heard) == {0, 1} and len(session.waiting) == 2
@@ -123,14 +123,14 @@ def test_a_cancelled_request_gives_its_slot_to_the_next():
     assert sorted(ended) == [1, 2] and 3 not in heard
     assert heard.count(0) == 3 and heard.count(2) == 20
     for index in (1, 2):
-        request = Request(prompt=prompts((4, 5, 6, 7))[index], seed=index)
+        request = GenerationRequest(prompt=prompts((4, 5, 6, 7))[index], seed=index)
         (alone,) = engine.generate([request], Sampling(max_tokens=20))
         assert ended[index].tokens.tolist() == alone.tokens.tolist()
 
 
 def test_a_session_that_has_nothing_left_goes_on_with_the_next_request():
     engine = engine_for(tiny_model("llama"), slots=2)
-    request, sampling = Request(prompt=prompts((4,))[0]), Sampling(max_tokens=5)
+    request, sampling = GenerationRequest(prompt=prompts((4,))[0]), Sampling(max_tokens=5)
     with torch.inference_mode():
         session = engine.session(longest=64, answer=32, hear=lambda _: None)
         for _ in range(2):
@@ -148,28 +148,28 @@ def test_a_session_that_has_nothing_left_goes_on_with_the_next_request():
 def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings):
     engine = engine_for(tiny_model("llama"))
     told = {}
-    request = Request(prompt=prompts((6,))[0], seed=5, likeliest=4)
+    request = GenerationRequest(prompt=prompts((6,))[0], seed=5, top_logprobs=4)
     with torch.inference_mode():
         session = engine.session(longest=64, answer=32, hear=lambda answer: told.update({answer.index: answer}))
-        session.submit(Request(prompt=prompts((9,))[0], seed=1), Sampling(max_tokens=9, **settings))
+        session.submit(GenerationRequest(prompt=prompts((9,))[0], seed=1), Sampling(max_tokens=9, **settings))
         number = session.submit(request, Sampling(max_tokens=7, **settings))
         ended = {}
         while session.busy:
             ended |= session.step()
     answer, sample = told[number], ended[number]
-    assert not told[0].likeliest and len(answer.likeliest) == len(answer.tokens) == 7
+    assert not told[0].top_logprobs and len(answer.top_logprobs) == len(answer.tokens) == 7
     logits = engine.trunk.logits(engine.trunk.hidden(collate([sample])).last_hidden_state[0]).detach()
     penalty = settings.get("repetition_penalty", 1.0)
     truncation = {name: value for name, value in settings.items() if name != "repetition_penalty"}
-    for place, likeliest in enumerate(answer.likeliest):
+    for place, top_logprobs in enumerate(answer.top_logprobs):
         row = logits[5 + place].clone()
         seen = torch.as_tensor(sample.tokens[: 6 + place]).long().unique()
         row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
         expected = ops.tempered(row, **truncation).log_softmax(-1)
         best = expected.topk(settings.get("top_k", 4)).indices.tolist()
-        assert [token for token, _ in likeliest] == best
-        assert np.abs([chance - float(expected[token]) for token, chance in likeliest]).max() < 1e-5
-        chosen = dict(likeliest).get(answer.tokens[place])
+        assert [token for token, _ in top_logprobs] == best
+        assert np.abs([chance - float(expected[token]) for token, chance in top_logprobs]).max() < 1e-5
+        chosen = dict(top_logprobs).get(answer.tokens[place])
         assert chosen is None or abs(chosen - answer.logprobs[place]) < 1e-5
 
 
@@ -178,7 +178,9 @@ def test_ways_to_draw_do_not_pile_up():
     with torch.inference_mode():
         session = engine.session(longest=64, answer=32, hear=lambda _: None)
         for number in range(600):
-            session.submit(Request(prompt=prompts((1,))[0]), Sampling(max_tokens=1, temperature=1 + number / 600))
+            session.submit(
+                GenerationRequest(prompt=prompts((1,))[0]), Sampling(max_tokens=1, temperature=1 + number / 600)
+            )
         ended = {}
         while session.busy:
             ended |= session.step()
@@ -224,7 +226,7 @@ def test_a_stop_text_is_seen_with_the_token_that_completes_it(name, data):
     said = tokenizer.decode(tokens)
     first = data.draw(st.integers(0, max(0, len(said) - 1)))
     texts = (said[first : first + data.draw(st.integers(1, 3))] or ".", data.draw(st.sampled_from([".", "\n", "l"])))
-    longest, ends = max(map(len, texts)), StopTexts(tokenizer)
+    longest, ends = max(map(len, texts)), StopTextMatcher(tokenizer)
     for count in range(1, len(tokens) + 1):
         tail = tokenizer.decode(tokens[max(0, count - longest - 8) : count])
         expected = any(text in tail for text in texts)

@@ -17,7 +17,7 @@ from posttrain.inference.completion_files import read_answers
 from posttrain.inference.generate import Generation, generate, manifest_of, opened
 from posttrain.inference.model import ServedModel
 from posttrain.inference.progress import Progress, ProgressLine
-from posttrain.rollout.rollouts import seed_of
+from posttrain.rollout.rollouts import seed_for
 from tests.tiny import tiny_folder
 
 
@@ -53,7 +53,7 @@ def test_every_prompt_has_its_answers(config, prompts):
     for row in rows:
         assert row["prompt"] == [{"role": "user", "content": f"{row['index']}+1="}]
         assert row["columns"] == {"prompt": f"{row['index']}+1=", "answer": row["index"] + 1}
-        assert row["origin"] == f"{prompts}:{row['index'] + 1}" and row["seed"] == seed_of(
+        assert row["origin"] == f"{prompts}:{row['index'] + 1}" and row["seed"] == seed_for(
             0, row["index"], row["sample"]
         )
         assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (len(row["tokens"]) < 6)

@@ -8,8 +8,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Outputs, Sample, count
-from posttrain.engines.base import Request as Wanted
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.fsdp import Layout, chunk, part_of, touch
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
@@ -148,7 +147,7 @@ def test_saved_by_parts_and_generated_with_a_whole(tmp_path, group):
     again = Learner(model, UpdateConfig(), layout=Layout(always=True))
     again.load(folder)
     assert learn(again) == wanted
-    asked = [Wanted(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
+    asked = [GenerationRequest(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
     found = learner.generate(asked, Sampling(max_tokens=8))
     whole = Learner(ModelConfig(path=model.path), UpdateConfig(), trainable=False, layout=None)
     whole.accept(learner.weights())

@@ -5,18 +5,18 @@ import threading
 import pytest
 import torch
 
-from posttrain.cluster.processes import MeetingPoint
+from posttrain.cluster.processes import RendezvousStore
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.parallel import weight_transfer
-from posttrain.parallel.weight_transfer import Meeting, Transfer
+from posttrain.parallel.weight_transfer import Rendezvous, Transfer
 from posttrain.train.learner import Learner
-from posttrain.train.rollout_workers import Sender
+from posttrain.train.rollout_workers import WeightSender
 
 
 @pytest.fixture
 def meeting():
-    point = MeetingPoint(60.0)
-    found = Meeting(3, point.address, point.name(), 60.0)
+    point = RendezvousStore(60.0)
+    found = Rendezvous(3, point.address, point.name(), 60.0)
     yield found
     assert point.store  # lives as long as the group
 
@@ -73,7 +73,7 @@ def test_a_learner_follows_another(meeting):
         for parameter in ahead.model.parameters():
             parameter.add_(0.01)
     behind = [Learner(ModelConfig(path="pico"), UpdateConfig(), trainable=False, seed=1) for _ in range(2)]
-    sender = Sender(ahead)
+    sender = WeightSender(ahead)
     refusal, *places = together(
         lambda: sender.connect(meeting), *[lambda rank=rank: Transfer(meeting, rank) for rank in (1, 2)]
     )
@@ -98,8 +98,8 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(meeting):
             return []
 
     holder = Holder()
-    sender = Sender(holder)
-    hasty = Meeting(3, meeting.store, "another", 0.5)
+    sender = WeightSender(holder)
+    hasty = Rendezvous(3, meeting.store, "another", 0.5)
     assert "timeout" in sender.connect(hasty)
     sender.transfer, *others = group(meeting)
     del others

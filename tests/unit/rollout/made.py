@@ -36,12 +36,12 @@ class Speaker:
         self.samplings = []
         self.refreshed = 0
 
-    def generate(self, requests, sampling, *, on_answer=None):
+    def generate(self, requests, sampling, *, on_completion=None):
         self.asked += requests
         self.samplings.append(sampling)
         found = [self.answer(request, sampling) for request in requests]
-        for index, sample in enumerate(found) if on_answer else ():
-            on_answer(index, sample)
+        for index, sample in enumerate(found) if on_completion else ():
+            on_completion(index, sample)
         return found
 
     def answer(self, request, sampling):

@@ -14,7 +14,7 @@ from posttrain.data.encoding.tokens import TokenEncoder
 from posttrain.models.pico import build_tokenizer
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import Dialogues
-from posttrain.rollout.rollouts import answers, seed_of
+from posttrain.rollout.rollouts import answers, seed_for
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, online, prompt
@@ -102,7 +102,7 @@ def test_each_turn_has_a_seed_of_its_own_that_company_does_not_change(environmen
         return [request.seed for request in speaker.asked]
 
     alone = seeds([(0, prompt("a", turns=3))], [11])
-    assert alone == [11, seed_of(11, 1, 0), seed_of(11, 2, 0)] and len(set(alone)) == 3
+    assert alone == [11, seed_for(11, 1, 0), seed_for(11, 2, 0)] and len(set(alone)) == 3
     together = seeds([(7, prompt("b", turns=1)), (0, prompt("a", turns=3))], [12, 11])
     assert together == [12, *alone]
 

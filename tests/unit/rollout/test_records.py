@@ -12,7 +12,7 @@ from posttrain.core.errors import DataError, PosttrainError, UsageError
 from posttrain.core.jsonl import as_line
 from posttrain.core.types import Prompt, Sample
 from posttrain.rollout import records
-from posttrain.rollout.records import STREAMS, Rollout, as_row, from_row, unjudged
+from posttrain.rollout.records import STREAMS, Rollout, as_row, from_row, unscored
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 SINGLE = st.floats(width=32, allow_nan=False)
@@ -163,12 +163,12 @@ def test_a_replay_forgets_what_is_to_be_found_out_again():
     for name in STREAMS:
         setattr(rollout.sample, name, ones)
     rollout.sample.reward = 3.0
-    again = unjudged(rollout)
+    again = unscored(rollout)
     assert again.parts == {"environment": 0.5} and again.failure == "" and again.sample.reward == 0.0
     assert again.sample.logprobs is ones  # the sampler's, which nobody can find out again
     assert all(getattr(again.sample, name) is None for name in STREAMS if name != "logprobs")
     assert rollout.sample.reward == 3.0  # a copy
-    assert unjudged(made(1, failure="environment: no")).failure == "environment: no"
+    assert unscored(made(1, failure="environment: no")).failure == "environment: no"
 
 
 def test_a_recorded_answer_is_one_line_for_every_reader():

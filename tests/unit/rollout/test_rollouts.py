@@ -13,8 +13,8 @@ from posttrain.core.errors import DataError
 from posttrain.data.dataset import ExampleStream
 from posttrain.data.prompts import PromptStore
 from posttrain.rewards.base import Rewards
-from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_of
-from posttrain.rollout.scoring import Judge
+from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_for
+from posttrain.rollout.scoring import RolloutScorer
 from tests.unit.rollout.made import SAMPLING, TOKENIZER, Speaker, online, prompt
 
 CODE = """
@@ -46,8 +46,8 @@ def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **opt
     given = {"update__rows_per_step": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
     config = online(**given | options)
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
-    judge = Judge(rewards[reward], {}, config, TOKENIZER)
-    return Rollouts(speaker or Speaker(digit), judge, stream, config, SAMPLING, TOKENIZER, update=update)
+    scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
+    return Rollouts(speaker or Speaker(digit), scorer, stream, config, SAMPLING, TOKENIZER, update=update)
 
 
 def groups(batch):
@@ -61,13 +61,13 @@ def asked(batch):
 def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
     speaker = Speaker(digit)
     made = rollouts(rewards, speaker)
-    first, second = made.take(), made.take()
+    first, second = made.next_batch(), made.next_batch()
     assert groups(first) == [0, 0, 0, 1, 1, 1] and groups(second) == [2, 2, 2, 3, 3, 3]
     assert asked(first) == ["0", "0", "0", "1", "1", "1"]
     assert [rollout.sample.origin for rollout in second] == ["rows.jsonl:2"] * 3 + ["rows.jsonl:3"] * 3
     seeds = [request.seed for request in speaker.asked]
     assert len(set(seeds)) == 12
-    assert seeds == [seed_of(0, position, k) for position in range(4) for k in range(3)]
+    assert seeds == [seed_for(0, position, k) for position in range(4) for k in range(3)]
     assert [rollout.sample.reward for rollout in first + second] == [seed % 4 for seed in seeds]
     assert speaker.refreshed == 2
 
@@ -77,10 +77,10 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
     speaker, early = Speaker(digit), []
     generate = speaker.generate
 
-    def slow(requests, sampling, on_answer):
+    def slow(requests, sampling, on_completion):
         samples = generate(requests, sampling)
         for index in reversed(range(1, len(samples))):
-            on_answer(index, samples[index])
+            on_completion(index, samples[index])
         deadline = time.monotonic() + 60
         while sum(rollout.early is not None for rollout in early) < 6 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -89,7 +89,7 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
 
     speaker.generate = slow
     made = rollouts(rewards, speaker, rollout__samples_per_prompt=4)
-    begin = made.judge.early
+    begin = made.scorer.early
 
     @contextmanager
     def watched(count):
@@ -97,16 +97,16 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
             tell, found.tell = found.tell, lambda rollout: (early.append(rollout), tell(rollout))
             yield found
 
-    made.judge.early = watched
-    batch = made.take()
-    expected = rollouts(rewards, rollout__samples_per_prompt=4).take()
+    made.scorer.early = watched
+    batch = made.next_batch()
+    expected = rollouts(rewards, rollout__samples_per_prompt=4).next_batch()
     assert [(r.sample.reward, r.parts) for r in batch] == [(r.sample.reward, r.parts) for r in expected]
     assert {id(rollout) for rollout in early} < {id(rollout) for rollout in batch}
     assert all(rollout.early is None for rollout in batch), "a replay asks again"
 
 
 def test_another_seed_of_the_run_gives_other_seeds():
-    some = [[seed_of(run, position, k) for position in range(50) for k in range(8)] for run in range(3)]
+    some = [[seed_for(run, position, k) for position in range(50) for k in range(8)] for run in range(3)]
     assert len({seed for seeds in some for seed in seeds}) == 3 * 400
     assert all(0 <= seed < 2**63 for seeds in some for seed in seeds)
 
@@ -115,7 +115,7 @@ def test_dynamic_sampling_keeps_groups_with_signal(rewards):
     """Odd questions are worth 0 whatever is said."""
     speaker = Speaker(digit)
     made = rollouts(rewards, speaker, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
-    batch = made.take()
+    batch = made.next_batch()
     assert all(has_signal(group) for group in by_group(batch))
     assert {int(question) % 2 for question in asked(batch)} == {0}
     assert len(list(by_group(batch))) == 2 and groups(batch) == sorted(groups(batch))
@@ -125,18 +125,18 @@ def test_dynamic_sampling_keeps_groups_with_signal(rewards):
 def test_dynamic_sampling_gives_up(rewards):
     speaker = Speaker(lambda _: "1<|end|>")
     made = rollouts(rewards, speaker, rollout__dynamic_sampling=3)
-    batch = made.take()
+    batch = made.next_batch()
     assert len(speaker.asked) == 3 * 2 * 3  # three batches of two prompts with three answers
     assert groups(batch) == [4, 4, 4, 5, 5, 5]  # the last, so that the log can say that there is no signal
 
 
 def test_without_dynamic_sampling_groups_stay(rewards):
-    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).take()
+    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).next_batch()
     assert len(batch) == 6 and not any(has_signal(group) for group in by_group(batch))
 
 
 def test_failures_are_marked_and_no_signal(rewards):
-    batch = rollouts(rewards, reward="hard", rollout__samples_per_prompt=16).take()
+    batch = rollouts(rewards, reward="hard", rollout__samples_per_prompt=16).next_batch()
     texts = {rollout.text for rollout in batch}
     assert texts == {"0", "1", "2", "3"}
     for rollout in batch:
@@ -153,7 +153,7 @@ def test_the_greedy_answer_is_the_baseline(rewards):
     speaker = Speaker(words)
     made = rollouts(rewards, speaker)
     made.greedy_baseline = True
-    batch = made.take()
+    batch = made.next_batch()
     assert [rollout.sample.baseline for rollout in batch] == [9, 9, 9, 8, 8, 8]
     assert len(batch) == 6 and len(speaker.asked) == 6 + 2
     assert [sampling.temperature for sampling in speaker.samplings] == [1.0, 0.0]
@@ -163,14 +163,14 @@ def test_a_group_without_baseline_has_failed(rewards):
     speaker = Speaker(lambda request: "3<|end|>" if speaker.samplings[-1].temperature == 0 else "2<|end|>")
     made = rollouts(rewards, speaker, reward="hard")
     made.greedy_baseline = True
-    assert all("three is too much" in rollout.failure for rollout in made.take())
+    assert all("three is too much" in rollout.failure for rollout in made.next_batch())
 
 
 def trained(made, steps):
     """As the loop does: take, train, and the weights have a new version."""
     batches = []
     for step in range(1, steps + 1):
-        batches.append(made.take())
+        batches.append(made.next_batch())
         made.version = step
     return batches
 
@@ -215,7 +215,7 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
     speaker, news, brought, made_so_far = Speaker(digit), threading.Condition(), [], iter(range(9))
     generate = speaker.generate
 
-    def slow(requests, sampling, on_answer):
+    def slow(requests, sampling, on_completion):
         number = next(made_so_far)
         with news:
             assert news.wait_for(lambda: brought[-1] >= number, 60)
@@ -257,7 +257,7 @@ def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
     after.stream.position, after.version = before.stream.position, 3
     rest = []
     for step in (4, 5, 6):
-        rest.append(after.take())
+        rest.append(after.next_batch())
         after.version = step
     for batch, same in zip(whole, first + rest, strict=True):
         for one, other in zip(batch, same, strict=True):
@@ -275,19 +275,19 @@ def test_an_error_made_ahead_is_raised_where_the_batch_is_taken(rewards):
         return digit(request)
 
     made = rollouts(rewards, Speaker(words), rollout__ahead=1)
-    assert len(made.take()) == 6
+    assert len(made.next_batch()) == 6
     with pytest.raises(DataError, match="the engine is broken"):
-        made.take()
+        made.next_batch()
 
 
 def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
     recorded = rollouts(rewards)
-    batch = recorded.take()
+    batch = recorded.next_batch()
     batch[0].sample.advantages = np.ones(len(batch[0].sample), dtype=np.float32)
     speaker = Speaker(digit)
     again = rollouts(rewards, speaker, reward="hard", rollout__replay="elsewhere")
     again.recorded = iter([(1, batch)])
-    replayed = again.take()
+    replayed = again.next_batch()
     assert not speaker.asked
     for old, new in zip(batch, replayed, strict=True):
         assert old.sample.tokens is new.sample.tokens and list(new.parts) in (["r.hard"], [])
@@ -295,7 +295,7 @@ def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
         assert new.failure if new.text == "3" else new.sample.reward == (float(new.text) if even else 0.0)
         assert new.sample.advantages is None
     with pytest.raises(DataError, match="elsewhere: there are fewer recorded batches than steps"):
-        again.take()
+        again.next_batch()
 
 
 class Environment:
@@ -315,7 +315,7 @@ def test_an_environment_plays_all_answers_the_greedy_too(rewards):
     made, environment = rollouts(rewards), Environment()
     environment.asker = rollouts(rewards, Speaker(lambda _: "2<|end|>"))
     made.environment, made.greedy_baseline = environment, True
-    batch = made.take()
+    batch = made.next_batch()
     assert environment.played == [(6, False), (2, True)]
     assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
     assert not made.policy.asked

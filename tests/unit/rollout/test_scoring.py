@@ -11,7 +11,7 @@ from posttrain.core.errors import RewardError
 from posttrain.core.types import Sample
 from posttrain.rewards.base import Rewards
 from posttrain.rollout.records import Rollout
-from posttrain.rollout.scoring import Judge
+from posttrain.rollout.scoring import RolloutScorer
 from tests.unit.rollout.made import TOKENIZER, ids, online, prompt
 
 CODE = """
@@ -41,13 +41,13 @@ def rollout(text, **options):
     return Rollout(sample=sample, prompt=asked, text=text, **options)
 
 
-def judge(rewards, **options):
-    return Judge(rewards, {}, online(reward=("words", "letters"), rollout__max_tokens=20, **options), TOKENIZER)
+def scorer(rewards, **options):
+    return RolloutScorer(rewards, {}, online(reward=("words", "letters"), rollout__max_tokens=20, **options), TOKENIZER)
 
 
 def test_a_weighted_sum_and_its_parts(rewards):
     rollouts = [rollout("a bc"), rollout("d")]
-    judge(rewards, rewards__weights=(2.0, 0.5)).judge(rollouts)
+    scorer(rewards, rewards__weights=(2.0, 0.5)).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [2 * 2 + 0.5 * 4, 2 * 1 + 0.5 * 1]
     assert [r.parts for r in rollouts] == [{"r.words": 2, "r.letters": 4}, {"r.words": 1, "r.letters": 1}]
     assert all(r.seconds > 0 and not r.failure for r in rollouts)
@@ -60,9 +60,9 @@ def test_a_function_that_combines_what_the_others_said(tmp_path):
     specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
     with Rewards(specs, workers=1, max_failure_rate=0.5) as rewards:
         rewards.check(["ground_truth"])
-        asked = Judge(rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward=specs), TOKENIZER)
+        asked = RolloutScorer(rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward=specs), TOKENIZER)
         rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]
-        asked.judge(rollouts)
+        asked.score(rollouts)
     assert [r.sample.reward for r in rollouts[:3]] == [2.0, 3.0, -1.0]
     assert rollouts[0].parts == {"r.letters": 2.0, "model.judge": 3.0, "r.gated": 2.0}
     assert "no letters" in rollouts[3].failure and "r.gated: error: not asked" in rollouts[3].failure
@@ -71,15 +71,15 @@ def test_a_function_that_combines_what_the_others_said(tmp_path):
 def test_the_environment_and_reward_models_count_too(rewards):
     rollouts = [rollout("a", parts={"environment": 0.25}), rollout("b")]
     place = 1
-    rewards_and_model = judge(rewards, rewards__weights=(1.0, 10.0))
+    rewards_and_model = scorer(rewards, rewards__weights=(1.0, 10.0))
     rewards_and_model.models = {place: lambda asked: [7.0 for _ in asked]}
-    rewards_and_model.judge(rollouts)
+    rewards_and_model.score(rollouts)
     assert [r.sample.reward for r in rollouts] == [1 + 70 + 0.25, 1 + 70]
 
 
 def test_the_clip_holds_the_sum(rewards):
     rollouts = [rollout("a b c"), rollout("a")]
-    judge(rewards, rewards__weights=(1.0, -2.0), rewards__clip=3.0).judge(rollouts)
+    scorer(rewards, rewards__weights=(1.0, -2.0), rewards__clip=3.0).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [-3.0, -1.0]
 
 
@@ -105,17 +105,17 @@ def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
     given_out, found, examined = [], [], []
     with Rewards(specs) as rewards:
         scores = {0: lambda asked: given_out[-1]}
-        running = Judge(rewards, scores, config, TOKENIZER)
+        running = RolloutScorer(rewards, scores, config, TOKENIZER)
         for number, batch in enumerate(batches):
             given_out.append(batch)
             rollouts = [rollout("a") for _ in batch]
-            running.judge(rollouts, training=False)  # an evaluation between: neither scaled nor remembered
+            running.score(rollouts, training=False)  # an evaluation between: neither scaled nor remembered
             examined += [r.sample.reward for r in rollouts]
-            running.judge(rollouts)
+            running.score(rollouts)
             found += [r.sample.reward for r in rollouts]
             if number == stopped_after:  # a run that is resumed
                 state = json.loads(json.dumps(running.state()))
-                running = Judge(rewards, scores, config, TOKENIZER)
+                running = RolloutScorer(rewards, scores, config, TOKENIZER)
                 running.load_state(state)
     assert found == pytest.approx(list(slowly_scaled(batches, clip)), rel=1e-9)
     assert examined == [reward for batch in batches for reward in batch]
@@ -125,7 +125,7 @@ def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
 def test_rewards_that_are_all_alike_have_no_deviation(value):
     specs = ("model:somewhere/judge",)
     with Rewards(specs) as rewards:
-        running = Judge(
+        running = RolloutScorer(
             rewards,
             {0: lambda asked: [value] * len(asked)},
             online(reward=specs, rewards__normalize="running"),
@@ -133,26 +133,26 @@ def test_rewards_that_are_all_alike_have_no_deviation(value):
         )
         for size in (6, 3, 7):
             rollouts = [rollout("a") for _ in range(size)]
-            running.judge(rollouts)
+            running.score(rollouts)
             assert [r.sample.reward for r in rollouts] == [value] * size
 
 
 def test_failures_are_not_in_the_running_deviation(rewards):
     rollouts = [rollout("a"), rollout("bad"), rollout("a b c d")]
-    judge(rewards, rewards__normalize="running", rewards__weights=(1.0, 0.0)).judge(rollouts)
+    scorer(rewards, rewards__normalize="running", rewards__weights=(1.0, 0.0)).score(rollouts)
     assert [r.sample.reward for r in rollouts if not r.failure] == pytest.approx([1 / 4.5**0.5, 4 / 4.5**0.5])
 
 
 def test_a_failure_is_never_a_zero(rewards):
     bad, good, lost = rollout("bad"), rollout("good"), rollout("lost", failure="environment: no")
     bad.sample.reward = good.sample.reward = 77.0
-    judge(rewards).judge([bad, good, lost])
+    scorer(rewards).score([bad, good, lost])
     assert bad.failure.startswith("r.letters: error:") and "no letters" in bad.failure
     assert bad.parts == {"r.words": 1.0} and bad.sample.finish == "stop"  # how it ended is another matter
     assert good.sample.reward == 1 + 4
     assert lost.parts == {} and lost.failure == "environment: no"  # not even asked
     with pytest.raises(RewardError, match="no letters") as stopped:
-        judge(rewards).judge([rollout("bad")])
+        scorer(rewards).score([rollout("bad")])
     assert "no letters" in stopped.value.answers[0].failure  # to be recorded
 
 
@@ -160,7 +160,7 @@ def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):
     (tmp_path / "r.py").write_text(CODE)
     with Rewards([f"{tmp_path / 'r.py'}:wanted"], workers=1) as rewards:
         asked = rollout("abc")
-        Judge(rewards, {}, online(reward=("wanted",)), TOKENIZER).judge([asked])
+        RolloutScorer(rewards, {}, online(reward=("wanted",)), TOKENIZER).score([asked])
     assert asked.sample.reward == 100.0
 
 
@@ -177,20 +177,20 @@ def test_long_answers_cost_what_dapo_says(longest, buffer, whole, tokens):
     else:
         expected = -1.0
     with Rewards([]) as none:
-        assert Judge(none, {}, config, TOKENIZER).penalty(tokens) == pytest.approx(-expected * whole)
+        assert RolloutScorer(none, {}, config, TOKENIZER).penalty(tokens) == pytest.approx(-expected * whole)
 
 
 def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
     rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
     rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
-    judge(rewards, rewards__overlong=(10, 2.0)).judge(rollouts)
+    scorer(rewards, rewards__overlong=(10, 2.0)).score(rollouts)
     assert "overlong" not in rollouts[0].parts
     assert [r.parts["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
     assert rollouts[1].sample.reward == 1 + 14 - 1
 
 
 def test_judging_beside_ends_where_drawing_fails(rewards):
-    with pytest.raises(MemoryError), judge(rewards).early(4) as early:
+    with pytest.raises(MemoryError), scorer(rewards).early(4) as early:
         early.tell(rollout("a b"))
         raise MemoryError("no room")
     early.thread.join(60)

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from posttrain.engines.base import Request, Sampling
-from posttrain.rollout.rollouts import seed_of
+from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.rollout.rollouts import seed_for
 from tests.unit.server.serving import PATIENCE, Talk, ask, metrics_of, pico, serving
 
 openai = pytest.importorskip("openai")
@@ -44,7 +44,7 @@ def client_of(server, **options):
 def expected(alone, prompt, seed, n=1, **settings):
     """Samples of the engine and their texts."""
     settings = {"max_tokens": 40, "stop_ids": alone.stop_ids, **settings}
-    requests = [Request(prompt=prompt, seed=seed_of(seed, 0, k)) for k in range(n)]
+    requests = [GenerationRequest(prompt=prompt, seed=seed_for(seed, 0, k)) for k in range(n)]
     samples = alone.generate(requests, Sampling(**settings))
     return samples, [alone.tokenizer.decode(s.tokens[s.mask], skip_special_tokens=True) for s in samples]
 
@@ -128,13 +128,13 @@ def test_completions_of_texts_and_of_tokens(client, alone):
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         assert answer.usage.prompt_tokens == 7
         for choice, (place, k) in zip(answer.choices, itertools.product(range(2), range(2)), strict=True):
-            request = Request(prompt=np.array(ids[place], dtype=np.int32), seed=seed_of(3, place, k))
+            request = GenerationRequest(prompt=np.array(ids[place], dtype=np.int32), seed=seed_for(3, place, k))
             (sample,) = alone.generate([request], Sampling(max_tokens=9, stop_ids=alone.stop_ids))
             assert choice.text == alone.tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=True)
             assert np.allclose(choice.logprobs.token_logprobs, sample.logprobs[sample.mask], atol=1e-5)
             assert choice.logprobs.text_offset[0] == 0
             assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
-            assert all(1 <= len(likeliest) <= 2 for likeliest in choice.logprobs.top_logprobs)
+            assert all(1 <= len(top_logprobs) <= 2 for top_logprobs in choice.logprobs.top_logprobs)
     assert client.completions.create(model="pico", prompt="a").usage.completion_tokens <= 16  # as OpenAI's
     told, _, _ = streamed(client.completions.create(model="pico", prompt=texts, n=2, seed=3, max_tokens=9, stream=True))
     assert [told[index] for index in range(4)] == [choice.text for choice in answer.choices]

@@ -2,10 +2,10 @@
 
 import time
 
-from posttrain.train.rollout_workers import Sampler
+from posttrain.train.rollout_workers import RolloutWorker
 
 
-class Pausing(Sampler):
+class Pausing(RolloutWorker):
     """After so many steps of a call it says that it is under way, and goes on when somebody wants the model."""
 
     def __init__(self, steps, folder, *args):

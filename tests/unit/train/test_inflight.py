@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from posttrain.cluster.local import LocalPool
-from posttrain.cluster.processes import MeetingPoint, ProcessPool
-from posttrain.cluster.slots import Seat
-from posttrain.cluster.worker_host import Ref
+from posttrain.cluster.processes import ProcessPool, RendezvousStore
+from posttrain.cluster.worker_host import RoleRef
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.engines.base import Request, Sampling
-from posttrain.parallel.weight_transfer import Meeting
+from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.parallel.weight_transfer import Rendezvous
 from posttrain.train.learner import Learner
-from posttrain.train.rollout_workers import Samplers, Sender
+from posttrain.train.rollout_workers import RolloutWorkers, WeightSender
 from tests.unit.train.pausing import Pausing
 
 SECONDS = 120.0
 STEPS = 15  # before the weights change
 PICO = ModelConfig(path="pico")
 SAMPLING = Sampling(max_tokens=40)
-REQUESTS = [Request(prompt=np.arange(5, 5 + length, dtype=np.int32), seed=length) for length in (4, 7, 9)]
+REQUESTS = [GenerationRequest(prompt=np.arange(5, 5 + length, dtype=np.int32), seed=length) for length in (4, 7, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inflight")
     here = LocalPool()
     here.start("actor", Learner, PICO, UpdateConfig(), seed=1)
-    sender = here.start("sender", Sender, Ref("actor"))
-    point = MeetingPoint(SECONDS)
+    sender = here.start("sender", WeightSender, RoleRef("actor"))
+    point = RendezvousStore(SECONDS)
 
     def make():
         return ProcessPool(1, folder / "logs", seconds=SECONDS, meeting=point)
@@ -41,7 +41,9 @@ def place(tmp_path_factory):
     def start(pool):
         return pool.start("rollout", Pausing, STEPS, folder, PICO, ("local", "inflight"), "", 1)
 
-    samplers = Samplers([Seat(make, start)], sender, lambda size: Meeting(size, point.address, point.name(), SECONDS))
+    samplers = RolloutWorkers(
+        [WorkerSlot(make, start)], sender, lambda size: Rendezvous(size, point.address, point.name(), SECONDS)
+    )
     yield folder, here.host.objects["actor"], samplers
     samplers.close()
 

@@ -14,8 +14,7 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Loss, Objective, Request, Sample, count
 from posttrain.data.packing import collate
-from posttrain.engines.base import Request as Wanted
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.models import memory
 from posttrain.nn.forward import forward
 from posttrain.train import learner as learners
@@ -410,7 +409,7 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     assert learners.memory_to_come() == 12 * sum(count_of) + most
     learn(policy, 0)
     assert learners.memory_to_come() == 4 * count_of[0] + 12 * count_of[1] + most
-    generate = policy.generate([Wanted(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
+    generate = policy.generate([GenerationRequest(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
     assert len(generate) == 1
     (engine,) = policy.engines.values()
     assert engine.leave() == learners.memory_to_come()

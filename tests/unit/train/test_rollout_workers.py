@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from posttrain.cluster.local import LocalPool
-from posttrain.cluster.processes import MeetingPoint, ProcessPool
-from posttrain.cluster.slots import Seat
+from posttrain.cluster.processes import ProcessPool, RendezvousStore
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.core.errors import PosttrainError, WorkerError
-from posttrain.train.rollout_workers import Samplers, Turns
+from posttrain.train.rollout_workers import ModelLock, RolloutWorkers
 from tests.unit.cluster.things import Speaker, Telling
 
 SECONDS = 60.0
@@ -21,19 +21,19 @@ SECONDS = 60.0
 def samplers(tmp_path):
     made = []
 
-    def seat(number):
+    def slot(number):
         def make():
             made.append(number)
-            meeting = MeetingPoint(SECONDS)
+            meeting = RendezvousStore(SECONDS)
             return ProcessPool(1, tmp_path / "logs", seconds=SECONDS, meeting=meeting, first=number)
 
-        return Seat(make, lambda pool: pool.start("rollout", Speaker, tmp_path))
+        return WorkerSlot(make, lambda pool: pool.start("rollout", Speaker, tmp_path))
 
     found = []
 
     def build(count):
         sender = LocalPool().start("sender", Telling)
-        found.append(Samplers([seat(i) for i in range(count)], sender, lambda size: size))
+        found.append(RolloutWorkers([slot(i) for i in range(count)], sender, lambda size: size))
         found[-1].made = made
         return found[-1]
 
@@ -62,10 +62,10 @@ def test_answers_come_in_order_with_the_newest_weights(samplers, tmp_path):
 def test_one_that_is_lost_while_it_generates(samplers, tmp_path, how, caplog):
     group = samplers(2)
     group.refresh_sampler()
-    group.seats[0].pool.seconds = 2.0 if how == "stop" else SECONDS
+    group.slots[0].pool.seconds = 2.0 if how == "stop" else SECONDS
     fault = tmp_path / f"generate-{how}"
     fault.touch()
-    group.seats[0].submit("misbehave", "generate")
+    group.slots[0].submit("misbehave", "generate")
     while fault.exists():  # so that it is this one
         time.sleep(0.01)
     assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "by the other, with its weights"
@@ -141,7 +141,7 @@ def test_weights_that_did_not_arrive_end_the_run(samplers, tmp_path):
 
 
 def test_who_generates_lets_visitors_in_between_two_steps():
-    turns, story = Turns(), []
+    turns, story = ModelLock(), []
 
     def visitor(number, half):
         with turns.visit():
@@ -194,7 +194,7 @@ def test_processes_that_hold_a_model_together_let_visitors_in_at_the_same_step()
 
     threads = []
     for rank in range(ranks):
-        turns = Turns(partial(agree, rank))
+        turns = ModelLock(partial(agree, rank))
         threads += [threading.Thread(target=task, args=(rank, turns), daemon=True) for task in (work, come)]
     for thread in threads:
         thread.start()

@@ -11,20 +11,20 @@ if importlib.util.find_spec("vllm") is None:
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.engines.base import Request, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.vllm.replica import Follower
+from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.loading import save_model
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
 HEADS = {"hidden_size": 128, "intermediate_size": 96}
-ASKED = [Request(prompt=np.arange(8, 8 + n, dtype=np.int32), seed=n) for n in (3, 9, 14)]
+ASKED = [GenerationRequest(prompt=np.arange(8, 8 + n, dtype=np.int32), seed=n) for n in (3, 9, 14)]
 
 
 def following(learner):
     parts = (learner.model, learner.tokenizer, torch.float32, learner.weights, learner.logprobs)
-    return Follower(["max_num_seqs=8"], *parts)
+    return VllmReplica(["max_num_seqs=8"], *parts)
 
 
 def move(learner):

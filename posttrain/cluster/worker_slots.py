@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.cluster.base import Pending, Pool, Workers
+from posttrain.cluster.base import PendingCall, Pool, Workers
 from posttrain.core.errors import WorkerError
 
 
-class Seat:
+class WorkerSlot:
     """A rollout worker's place; who sits there may change."""
 
     def __init__(self, make: Callable[[], Pool], start: Callable[[Pool], Workers]) -> None:
@@ -27,15 +27,15 @@ class Seat:
             self.pool.close()
         self.pool = self.workers = None
 
-    def submit(self, method: str, *args: Any) -> Pending:
+    def submit(self, method: str, *args: Any) -> PendingCall:
         assert self.workers is not None, "nobody sits here"
         try:
             return self.workers.submit(method, *args)
         except WorkerError as error:  # lost since, as another thread has found out
-            return Refused(error)
+            return FailedCall(error)
 
 
-class Refused:
+class FailedCall:
     """A call that could not be sent."""
 
     def __init__(self, error: WorkerError) -> None:
