@@ -40,7 +40,7 @@ def run(args: list[str]) -> int:
 
 def list_verifiers(args: list[str]) -> int:
     Parser(prog="posttrain rewards list", description=COMMANDS["list"]).parse_args(args)
-    from posttrain.rewards.verifier import verifiers
+    from posttrain.rewards.builtin import verifiers
 
     for name, found in verifiers().items():
         print(f"{name:<22}{found.summary}")

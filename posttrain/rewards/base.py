@@ -16,20 +16,20 @@ from dataclasses import replace
 from types import TracebackType
 
 from posttrain.core.errors import RewardError, UsageError
-from posttrain.rewards.pool import CHUNK, Job, Pool
-from posttrain.rewards.process import Limits
-from posttrain.rewards.specs import Spec, parse_specs
+from posttrain.rewards.builtin import verifiers
+from posttrain.rewards.pool import CHUNK, RewardPool, ScoringJob
+from posttrain.rewards.specs import RewardSpec, parse_specs
 from posttrain.rewards.verdict import Completion, Verdict, combine
-from posttrain.rewards.verifier import verifiers
+from posttrain.sandbox.process import ProcessLimits
 
 __all__ = ["Completion", "Rewards", "Verdict", "combine"]
 
-REWARDS = "rewards"  # what all others said, by name: a parameter of the function that combines
-SHOWN_FAULTS = 3  # different ones in a message
+REWARDS = "rewards"  # parameter of a combining function: the values of all other rewards, by name
+SHOWN_FAILURES = 3  # different ones in a message
 
 
 class Rewards:
-    """Scores completions in child processes; start it as a context manager, which ends them."""
+    """Scores completions in child processes; a context manager, which ends them."""
 
     def __init__(
         self,
@@ -43,43 +43,46 @@ class Rewards:
         env: Sequence[str] = (),
     ) -> None:
         if weights and len(weights) != len(specs):
-            raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight for each, or none")
+            raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight per reward, or none")
         if not all(math.isfinite(weight) for weight in weights):
-            raise UsageError(f"weights of rewards must be finite numbers, not {list(weights)}")
+            raise UsageError(f"reward weights must be finite numbers, not {list(weights)}")
         for name, value in (("timeout_seconds", timeout_seconds), ("workers", workers), ("memory_gib", memory_gib)):
             if value <= 0:
                 raise UsageError(f"rewards.{name} is {value}: it must be more than 0")
         if not 0 <= max_failure_rate <= 1:
-            raise UsageError(f"max_failure_rate is {max_failure_rate}: it must lie between 0 and 1")
+            raise UsageError(f"max_failure_rate is {max_failure_rate}: it must be between 0 and 1")
         self.specs = parse_specs(specs)
         self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
         if self.combiner is not None:
             if weights:
-                raise UsageError(f"reward {self.combiner.text} decides alone: leave the weights out, or it")
+                raise UsageError(
+                    f"reward {self.combiner.text} replaces the weighted sum: remove the weights, or remove it"
+                )
             self.weights = [0.0] * (len(specs) - 1) + [1.0]
         self.max_failure_rate = max_failure_rate
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
-        self._pool = Pool(workers, Limits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token)))
+        limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token))
+        self._pool = RewardPool(workers, limits)
 
     @property
     def names(self) -> list[str]:
-        """One for each reward, all different; for metrics."""
+        """The name of each reward in metrics; all are different."""
         return [spec.name for spec in self.specs]
 
     @property
-    def combiner(self) -> Spec | None:
-        """The function that makes one number of what all others said, if there is one."""
+    def combiner(self) -> RewardSpec | None:
+        """The function that computes the reward from the values of all others, if there is one."""
         return self.specs[-1] if self.specs and self.specs[-1].combines else None
 
     @property
     def at_once(self) -> int:
-        """Completions that keep all child processes busy."""
+        """The number of completions that keeps all child processes busy."""
         return CHUNK * len(self._pool.workers)
 
     @property
     def models(self) -> list[tuple[int, str]]:
-        """Place and path of each reward model; the trainer scores these."""
-        return [(at, spec.place) for at, spec in enumerate(self.specs) if spec.kind == "model"]
+        """Index and path of each reward model; the trainer computes their scores."""
+        return [(index, spec.place) for index, spec in enumerate(self.specs) if spec.kind == "model"]
 
     def __enter__(self) -> Rewards:
         return self
@@ -88,11 +91,11 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """End all child processes and what they left behind."""
+        """End all child processes and their descendants."""
         self._pool.stop()
 
     def check(self, columns: Sequence[str] = ()) -> None:
-        """UsageError if a reward cannot be loaded or asks for a column that is not among these (if any are given)."""
+        """Load all rewards; a UsageError if one cannot be loaded or needs a column that is not in `columns`."""
         known = verifiers()
         for spec in self.specs:
             if spec.kind == "verifier":
@@ -102,64 +105,68 @@ class Rewards:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
     def score(self, completions: Sequence[Completion], among: int = 0) -> list[list[Verdict | None]]:
-        """[completion][reward]; None where a reward model is to fill in; `conclude` must be called then.
+        """Score completions: [completion][reward]; None for a reward model, after which `conclude` must be called.
 
-        `among`: the number of all completions, where these are a part of them.
+        `among`: the number of completions in the whole batch, if these are a part of it.
         """
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
-        places = [at for at, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
-        self._ask(places, completions, verdicts, among)
+        indices = [index for index, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
+        self._run(indices, completions, verdicts, among)
         if not self.models:
             self.conclude(completions, verdicts, among)
         return verdicts
 
     def conclude(self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]], among: int = 0) -> None:
-        """Ask what combines the rewards, if anything does, now that all others have spoken."""
+        """Call the combining function, if there is one, now that all other verdicts are there."""
         if self.combiner is None:
             return
-        asked, rows = [], []
+        complete, rows = [], []
         for completion, row in zip(completions, verdicts, strict=True):
-            said = {name: verdict.value for name, verdict in zip(self.names, row, strict=True) if verdict is not None}
-            if None in said.values():
-                row[-1] = Verdict(value=None, kind="error", reason="not asked: another reward failed")
+            values = {name: verdict.value for name, verdict in zip(self.names, row, strict=True) if verdict is not None}
+            if None in values.values():
+                row[-1] = Verdict(value=None, kind="error", reason="not scored: another reward failed")
             else:
-                asked.append(replace(completion, columns=completion.columns | {REWARDS: said}))
+                complete.append(replace(completion, columns=completion.columns | {REWARDS: values}))
                 rows.append(row)
-        self._ask([len(self.specs) - 1], asked, rows, among)
+        self._run([len(self.specs) - 1], complete, rows, among)
 
-    def _ask(
-        self, places: Sequence[int], completions: Sequence[Completion], verdicts: list[list[Verdict | None]], among: int
+    def _run(
+        self,
+        indices: Sequence[int],
+        completions: Sequence[Completion],
+        verdicts: list[list[Verdict | None]],
+        among: int,
     ) -> None:
-        """Let these functions judge; what they say goes to their places in each completion's row."""
+        """Score completions with the rewards of these indices; fills in their columns of `verdicts`."""
         jobs = {
-            (at, start): Job(self.specs[at], completions[start : start + CHUNK])
-            for at in places
+            (index, start): ScoringJob(self.specs[index], completions[start : start + CHUNK])
+            for index in indices
             for start in range(0, len(completions), CHUNK)
         }
-        self._pool.run(list(jobs.values()), hangs=int(self.max_failure_rate * (among or len(completions))))
-        for (at, start), job in jobs.items():
+        self._pool.run(list(jobs.values()), max_timeouts=int(self.max_failure_rate * (among or len(completions))))
+        for (index, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None
-                verdicts[start + offset][at] = verdict
+                verdicts[start + offset][index] = verdict
 
     def check_failures(self, verdicts: Sequence[Sequence[Verdict | None]]) -> None:
-        """RewardError with the first texts if more than `max_failure_rate` of these completions failed."""
-        faults: dict[tuple[str, str], list[str]] = defaultdict(list)
+        """Raise a RewardError with the first messages if more than `max_failure_rate` of these completions failed."""
+        failures: dict[tuple[str, str], list[str]] = defaultdict(list)
         failed = 0
         for row in verdicts:
-            bad = [(at, verdict) for at, verdict in enumerate(row) if verdict is not None and verdict.value is None]
+            bad = [(i, verdict) for i, verdict in enumerate(row) if verdict is not None and verdict.value is None]
             failed += bool(bad)
-            for at, verdict in bad:
-                faults[self.specs[at].name, verdict.reason.strip().rpartition("\n")[2]].append(verdict.reason)
+            for i, verdict in bad:
+                failures[self.specs[i].name, verdict.reason.strip().rpartition("\n")[2]].append(verdict.reason)
         if failed <= self.max_failure_rate * len(verdicts):
             return
-        most = sorted(faults.items(), key=lambda item: -len(item[1]))
+        most_frequent = sorted(failures.items(), key=lambda item: -len(item[1]))
         lines = [
-            f"reward functions failed for {failed} of {len(verdicts)} completions, more than "
-            f"rewards.limits allows: {self.max_failure_rate:g} of them"
+            f"reward functions failed for {failed} of {len(verdicts)} completions; "
+            f"rewards.limits allows {self.max_failure_rate:g} of them"
         ]
-        for (name, _), texts in most[:SHOWN_FAULTS]:
+        for (name, _), texts in most_frequent[:SHOWN_FAILURES]:
             lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")
-        if len(most) > SHOWN_FAULTS:
-            lines.append(f"and {len(most) - SHOWN_FAULTS} other faults")
+        if len(most_frequent) > SHOWN_FAILURES:
+            lines.append(f"and {len(most_frequent) - SHOWN_FAILURES} other failures")
         raise RewardError("\n\n".join(lines))

@@ -1,4 +1,4 @@
-"""The countdown game: an expression over the given numbers, each used once, that equals the target."""
+"""The verifier `countdown`: an expression over the given numbers, each used once, that equals the target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from posttrain.rewards.verifier import verifier
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 TOKEN = re.compile(r"\s*(?:(\d+)|([-+*/()]))", re.ASCII)
 LENGTH_LIMIT = 300  # characters of an expression
-DEPTH_LIMIT = 30  # brackets and signs within each other
+DEPTH_LIMIT = 30  # nested brackets and signs
 DIGITS_LIMIT = 9  # of a number
 SIGNS = str.maketrans("×÷−", "*/-")
 
 
 @verifier("countdown")
-def judge_countdown(completion: Completion) -> tuple[float, str]:
+def score_countdown(completion: Completion) -> tuple[float, str]:
     """1 if the last <answer> uses each number exactly once and equals the target, else 0."""
     numbers, target = task_of(completion.columns)
     answers = ANSWER.findall(completion.text)
@@ -30,24 +30,24 @@ def judge_countdown(completion: Completion) -> tuple[float, str]:
         return 0.0, str(error)
     if sorted(used) != sorted(numbers):
         return 0.0, f"uses {used}, not each of {numbers} once"
-    return float(value == target), f"equals {value}, wanted {target}"
+    return float(value == target), f"equals {value}, expected {target}"
 
 
 def task_of(columns: dict[str, Any]) -> tuple[list[int], int]:
-    """Numbers and target, from `ground_truth` or from columns of their own."""
+    """Read numbers and target from `ground_truth` or from columns of their own."""
     label = label_of(columns)
     source = {**columns, **(label if isinstance(label, dict) else {})}
     numbers = source.get("numbers", source.get("nums"))
     if numbers is None or source.get("target") is None:
-        raise LookupError(f"the row has no numbers and target; its columns are {', '.join(columns) or 'none'}")
+        raise LookupError(f"the example has no numbers and target; its columns are {', '.join(columns) or 'none'}")
     return [int(number) for number in numbers], int(source["target"])
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of an expression of + - * / and brackets; ArithmeticError for anything else."""
+    """Compute an expression of + - * / and brackets, and list its numbers; ArithmeticError for anything else."""
     text = text.translate(SIGNS).strip()
     if len(text) > LENGTH_LIMIT:
-        raise ArithmeticError(f"an expression of more than {LENGTH_LIMIT} characters")
+        raise ArithmeticError(f"the expression has more than {LENGTH_LIMIT} characters")
     return _Parser(_tokens(text)).whole()
 
 
@@ -56,7 +56,7 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         found = TOKEN.match(text, at)
         if found is None:
-            raise ArithmeticError(f"{text[at:].strip()[:20]!r} is no arithmetic")
+            raise ArithmeticError(f"{text[at:].strip()[:20]!r} is not arithmetic")
         tokens.append(found.group().strip())
         at = found.end()
     return tokens
@@ -73,12 +73,12 @@ class _Parser:
     def whole(self) -> tuple[Fraction, list[int]]:
         value = self.sum(0)
         if self.at < len(self.tokens):
-            raise ArithmeticError(f"{self.tokens[self.at]!r} where the expression should end")
+            raise ArithmeticError(f"{self.tokens[self.at]!r} after the end of the expression")
         return value, self.used
 
-    def take(self, *wanted: str) -> str:
-        """The next token if it is one of these, else ""."""
-        if self.at < len(self.tokens) and self.tokens[self.at] in wanted:
+    def take(self, *expected: str) -> str:
+        """Consume and return the next token if it is one of these, else ""."""
+        if self.at < len(self.tokens) and self.tokens[self.at] in expected:
             self.at += 1
             return self.tokens[self.at - 1]
         return ""
@@ -101,7 +101,7 @@ class _Parser:
 
     def factor(self, depth: int) -> Fraction:
         if depth > DEPTH_LIMIT:
-            raise ArithmeticError(f"more than {DEPTH_LIMIT} brackets within each other")
+            raise ArithmeticError(f"more than {DEPTH_LIMIT} nested brackets")
         if self.take("-"):
             return -self.factor(depth + 1)
         if self.take("("):

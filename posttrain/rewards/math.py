@@ -1,7 +1,7 @@
-r"""Verifiers of mathematical answers, and what they share: finding the answer in a text, and comparing.
+r"""Verifiers of mathematical answers: they find the answer in a completion and compare it with the ground truth.
 
-math-verify does the symbolic comparison. It may take for ever on some formulas; its own alarms are off, because the
-pool's deadline ends it.
+math-verify does the symbolic comparison. It may never end on some formulas; its own timeouts are off, because they need
+signals, and the deadline of the reward process ends it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from posttrain.rewards.verifier import verifier
 
 STOP_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>")
 ASSISTANT = "<|im_start|>assistant"
-# A minus directly behind a digit, a letter or a bracket is subtraction.
+# A minus directly after a digit, a letter or a bracket is subtraction.
 NUMBER = re.compile(r"(?<![\w.])(?:(?<![\w)\]}])[-+−])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 A12_NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 A12_BOXED = re.compile(r"boxed\{([-+]?\d*\.?\d+)\}")
 DIGIT_GROUP = re.compile(r"(\d),(?=\d)")
-NUMBER_LIMIT = 100  # characters; longer digits are no answer
-LATEX_MARKS = ("$", "boxed", r"\(", r"\[")  # a ground truth that says itself where its formula is
+NUMBER_LIMIT = 100  # characters; anything longer is not taken for a number
+LATEX_MARKS = ("$", "boxed", r"\(", r"\[")  # a ground truth with one of these marks its own formula
 FORMULA_LIMIT = 2000  # characters
 
 
 @verifier("gsm8k")
-def judge_gsm8k(completion: Completion) -> tuple[float, str]:
-    r"""1 if the number behind the last ####, else in the last \boxed{}, else the last number, is right; else 0."""
-    wanted = last_number(after_hashes(str(_label(completion))))
-    if wanted is None:
+def score_gsm8k(completion: Completion) -> tuple[float, str]:
+    r"""1 if the number after the last ####, else in the last \boxed{}, else the last number, is correct; else 0."""
+    expected = last_number(after_hashes(str(_label(completion))))
+    if expected is None:
         raise ValueError(f"the ground truth {_label(completion)!r} has no number")
     found = gsm8k_answer(completion.text)
     if found is None:
         return 0.0, "no number"
-    return float(found == wanted), f"{found:f}, wanted {wanted:f}"
+    return float(found == expected), f"{found:f}, expected {expected:f}"
 
 
 @verifier("math", needs="math_verify", extra="math")
-def judge_math(completion: Completion) -> tuple[float, str]:
+def score_math(completion: Completion) -> tuple[float, str]:
     """1 if math-verify finds an answer equal to the ground truth, else 0."""
     found = last_boxed(completion.text)
     if found is None and "####" in completion.text:
@@ -51,57 +51,57 @@ def judge_math(completion: Completion) -> tuple[float, str]:
         if not parsed:
             return 0.0, "no answer"
         equal = _verify(_gold(_label(completion)), parsed)
-        return float(equal), f"{_shown(parsed)}, wanted {_label(completion)}"
-    return float(math_equal(found, _label(completion))), f"{found}, wanted {_label(completion)}"
+        return float(equal), f"{_shown(parsed)}, expected {_label(completion)}"
+    return float(math_equal(found, _label(completion))), f"{found}, expected {_label(completion)}"
 
 
 @verifier("acc", needs="math_verify", extra="math")
-def judge_acc(completion: Completion) -> tuple[float, str]:
-    r"""1 if the answer in the last \boxed{} is right, -0.5 if it is wrong, -1 if there is none."""
+def score_acc(completion: Completion) -> tuple[float, str]:
+    r"""1 if the answer in the last \boxed{} is correct, -0.5 if it is wrong, -1 if there is none."""
     found = last_boxed(assistant_part(completion.text))
     if found is None:
         return -1.0, r"no \boxed{}"
     equal = math_equal(found, _label(completion))
-    return (1.0 if equal else -0.5), f"{found}, wanted {_label(completion)}"
+    return (1.0 if equal else -0.5), f"{found}, expected {_label(completion)}"
 
 
 @verifier("base_acc", needs="math_verify", extra="math")
-def judge_base_acc(completion: Completion) -> tuple[float, str]:
-    r"""1 if the answer in \boxed{} is right and the form is that of strict_format, else 0."""
-    fault = strict_structure(completion.text)
-    if fault:
-        return 0.0, fault
+def score_base_acc(completion: Completion) -> tuple[float, str]:
+    r"""1 if the answer in \boxed{} is correct and the format is that of strict_format, else 0."""
+    problem = strict_structure(completion.text)
+    if problem:
+        return 0.0, problem
     found = last_boxed(completion.text)
     if found is None:
         return 0.0, r"no \boxed{} that is closed"
-    return float(math_equal(found, _label(completion))), f"{found}, wanted {_label(completion)}"
+    return float(math_equal(found, _label(completion))), f"{found}, expected {_label(completion)}"
 
 
 @verifier("accuracy_reward")
-def judge_accuracy_reward(completion: Completion) -> tuple[float, str]:
-    """1 if the last number of the answer equals the first of the solution, else 0 (MindRLHF)."""
+def score_accuracy_reward(completion: Completion) -> tuple[float, str]:
+    """1 if the last number of the completion equals the first of the solution, else 0 (MindRLHF)."""
     return _a12(completion, A12_NUMBER.findall(DIGIT_GROUP.sub(r"\1", completion.text)))
 
 
 @verifier("qwen_accuracy_reward")
-def judge_qwen_accuracy_reward(completion: Completion) -> tuple[float, str]:
+def score_qwen_accuracy_reward(completion: Completion) -> tuple[float, str]:
     r"""1 if the last number in a \boxed{} equals the first of the solution, else 0 (MindRLHF)."""
     return _a12(completion, A12_BOXED.findall(DIGIT_GROUP.sub(r"\1", completion.text)))
 
 
 @verifier("accuracy_reward_2", needs="math_verify", extra="math")
-def judge_accuracy_reward_2(completion: Completion) -> tuple[float, str]:
-    """1 if math-verify finds LaTeX in the answer that equals the solution, else 0 (MindRLHF)."""
+def score_accuracy_reward_2(completion: Completion) -> tuple[float, str]:
+    """1 if math-verify finds LaTeX in the completion that equals the solution, else 0 (MindRLHF)."""
     gold = _gold(_label(completion))
     parsed = _parse(completion.text, latex_only=True)
-    return float(bool(parsed) and _verify(gold, parsed)), f"{_shown(parsed)}, wanted {_label(completion)}"
+    return float(bool(parsed) and _verify(gold, parsed)), f"{_shown(parsed)}, expected {_label(completion)}"
 
 
 # Finding answers
 
 
 def assistant_part(text: str) -> str:
-    """From the assistant's marker on, if there is one, up to the first stop word."""
+    """Return the text from the assistant's marker, if there is one, to the first stop word."""
     text = text[max(0, text.find(ASSISTANT)) :]
     for word in STOP_WORDS:
         text = text.split(word, 1)[0]
@@ -109,7 +109,7 @@ def assistant_part(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, braces balanced; None if there is none or it is not closed."""
+    r"""Return the content of the last \boxed{...}, braces balanced; None if there is none or it is not closed."""
     at = text.rfind("boxed")
     if at < 0:
         return None
@@ -125,12 +125,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str:
-    """GSM8K's own mark of the answer; the whole text if it has none."""
+    """Return what follows the last ####, which GSM8K writes before an answer; the whole text if it has none."""
     return text.rpartition("####")[2]
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    r"""The number behind ####, else in \boxed{}, else the last."""
+    r"""Return the number after ####, else in \boxed{}, else the last number."""
     if "####" in text:
         found = NUMBER.search(after_hashes(text))
         return to_number(found.group()) if found else None
@@ -148,7 +148,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def to_number(text: str) -> Decimal | None:
-    """1,234.50 and $5 as numbers; None for what is none."""
+    """Read 1,234.50 or $5; None if the text is not a number."""
     text = text.replace(",", "").replace("$", "").replace("−", "-").strip().rstrip(".")
     if len(text) > NUMBER_LIMIT or not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text, re.ASCII):
         return None
@@ -158,37 +158,38 @@ def to_number(text: str) -> Decimal | None:
 # Comparing
 
 
-def math_equal(found: str, wanted: Any) -> bool:
-    """The same text or number, or equal for math-verify."""
-    text = str(wanted)
+def math_equal(found: str, expected: Any) -> bool:
+    """Whether two answers are the same text or number, or equal to math-verify."""
+    text = str(expected)
     if found.strip() == text.strip():
         return True
     numbers = to_number(found), to_number(text)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return _verify(_gold(wanted), _parse(f"${found}$"))
+    return _verify(_gold(expected), _parse(f"${found}$"))
 
 
 def _label(completion: Completion) -> Any:
     label = label_of(completion.columns)
     if label is None:
-        raise LookupError(f"the row has no ground truth; its columns are {', '.join(completion.columns) or 'none'}")
+        raise LookupError(f"the example has no ground truth; its columns are {', '.join(completion.columns) or 'none'}")
     return label
 
 
 def _a12(completion: Completion, numbers: list[str]) -> tuple[float, str]:
-    wanted = A12_NUMBER.search(DIGIT_GROUP.sub(r"\1", after_hashes(str(_label(completion)))))
-    if wanted is None:
+    expected = A12_NUMBER.search(DIGIT_GROUP.sub(r"\1", after_hashes(str(_label(completion)))))
+    if expected is None:
         raise ValueError(f"the solution {_label(completion)!r} has no number")
     if not numbers:
         return 0.0, "no number"
     found = to_number(numbers[-1])
-    return float(found is not None and found == to_number(wanted.group())), f"{numbers[-1]}, wanted {wanted.group()}"
+    equal = found is not None and found == to_number(expected.group())
+    return float(equal), f"{numbers[-1]}, expected {expected.group()}"
 
 
 @cache
 def _library() -> Any:
-    """math-verify, imported once and only in a child; it warns that without its alarms it may hang."""
+    """Import math-verify, once and only in a child process, and silence its warning about disabled timeouts."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,168 +1,165 @@
-"""Several children that judge completions: what misbehaves is killed and replaced, and only the guilty one fails."""
+"""Several child processes that score completions: a process that hangs or crashes is killed and replaced, and only the
+completion that caused it fails."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.process import LOAD_SECONDS, Child, DeadError, LateError, Limits, RetiredError
-from posttrain.rewards.specs import Spec
+from posttrain.rewards.specs import RewardSpec
 from posttrain.rewards.verdict import Completion, Verdict
+from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
+from posttrain.sandbox.supervisor import ProcessSupervisor
 
-__all__ = ["LOAD_SECONDS", "Child", "DeadError", "Job", "LateError", "Limits", "Pool", "RetiredError", "Worker"]
-
-CHUNK = 32  # completions a message; a batch function sees so many at once, whatever the number of workers
-ASKED = tuple(each.name for each in fields(Completion))
-GIVEN_UP = Verdict(value=None, kind="error", reason="not asked: too many before it gave no result in time")
+CHUNK = 32  # completions per request: what a batch function gets at once, whatever the number of workers
+FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
+GIVEN_UP = Verdict(value=None, kind="error", reason="not scored: too many completions before it timed out")
 
 
-class Patience:
-    """How many completions of a batch may still hang until the others are given up: waiting would take for ever."""
+class TimeoutBudget:
+    """Counts how many completions of a batch may still time out before the rest is given up."""
 
-    def __init__(self, hangs: int) -> None:
+    def __init__(self, timeouts: int) -> None:
         self.lock = threading.Lock()
-        self.hangs = hangs
+        self.timeouts = timeouts
 
     def spend(self) -> None:
         with self.lock:
-            self.hangs -= 1
+            self.timeouts -= 1
 
     @property
-    def lost(self) -> bool:
-        return self.hangs < 0
+    def is_spent(self) -> bool:
+        return self.timeouts < 0
 
 
-@dataclass(slots=True)
-class Job:
-    """Completions that one function is to judge; verdicts appear at the same places."""
+@dataclasses.dataclass(slots=True)
+class ScoringJob:
+    """Completions for one reward to score; each verdict has the index of its completion."""
 
-    spec: Spec
+    spec: RewardSpec
     completions: Sequence[Completion]
-    verdicts: list[Verdict | None] = field(default_factory=list)
+    verdicts: list[Verdict | None] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.verdicts = [None] * len(self.completions)
 
 
-class Worker:
-    """Works off jobs with one child at a time."""
+class RewardWorker:
+    """Scores jobs with one child process at a time."""
 
-    def __init__(self, limits: Limits, slow: set[str], closing: threading.Event) -> None:
-        self.limits = limits
-        self.closing = closing
-        self.slow = slow  # functions for which a whole batch takes longer than the deadline; shared by all workers
-        self.child: Child | None = None
+    def __init__(self, limits: ProcessLimits, slow: set[str], cancelled: threading.Event) -> None:
+        """`slow`: rewards for which a whole batch takes longer than the deadline; shared by all workers."""
+        self.slow, self.cancelled = slow, cancelled
+        self.supervisor = ProcessSupervisor("posttrain.rewards.child", limits, cancelled)
+        self.scored = 0  # completions that the current process scored; they may have left threads or memory behind
 
-    def ready(self, spec: Spec, columns: Sequence[str] = ()) -> tuple[Child, bool]:
-        """A child that has loaded this, and whether it takes batches."""
-        if self.child is None:
-            self.child = Child(self.limits, self.closing)
-        try:
-            return self.child, self.child.load(spec, columns)
-        except UsageError:
-            self.stop()
-            raise
+    def load(self, spec: RewardSpec, columns: Sequence[str] = ()) -> bool:
+        """Load a reward into the process, and return whether it takes batches."""
+        request = {"spec": dataclasses.asdict(spec), "columns": list(columns)}
+        reply = self.supervisor.load(f"reward {spec.text}", request, again=bool(columns))
+        return bool(reply["batch"])
 
     def stop(self) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            child.kill()
+        self.supervisor.stop()
+        self.scored = 0
 
-    def work(self, job: Job, patience: Patience) -> None:
-        """Judge all; a completion that hangs or crashes its process fails alone."""
-        start, singly, again, late_batch = 0, job.spec.text in self.slow, False, False
-        while start < len(job.completions) and not self.closing.is_set():
-            if patience.lost:
-                job.verdicts[start:] = [GIVEN_UP] * (len(job.completions) - start)
+    def run(self, job: ScoringJob, budget: TimeoutBudget) -> None:
+        """Score all completions of a job.
+
+        After a crash the completion that was being scored gets a second try, alone in a new process, because threads or
+        memory that an earlier one left behind may be the cause. A batch that fails is repeated one by one.
+        """
+        next_index, one_by_one, alone, batch_timed_out = 0, job.spec.text in self.slow, False, False
+        while next_index < len(job.completions) and not self.cancelled.is_set():
+            left = len(job.completions) - next_index
+            if budget.is_spent:
+                job.verdicts[next_index:] = [GIVEN_UP] * left
                 return
             try:
-                child, batch = self.ready(job.spec)
-            except (UsageError, DeadError, LateError) as error:
-                left = len(job.completions) - start
-                job.verdicts[start:] = [Verdict(value=None, kind="error", reason=str(error))] * left
+                batch = self.load(job.spec)
+            except (UsageError, ProcessDiedError, ProcessTimeoutError) as error:
+                job.verdicts[next_index:] = [Verdict(value=None, kind="error", reason=str(error))] * left
                 return
             try:
-                stop = start + 1 if again else len(job.completions)
-                for verdict in self._replies(child, job, start, stop, singly):
-                    job.verdicts[start] = verdict
-                    start += 1
-                again = False
+                end = next_index + 1 if alone else len(job.completions)
+                for verdict in self._verdicts(job, next_index, end, one_by_one):
+                    job.verdicts[next_index] = verdict
+                    next_index += 1
+                alone = False
                 continue
-            except RetiredError:
+            except ProcessRetiredError:
                 self.stop()
                 continue
-            except LateError:
-                late, reason = True, f"no result within {self.limits.seconds:g} s{child.tail()}"
-            except DeadError as error:
-                late, reason = False, str(error)
+            except (ProcessTimeoutError, ProcessDiedError) as error:
+                timed_out, reason = isinstance(error, ProcessTimeoutError), str(error)
+            scored_before = self.scored
             self.stop()
-            if batch and not singly and len(job.completions) - start > 1:
-                singly, late_batch = True, late
-            elif child.judged and not late and not again:
-                again = True  # what an earlier one left behind may be the cause: ask by itself, in a fresh process
+            if batch and not one_by_one and len(job.completions) - next_index > 1:
+                one_by_one, batch_timed_out = True, timed_out
+            elif scored_before and not timed_out and not alone:
+                alone = True
             else:
-                seconds = self.limits.seconds if late else 0.0
-                verdict = Verdict(value=None, kind="timeout" if late else "error", reason=reason, seconds=seconds)
-                job.verdicts[start] = verdict
-                start, again = start + 1, False
-                if late:
-                    patience.spend()
-        if late_batch and all(verdict is not None and verdict.kind != "timeout" for verdict in job.verdicts):
-            self.slow.add(job.spec.text)  # nobody hangs: it is only slow, so do not try a batch again
+                seconds = self.supervisor.limits.seconds if timed_out else 0.0
+                job.verdicts[next_index] = Verdict(
+                    value=None, kind="timeout" if timed_out else "error", reason=reason, seconds=seconds
+                )
+                next_index, alone = next_index + 1, False
+                if timed_out:
+                    budget.spend()
+        if batch_timed_out and all(verdict is not None and verdict.kind != "timeout" for verdict in job.verdicts):
+            self.slow.add(job.spec.text)  # no completion hangs, so the batch is only slow: do not try one again
 
-    def _replies(self, child: Child, job: Job, start: int, stop: int, singly: bool) -> Iterator[Verdict]:
-        asked = [{name: getattr(completion, name) for name in ASKED} for completion in job.completions[start:stop]]
-        message = {"do": "judge", "spec": job.spec.text, "completions": asked, "singly": singly}
-        answered = 0
-        for reply in child.ask(message, self.limits.seconds):
-            if "singly" in reply:
+    def _verdicts(self, job: ScoringJob, start: int, end: int, one_by_one: bool) -> Iterator[Verdict]:
+        completions = [{name: getattr(each, name) for name in FIELDS} for each in job.completions[start:end]]
+        request = {"spec": job.spec.text, "completions": completions, "one_by_one": one_by_one}
+        received = 0
+        for reply in self.supervisor.ask(request):
+            if "one_by_one" in reply:
                 continue
-            if "retire" in reply:
-                raise RetiredError
-            if reply.get("at") != answered:
-                raise DeadError("replies in disorder")
-            answered += 1
-            child.judged += 1
+            if reply.get("index") != received:
+                raise ProcessDiedError("the replies are out of order")
+            received += 1
+            self.scored += 1
             yield Verdict(**{name: reply[name] for name in ("value", "kind", "reason", "seconds")})
-        if answered != len(asked):
-            raise DeadError("a reply is missing")
+        if received != len(completions):
+            raise ProcessDiedError("a reply is missing")
 
 
-class Pool:
-    """Several workers; children start when they are first needed."""
+class RewardPool:
+    """Several workers; their processes start when they are first needed."""
 
-    def __init__(self, workers: int, limits: Limits) -> None:
+    def __init__(self, workers: int, limits: ProcessLimits) -> None:
         slow: set[str] = set()
-        self.closing = threading.Event()
-        self.workers = [Worker(limits, slow, self.closing) for _ in range(workers)]
+        self.cancelled = threading.Event()
+        self.workers = [RewardWorker(limits, slow, self.cancelled) for _ in range(workers)]
         self.lock = threading.Lock()
 
-    def check(self, specs: Sequence[Spec], columns: Sequence[str] = ()) -> None:
-        """UsageError for the first that cannot be loaded."""
+    def check(self, specs: Sequence[RewardSpec], columns: Sequence[str] = ()) -> None:
+        """Raise a UsageError for the first reward that cannot be loaded."""
         with self.lock:
             for spec in specs:
                 try:
-                    self.workers[0].ready(spec, columns)
-                except (DeadError, LateError) as error:
+                    self.workers[0].load(spec, columns)
+                except (ProcessDiedError, ProcessTimeoutError) as error:
                     raise UsageError(f"the process for reward functions did not start: {error}") from error
 
-    def run(self, jobs: Sequence[Job], hangs: int) -> None:
-        """Work off all jobs; when more completions than `hangs` gave no result in time, the rest is given up."""
-        patience = Patience(hangs)
+    def run(self, jobs: Sequence[ScoringJob], max_timeouts: int) -> None:
+        """Run all jobs; after more than `max_timeouts` completions timed out, the rest is given up."""
+        budget = TimeoutBudget(max_timeouts)
         queue = deque(jobs)
-        self.closing.clear()
+        self.cancelled.clear()
 
-        def drain(worker: Worker) -> None:
+        def drain(worker: RewardWorker) -> None:
             while True:
                 try:
                     job = queue.popleft()
                 except IndexError:
                     return
-                worker.work(job, patience)
+                worker.run(job, budget)
 
         busy = self.workers[: len(jobs)]
         with self.lock, ThreadPoolExecutor(max(1, len(busy)), thread_name_prefix="rewards") as threads:
@@ -171,7 +168,7 @@ class Pool:
                     future.result()
             except BaseException:
                 queue.clear()
-                self.closing.set()  # interrupted: the workers do not wait for their functions
+                self.cancelled.set()  # interrupted: do not wait for the reward functions
                 raise
 
     def stop(self) -> None:

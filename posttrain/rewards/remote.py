@@ -1,4 +1,4 @@
-"""A reward service over HTTP: one POST with several completions, one list of rewards back."""
+"""Client of a reward service over HTTP: it posts completions and receives a list of rewards."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from urllib.parse import urlsplit
 from posttrain.rewards.verdict import Completion, label_of
 
 ATTEMPTS = 3
-PAUSE = 0.1  # seconds before the second attempt; then twice as long each
-ANSWER_LIMIT = 4 * 2**20  # bytes
-PASSING = (429, 502, 503, 504)  # states of a service that may be over soon
+PAUSE = 0.1  # seconds before the second attempt, doubled for each further one
+RESPONSE_LIMIT = 4 * 2**20  # bytes
+RETRIED = (429, 502, 503, 504)  # status codes of a service that may recover soon
 
 
 class RemoteError(Exception):
-    """The service, not a completion, is at fault: asking again for each would change nothing."""
+    """The service failed, not a completion: to send completions one by one would change nothing."""
 
 
 class RemoteTimeoutError(RemoteError):
-    """The service did not answer in time."""
+    """The service did not respond in time."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Completions go where the user said and nowhere else."""
+        """Refuse redirects: completions are sent only to the address that the user gave."""
 
 
-class Service:
-    """Asks one address; `ask` returns what stands under `rewards` in its answer."""
+class RewardService:
+    """A reward service at one address."""
 
     def __init__(self, address: str, seconds: float) -> None:
         self.address = address
@@ -44,8 +44,8 @@ class Service:
         direct = [urllib.request.ProxyHandler({})] if _is_loopback(urlsplit(address).hostname or "") else []
         self.opener = urllib.request.build_opener(_NoRedirects(), *direct)
 
-    def ask(self, completions: Sequence[Completion]) -> Any:
-        """Try a few times within the seconds given."""
+    def score(self, completions: Sequence[Completion]) -> Any:
+        """Post completions and return the decoded response; failed attempts are repeated within the time limit."""
         body = json.dumps(payload(completions)).encode()
         end = time.monotonic() + self.seconds
         for attempt in range(ATTEMPTS):
@@ -62,36 +62,36 @@ class Service:
 
     def _post(self, body: bytes, end: float) -> Any:
         headers = {"Content-Type": "application/json"}
-        if token := os.environ.get("POSTTRAIN_TOKEN"):  # of a `posttrain serve`, say
+        if token := os.environ.get("POSTTRAIN_TOKEN"):  # what `posttrain serve` checks, for example
             headers["Authorization"] = f"Bearer {token}"
         request = urllib.request.Request(self.address, data=body, headers=headers)
         try:
-            with self.opener.open(request, timeout=max(0.01, end - time.monotonic())) as answer:
-                raw = answer.read(ANSWER_LIMIT + 1)
+            with self.opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+                raw = response.read(RESPONSE_LIMIT + 1)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode("utf-8", "replace")
-            message = f"{self.address} answered {error.code} {error.reason}: {text}"
-            if error.code in PASSING or 300 <= error.code < 400 or error.code in (401, 403, 404, 405):
+            message = f"{self.address} responded {error.code} {error.reason}: {text}"
+            if error.code in RETRIED or 300 <= error.code < 400 or error.code in (401, 403, 404, 405):
                 raise RemoteError(message) from None
-            raise ValueError(message) from None  # it may be one completion that it cannot digest
+            raise ValueError(message) from None  # one of the completions may be the cause
         except TimeoutError:
-            raise RemoteTimeoutError(f"{self.address} did not answer within {self.seconds:g} s") from None
+            raise RemoteTimeoutError(f"{self.address} did not respond within {self.seconds:g} s") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise RemoteTimeoutError(f"{self.address} did not answer within {self.seconds:g} s") from None
+                raise RemoteTimeoutError(f"{self.address} did not respond within {self.seconds:g} s") from None
             raise RemoteError(f"{self.address} cannot be reached: {error.reason}") from None
         except (http.client.HTTPException, ConnectionError) as error:
-            raise RemoteError(f"{self.address} broke off: {type(error).__name__}: {error}") from None
-        if len(raw) > ANSWER_LIMIT:
-            raise RemoteError(f"{self.address} sent more than {ANSWER_LIMIT // 2**20} MiB")
+            raise RemoteError(f"{self.address} closed the connection: {type(error).__name__}: {error}") from None
+        if len(raw) > RESPONSE_LIMIT:
+            raise RemoteError(f"{self.address} sent more than {RESPONSE_LIMIT // 2**20} MiB")
         try:
             return json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise RemoteError(f"{self.address} did not send JSON: {error}; it began {raw[:100]!r}") from None
+            raise RemoteError(f"{self.address} did not send JSON: {error}; the response is {raw[:100]!r}") from None
 
 
 def payload(completions: Sequence[Completion]) -> dict[str, Any]:
-    """What is sent: completions in full, and the three lists that OpenRLHF's reward servers expect."""
+    """The request body: all fields of the completions, and the three lists that OpenRLHF's reward servers expect."""
     return {
         "completions": [dataclasses.asdict(completion) for completion in completions],
         "query": [completion.prompt + completion.text for completion in completions],

@@ -1,4 +1,4 @@
-"""Reward functions as other libraries write them: which form a function has is read off its parameters' names."""
+"""Calls reward functions that were written for other libraries: the names of the parameters show which form it is."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ FORMS = """\
 OWN_FIELDS = tuple(field.name for field in fields(Completion))
 SCORE_KEYS = ("score", "reward", "rewards", "scores", "value")
 
-Offer = Callable[[Completion], dict[str, Any]]
+Arguments = Callable[[Completion], dict[str, Any]]
 
 
 @dataclass(slots=True, frozen=True)
-class Form:
-    """A way of asking: what a function of this form may have as arguments, for one completion."""
+class FunctionForm:
+    """A calling convention: `arguments` lists what a function of this form may take, for one completion."""
 
     name: str
-    mark: str  # the parameter that gives it away
-    batch: bool  # arguments and result are lists with an element for each completion
-    offer: Offer
+    mark: str  # the parameter by which the form is recognised
+    batch: bool  # arguments and result are lists with one element per completion
+    arguments: Arguments
 
 
 @dataclass(slots=True, frozen=True)
-class Adapted:
-    """A function that can be asked about completions."""
+class AdaptedFunction:
+    """A user's function that can be called with completions."""
 
-    form: Form
+    form: FunctionForm
     function: Callable[..., Any]
     parameters: tuple[inspect.Parameter, ...]
 
     def missing(self, columns: Sequence[str]) -> list[str]:
-        """Parameters that rows with these columns cannot fill."""
-        asked = Completion(prompt="", messages=[], text="", finish="", tokens=0, columns=dict.fromkeys(columns, ""))
-        return [p.name for p in self.parameters if _required(p) and p.name not in self.form.offer(asked)]
+        """List the parameters for which an example with these columns has no value."""
+        values = dict.fromkeys(columns, "")
+        completion = Completion(prompt="", messages=[], text="", finish="", tokens=0, columns=values)
+        return [p.name for p in self.parameters if _required(p) and p.name not in self.form.arguments(completion)]
 
     def call(self, completions: Sequence[Completion]) -> Any:
-        """What the function returns; a function of one completion is asked about the first."""
-        offers = [self.form.offer(completion) for completion in completions]
+        """Call the function; one that takes a single completion gets the first."""
+        each = [self.form.arguments(completion) for completion in completions]
         if self.form.batch:
-            names = dict.fromkeys(name for offer in offers for name in offer)
-            offered: dict[str, Any] = {name: [offer.get(name) for offer in offers] for name in names}
+            names = dict.fromkeys(name for arguments in each for name in arguments)
+            available: dict[str, Any] = {name: [arguments.get(name) for arguments in each] for name in names}
         else:
-            offered = offers[0]
-        result = self.function(*self._positional(offered), **self._named(offered))
+            available = each[0]
+        result = self.function(*self._positional(available), **self._named(available))
         return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
 
-    def _positional(self, offered: dict[str, Any]) -> list[Any]:
+    def _positional(self, available: dict[str, Any]) -> list[Any]:
         only = [p for p in self.parameters if p.kind is p.POSITIONAL_ONLY]
-        return [_take(p, offered) for p in only if _required(p) or p.name in offered]
+        return [_take(p, available) for p in only if _required(p) or p.name in available]
 
-    def _named(self, offered: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, available: dict[str, Any]) -> dict[str, Any]:
         plain = [p for p in self.parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        named = {p.name: _take(p, offered) for p in plain if _required(p) or p.name in offered}
+        named = {p.name: _take(p, available) for p in plain if _required(p) or p.name in available}
         if any(p.kind is p.VAR_KEYWORD for p in self.parameters):
             taken = {p.name for p in self.parameters if p.kind is p.POSITIONAL_ONLY}
-            named |= {name: value for name, value in offered.items() if name not in named and name not in taken}
+            named |= {name: value for name, value in available.items() if name not in named and name not in taken}
         return named
 
 
@@ -84,53 +85,53 @@ def _required(parameter: inspect.Parameter) -> bool:
     )
 
 
-def _take(parameter: inspect.Parameter, offered: dict[str, Any]) -> Any:
-    if parameter.name not in offered:
-        raise LookupError(f"the function asks for {parameter.name!r}; there is only {', '.join(offered)}")
-    return offered[parameter.name]
+def _take(parameter: inspect.Parameter, available: dict[str, Any]) -> Any:
+    if parameter.name not in available:
+        raise LookupError(f"the function needs {parameter.name!r}; available are {', '.join(available)}")
+    return available[parameter.name]
 
 
-def adapt(function: Any, name: str) -> Adapted:
-    """The function with the form that its parameters show; UsageError if they show none."""
+def adapt(function: Any, name: str) -> AdaptedFunction:
+    """Recognise the form of a function by its parameters; a UsageError if it has none of the known forms."""
     if not callable(function) or inspect.isclass(function):
         raise UsageError(f"{name} is a {type(function).__name__}, not a function")
     try:
         parameters = tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name}: its parameters cannot be read: {error}") from error
+        raise UsageError(f"{name}: cannot read its parameters: {error}") from error
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for form in FOREIGN:
         if form.mark in names:
-            return Adapted(form, function, parameters)
-    if names & {*OWN_FIELDS, "rewards"}:  # the last: of a function that combines others
-        return Adapted(OWN, function, parameters)
+            return AdaptedFunction(form, function, parameters)
+    if names & {*OWN_FIELDS, "rewards"}:  # "rewards" is a parameter of combining functions
+        return AdaptedFunction(OWN, function, parameters)
     shown = inspect.signature(function)
-    raise UsageError(f"{name}{shown}: parameters that say nothing of a completion. These forms are known:\n{FORMS}")
+    raise UsageError(f"{name}{shown} has none of the known forms of a reward function:\n{FORMS}")
 
 
-# What each form offers
+# The arguments that each form may take
 
 
 def _columns(completion: Completion) -> dict[str, Any]:
-    """The row's columns; the right answer also under the other names it goes by."""
+    """The columns of the example; the ground truth also under its other usual names."""
     label = label_of(completion.columns)
     known = {} if label is None else dict.fromkeys(LABELS, label)
     return known | {str(name): value for name, value in completion.columns.items()}
 
 
 def _is_conversation(completion: Completion) -> bool:
-    """The data row holds messages, not a text: other libraries then hand messages to rewards, too."""
+    """Whether the example has messages instead of a text: other libraries then pass messages to rewards, too."""
     return isinstance(completion.columns.get("prompt"), list) or "messages" in completion.columns
 
 
-def _asked(completion: Completion) -> Any:
+def _prompt(completion: Completion) -> Any:
     if _is_conversation(completion):
         return completion.messages
     text = completion.columns.get("prompt")
     return text if isinstance(text, str) else completion.prompt
 
 
-def _answered(completion: Completion) -> Any:
+def _completion(completion: Completion) -> Any:
     return [{"role": "assistant", "content": completion.text}] if _is_conversation(completion) else completion.text
 
 
@@ -140,7 +141,7 @@ def _own(completion: Completion) -> dict[str, Any]:
 
 def _trl(completion: Completion) -> dict[str, Any]:
     columns = {name: value for name, value in _columns(completion).items() if name not in ("prompt", "completion")}
-    return columns | {"prompts": _asked(completion), "completions": _answered(completion)}
+    return columns | {"prompts": _prompt(completion), "completions": _completion(completion)}
 
 
 def _verl(completion: Completion) -> dict[str, Any]:
@@ -168,8 +169,8 @@ def _openrlhf(completion: Completion) -> dict[str, Any]:
 def _verifiers(completion: Completion) -> dict[str, Any]:
     columns = _columns(completion)
     shown = {
-        "prompt": _asked(completion),
-        "completion": _answered(completion),
+        "prompt": _prompt(completion),
+        "completion": _completion(completion),
         "answer": columns.get("answer", ""),
         "task": columns.get("task", "default"),
         "info": columns.get("info", {}),
@@ -177,25 +178,25 @@ def _verifiers(completion: Completion) -> dict[str, Any]:
     return columns | shown | {"state": dict(shown)}
 
 
-OWN = Form("posttrain", "", False, _own)
+OWN = FunctionForm("posttrain", "", False, _own)
 FOREIGN = (
-    Form("TRL", "completions", True, _trl),
-    Form("verl", "solution_str", False, _verl),
-    Form("verl, in batches", "solution_strs", True, _verl_batch),
-    Form("OpenRLHF", "queries", True, _openrlhf),
-    Form("verifiers", "completion", False, _verifiers),
+    FunctionForm("TRL", "completions", True, _trl),
+    FunctionForm("verl", "solution_str", False, _verl),
+    FunctionForm("verl, in batches", "solution_strs", True, _verl_batch),
+    FunctionForm("OpenRLHF", "queries", True, _openrlhf),
+    FunctionForm("verifiers", "completion", False, _verifiers),
 )
 
 
-# What functions return
+# What functions may return
 
 
 def number(value: Any) -> float:
-    """A finite number out of what a function returned: a number, or a numpy or torch scalar."""
+    """Convert what a function returned, a number or a numpy or torch scalar, to a finite float."""
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         value = value.item()
     if value is None:
-        raise ValueError("the reward function returned None; return a number for every completion")
+        raise ValueError("the reward function returned None; it must return a number for every completion")
     if not isinstance(value, bool | int | float):
         raise TypeError(f"the reward function returned a {type(value).__name__}, not a number")
     if not math.isfinite(value):
@@ -204,7 +205,7 @@ def number(value: Any) -> float:
 
 
 def one_result(result: Any) -> tuple[float, str]:
-    """Value and reason out of a number, (number, reason), or a dictionary with the key `score` or `reward`."""
+    """Read value and reason from a number, (number, reason), or a dictionary with the key `score` or `reward`."""
     result = _unpack(result)
     reason = ""
     if isinstance(result, tuple) and len(result) == 2:
@@ -215,7 +216,7 @@ def one_result(result: Any) -> tuple[float, str]:
 
 
 def many_results(result: Any, expected: int) -> list[Any]:
-    """One element for each completion out of a list, an array, a tensor, or a dictionary with `rewards`."""
+    """Read one element per completion from a list, an array, a tensor, or a dictionary with `rewards`."""
     result = _unpack(result)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], list):  # MindRLHF: (rewards, answers)
         result = list(zip(result[0], result[1], strict=True))

@@ -1,4 +1,4 @@
-"""What a reward function is asked about, and what came of it."""
+"""What a reward function scores, and the result."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Where a row keeps the right answer, in the order in which we look.
+# Columns that may hold the ground truth; the first one that an example has is used.
 LABELS = ("ground_truth", "solution", "answer", "label", "labels")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Completion:
-    """A model's answer with its prompt and the data row that this came from."""
+    """A completion with its prompt and the data example that this came from."""
 
     prompt: str  # as the model saw it
     messages: list[dict[str, Any]]  # the prompt's
-    text: str  # the model's answer, without special tokens
+    text: str  # what the model generated, without special tokens
     finish: str  # stop, length, error
-    tokens: int  # of the answer
-    columns: dict[str, Any]  # of the data row; JSON can hold them
+    tokens: int  # of the completion
+    columns: dict[str, Any]  # of the data example; JSON can represent them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Verdict:
-    """What one reward function says of one completion."""
+    """The result of one reward function for one completion."""
 
-    value: float | None  # None: it failed, which is never counted as 0
+    value: float | None  # None: the function failed, which is never counted as 0
     kind: Literal["ok", "error", "timeout"]
-    reason: str = ""  # why the verifier says so; of a failure the traceback
+    reason: str = ""  # how the value came about; the traceback of a failure
     seconds: float = 0.0
 
 
 def combine(verdicts: Sequence[Verdict | None], weights: Sequence[float]) -> float | None:
-    """The weighted sum; None if any function failed."""
+    """Return the weighted sum, or None if any function failed."""
     total = 0.0
     for verdict, weight in zip(verdicts, weights, strict=True):
         if verdict is None or verdict.value is None:
@@ -43,7 +43,7 @@ def combine(verdicts: Sequence[Verdict | None], weights: Sequence[float]) -> flo
 
 
 def label_of(columns: dict[str, Any]) -> Any:
-    """The right answer as the row gives it; None if it gives none."""
+    """Return the ground truth of an example, or None if it has none."""
     for name in LABELS:
         if columns.get(name) is not None:
             return columns[name]

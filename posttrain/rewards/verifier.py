@@ -1,4 +1,4 @@
-"""The built-in verifiers by name."""
+"""How a built-in verifier is registered under its name."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from posttrain.core.errors import UsageError
 from posttrain.rewards.verdict import Completion
 
-Judge = Callable[[Completion], tuple[float, str]]
+ScoreFunction = Callable[[Completion], tuple[float, str]]
+"""Returns a value and the reason for it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Verifier:
-    """A judge of completions; what it needs is installed by `pip install 'posttrain[<extra>]'`."""
+    """A built-in function that scores completions; `pip install 'posttrain[<extra>]'` installs what it needs."""
 
     name: str
-    judge: Judge
+    score: ScoreFunction
     needs: str = ""  # module
     extra: str = ""
 
     @property
     def summary(self) -> str:
-        return (self.judge.__doc__ or "").strip().splitlines()[0]
+        return (self.score.__doc__ or "").strip().splitlines()[0]
 
     def check(self) -> None:
-        """UsageError if what it needs is not installed."""
+        """Raise a UsageError if what it needs is not installed."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             raise UsageError(f"reward {self.name} needs {self.needs}: pip install 'posttrain[{self.extra}]'")
 
@@ -35,30 +36,28 @@ _VERIFIERS: dict[str, Verifier] = {}
 _seconds = 10.0
 
 
-def allow_seconds(seconds: float) -> None:
-    """Set by the process in which verifiers run: after so long it is killed."""
+def set_time_limit(seconds: float) -> None:
+    """Set how long a verifier may take for one completion; the process in which verifiers run calls this."""
     global _seconds
     _seconds = seconds
 
 
-def allowed_seconds() -> float:
-    """For one completion; who starts processes of its own must end them before."""
+def time_limit() -> float:
+    """Seconds until this process is killed; a verifier that starts processes must end them before."""
     return _seconds
 
 
-def verifier(name: str, needs: str = "", extra: str = "") -> Callable[[Judge], Judge]:
-    """Register a judge under a name."""
+def verifier(name: str, needs: str = "", extra: str = "") -> Callable[[ScoreFunction], ScoreFunction]:
+    """Register a function as the verifier of this name."""
 
-    def register(judge: Judge) -> Judge:
+    def register(score: ScoreFunction) -> ScoreFunction:
         assert name not in _VERIFIERS, name
-        _VERIFIERS[name] = Verifier(name, judge, needs, extra)
-        return judge
+        _VERIFIERS[name] = Verifier(name, score, needs, extra)
+        return score
 
     return register
 
 
-def verifiers() -> dict[str, Verifier]:
-    """All of them; importing their files registers them."""
-    from posttrain.rewards import choice, code, countdown, format, math  # noqa: F401
-
+def registered() -> dict[str, Verifier]:
+    """Return what has been registered so far, sorted by name; `builtin.verifiers` imports all modules first."""
     return dict(sorted(_VERIFIERS.items()))

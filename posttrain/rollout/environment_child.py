@@ -1,6 +1,6 @@
-"""The process in which environments live: `python -m posttrain.rollout.environment_child REQUESTS REPLIES`.
+"""The process in which environments run: `python -m posttrain.rollout.environment_child REQUESTS REPLIES`, two pipes.
 
-As with reward functions (rewards/child.py): JSON lines in and out, and whatever Python can catch is caught here.
+The parent's side is environments.py. A request has events of several episodes; each event is answered by one reply.
 """
 
 from __future__ import annotations
@@ -10,107 +10,100 @@ import sys
 from typing import Any
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.child import Catch, Outcome, Servant, import_place
 from posttrain.rewards.signatures import number
+from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
+from posttrain.sandbox.user_code import CodeLocation, import_location
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class Host(Servant):
-    """Holds an object of the user's class for each conversation that goes on."""
+class EnvironmentRequestLoop(RequestLoop):
+    """Holds one object of the user's class for each episode that is not over."""
 
     def __init__(self, requests: int, replies: int) -> None:
         super().__init__(requests, replies)
-        self.kind: Any = None
-        self.talks: dict[int, Any] = {}
+        self.environment_class: Any = None
+        self.environments: dict[int, Any] = {}  # by number of the episode
 
-    def _load(self, message: dict[str, Any]) -> None:
-        with Catch() as caught:
-            self.kind = load(message["spec"]["place"], message["spec"]["function"])
-        if caught.error is None:
-            self._reply({"batch": False})
-        else:
-            wrong_use = isinstance(caught.error, UsageError)
-            self._reply({"fault": str(caught.error) if wrong_use else caught.text})
+    def load(self, request: dict[str, Any]) -> Reply:
+        self.environment_class = load_class(CodeLocation(request["place"], request["name"]))
+        return {}
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        """Events in order, of several conversations: each is a row to start with, or a reply of the model."""
-        for talk in message["over"]:
-            self.talks.pop(talk, None)
-        for talk, event in message["events"]:
-            outcome = self._event(talk, event)
-            self._reply(outcome)
-            if "fault" in outcome:
-                self.talks.pop(talk, None)
-                if "MemoryError" in outcome["fault"]:
-                    self._reply({"retire": True})  # who knows how much is still held
+    def serve(self, request: dict[str, Any]) -> None:
+        """Handle events in order: each is the example of a new episode, or a reply of the model."""
+        for episode in request["ended"]:
+            self.environments.pop(episode, None)
+        for episode, event in request["events"]:
+            result = self._handle(episode, event)
+            self.reply(result)
+            if "error" in result:
+                self.environments.pop(episode, None)
+                if "MemoryError" in result["error"]:
+                    self.reply({"retire": True})  # memory may still be held: the other episodes get a new process
                     return
 
-    def _event(self, talk: int, event: dict[str, Any]) -> Outcome:
-        self._start_clock()
-        with Catch() as caught:
-            if "row" in event:
-                self.talks[talk] = environment = self.kind()
-                return {"messages": opening(environment.start(event["row"])), "reward": 0.0}
-            if talk not in self.talks:
-                return {"fault": "it failed before"}
-            messages, reward = after_step(self.talks[talk].step(event["reply"]))
+    def _handle(self, episode: int, event: dict[str, Any]) -> Reply:
+        self.start_clock()
+        with CatchAll() as caught:
+            if "example" in event:
+                self.environments[episode] = environment = self.environment_class()
+                return {"messages": check_start(environment.start(event["example"])), "reward": 0.0}
+            if episode not in self.environments:
+                return {"error": "an earlier event of this episode failed"}
+            messages, reward = check_step(self.environments[episode].step(event["reply"]))
             return {"messages": messages, "reward": reward}
-        return {"fault": caught.text}
+        return {"error": caught.text}
 
 
-def load(place: str, name: str) -> Any:
-    """The class; UsageError says what the user must mend."""
-    module = import_place(place)
-    if not hasattr(module, name):
-        there = [key for key, value in vars(module).items() if inspect.isclass(value) and not key.startswith("_")]
-        raise UsageError(f"{place} has no class {name!r}; it has {', '.join(there) or 'none'}")
-    kind = getattr(module, name)
-    if not inspect.isclass(kind):
-        raise UsageError(f"{name} is a {type(kind).__name__}, not a class")
-    methods = {"start": "start(row)", "step": "step(reply)"}
-    lacking = [shape for method, shape in methods.items() if not callable(getattr(kind, method, None))]
-    if lacking:
-        raise UsageError(f"the class {name} has no {' and no '.join(lacking)}")
+def load_class(location: CodeLocation) -> Any:
+    """Import the class; a UsageError says what the user must change."""
+    found = import_location(location, "class", inspect.isclass)
+    name = location.name
+    if not inspect.isclass(found):
+        raise UsageError(f"{name} is a {type(found).__name__}, not a class")
+    methods = {"start": "start(example)", "step": "step(reply)"}
+    missing = [signature for method, signature in methods.items() if not callable(getattr(found, method, None))]
+    if missing:
+        raise UsageError(f"the class {name} has no {' and no '.join(missing)}")
     try:
-        inspect.signature(kind).bind()
+        inspect.signature(found).bind()
     except TypeError as error:
-        raise UsageError(f"{name}() is called without arguments, for each conversation: {error}") from None
-    return kind
+        raise UsageError(f"{name}() is called without arguments, once per episode: {error}") from None
+    return found
 
 
-def opening(messages: Any) -> list[dict[str, str]]:
+def check_start(messages: Any) -> list[dict[str, str]]:
     if not messages:
-        raise ValueError("start returned no messages: there is nothing to answer")
-    return checked(messages, "start", ROLES)
+        raise ValueError("start returned no messages: the model has nothing to reply to")
+    return check_messages(messages, "start", ROLES)
 
 
-def after_step(result: Any) -> tuple[list[dict[str, str]] | None, float]:
+def check_step(result: Any) -> tuple[list[dict[str, str]] | None, float]:
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError(f"step returned {shown(result)}, not (messages, reward); to end: (None, reward)")
+        raise TypeError(f"step returned {shown(result)}, not (messages, reward); to end the episode: (None, reward)")
     messages, reward = result
     if messages is not None and not messages:
-        raise ValueError("step returned no messages; None ends the conversation")
-    of_environment = tuple(role for role in ROLES if role != "assistant")
+        raise ValueError("step returned an empty list of messages; None ends the episode")
+    roles = tuple(role for role in ROLES if role != "assistant")
     try:
         value = number(reward)
     except (TypeError, ValueError):
         raise ValueError(f"step returned the reward {shown(reward)}; it must be a finite number") from None
-    return None if messages is None else checked(messages, "step", of_environment), value
+    return None if messages is None else check_messages(messages, "step", roles), value
 
 
-def checked(messages: Any, method: str, roles: tuple[str, ...]) -> list[dict[str, str]]:
-    """Messages of a role and a text, nothing else: that is what can be appended to a conversation."""
+def check_messages(messages: Any, method: str, roles: tuple[str, ...]) -> list[dict[str, str]]:
+    """Check that each message has a role and a text and nothing else, and return plain copies."""
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"{method} returned {shown(messages)} where a list of messages belongs")
+        raise TypeError(f"{method} returned {shown(messages)}; expected a list of messages")
     for message in messages:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise TypeError(f"{method} returned the message {shown(message)}; it must have role and content, no more")
+            raise TypeError(f"{method} returned the message {shown(message)}; it must have exactly role and content")
         if message["role"] not in roles:
-            raise ValueError(f"{method} returned the role {message['role']!r}; there are {', '.join(roles)}")
+            raise ValueError(f"{method} returned the role {message['role']!r}; it must be one of {', '.join(roles)}")
         if not isinstance(message["content"], str):
             raise TypeError(f"{method} returned the content {shown(message['content'])}; it must be text")
-        message["content"].encode()  # half of a surrogate pair is no text, and no tokenizer takes it
+        message["content"].encode()  # fails for an unpaired surrogate, which no tokenizer accepts
     return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
 
 
@@ -119,4 +112,4 @@ def shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    Host(int(sys.argv[1]), int(sys.argv[2])).run()
+    EnvironmentRequestLoop(int(sys.argv[1]), int(sys.argv[2])).run()

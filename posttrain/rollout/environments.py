@@ -1,11 +1,11 @@
-"""Environments: a user's class that talks with the model, an object for each conversation, in child processes.
+"""Environments: a user's class that answers the model turn by turn; one object per episode, in child processes.
 
     class Game:
-        def start(self, row): return [{"role": "user", "content": row["question"]}]
-        def step(self, reply): return None, float(reply == "42")   # or (messages, reward), and it goes on
+        def start(self, example): return [{"role": "user", "content": example["question"]}]
+        def step(self, reply): return None, float(reply == "42")   # or (messages, reward), and the episode goes on
 
-What misbehaves costs its own conversation. The others of its process are played again in a fresh one, from their rows
-and the replies so far, and must go as they went before.
+Only the episode that caused a crash or a hang fails. The other episodes of its process are repeated in a new process,
+from their examples and the replies so far, and must take the same course as before.
 """
 
 from __future__ import annotations
@@ -16,168 +16,134 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from posttrain.core.errors import RewardError, UsageError
-from posttrain.rewards.process import LOAD_SECONDS, Child, DeadError, LateError, Limits, RetiredError
-from posttrain.rewards.specs import MODULE, Spec
+from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
+from posttrain.sandbox.supervisor import ProcessSupervisor
+from posttrain.sandbox.user_code import CodeLocation, parse_location
 
-SHOWN_FAULTS = 3  # different ones in a message
+SHOWN_FAILURES = 3  # different ones in a message
 
 
 @dataclass(slots=True, frozen=True)
-class Outcome:
-    """What an environment said to one event: messages to go on, None to end; and the reward of this step."""
+class StepResult:
+    """What an environment returned for one event: the next messages, or None at the end; and the reward of the step."""
 
     messages: list[dict[str, str]] | None
     reward: float
 
 
 @dataclass(slots=True)
-class Talk:
-    """One conversation, as the environment sees it: a row, then replies; an outcome for each."""
+class Episode:
+    """One episode from the environment's side: an example, then the model's replies; one result for each of them."""
 
-    row: dict[str, Any]
+    example: dict[str, Any]
     replies: list[str] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
     failure: str = ""
     number: int = -1
-    seen: int = 0  # events that the process of now knows of
+    processed: int = 0  # events that the current process has handled
 
     @property
     def waits(self) -> bool:
-        """Whether something was said that the environment has not answered."""
-        return not self.failure and len(self.outcomes) <= len(self.replies)
+        """Whether the last event has no result yet."""
+        return not self.failure and len(self.results) <= len(self.replies)
 
     def events(self) -> list[dict[str, Any]]:
-        """All that a process must still be told."""
-        told: list[dict[str, Any]] = [{"row": self.row}, *({"reply": reply} for reply in self.replies)]
-        return told[self.seen :]
+        """The events that the current process has not handled yet."""
+        events: list[dict[str, Any]] = [{"example": self.example}, *({"reply": reply} for reply in self.replies)]
+        return events[self.processed :]
 
-    def take(self, reply: dict[str, Any]) -> None:
-        """The outcome of the next event; of one that is repeated it must be what it was."""
+    def add_result(self, reply: dict[str, Any]) -> None:
+        """Store the result of the next event; an event that is repeated must have the same result as before."""
         if self.failure:
             return
-        if "fault" in reply:
-            self.failure = reply["fault"]
+        if "error" in reply:
+            self.failure = reply["error"]
             return
-        outcome = Outcome(reply["messages"], reply["reward"])
-        if self.seen == len(self.outcomes):
-            self.outcomes.append(outcome)
-        elif self.outcomes[self.seen] != outcome:
+        result = StepResult(reply["messages"], reply["reward"])
+        if self.processed == len(self.results):
+            self.results.append(result)
+        elif self.results[self.processed] != result:
             self.failure = (
-                "its process was lost by the fault of another conversation, and when this one was repeated, the "
-                "environment answered otherwise: an environment should depend on its row and the replies alone"
+                "another episode ended the process of this one, and when this one was repeated, the environment "
+                "returned something else: an environment must depend on its example and the replies alone"
             )
-        self.seen += 1
+        self.processed += 1
 
 
-class Home(Child):
-    """A process in which environments live."""
+class EnvironmentProcess:
+    """Runs the episodes of one child process; when it is lost, repeats them in a new one."""
 
-    module = "posttrain.rollout.environment_child"
+    def __init__(self, location: CodeLocation, name: str, limits: ProcessLimits, cancelled: threading.Event) -> None:
+        """`name` is used in error messages."""
+        self.location, self.name, self.cancelled = location, name, cancelled
+        self.supervisor = ProcessSupervisor("posttrain.rollout.environment_child", limits, cancelled)
+        self.episodes: dict[int, Episode] = {}  # those that the current process holds
+        self.ended: list[int] = []  # those that it can forget
 
-    def load(self, spec: Spec, columns: Sequence[str] = ()) -> bool:
-        """UsageError if it cannot be loaded."""
-        try:
-            (reply,) = self.ask({"do": "load", "spec": asdict(spec)}, LOAD_SECONDS)
-        except LateError:
-            raise UsageError(f"{spec.text}: loading it took more than {LOAD_SECONDS:.0f} s") from None
-        except DeadError as error:
-            raise UsageError(f"{spec.text}: loading it ended its process: {error}") from None
-        if "fault" in reply:
-            raise UsageError(f"{spec.text}: {reply['fault']}")
-        return False
+    def load(self) -> None:
+        self.supervisor.load(self.name, asdict(self.location))
 
-
-class Keeper:
-    """Keeps the conversations of one process; a new one takes its place when it is lost."""
-
-    def __init__(self, spec: Spec, limits: Limits, closing: threading.Event) -> None:
-        self.spec, self.limits, self.closing = spec, limits, closing
-        self.home: Home | None = None
-        self.talks: dict[int, Talk] = {}
-        self.over: list[int] = []
-
-    def advance(self, talks: Sequence[Talk]) -> None:
-        """Tell the environments what was said; in the end each has answered, or failed."""
-        suspect: Talk | None = None
-        while waiting := [talk for talk in talks if talk.waits]:
-            asked, suspect = [suspect] if suspect else waiting, None
-            late = False
+    def advance(self, episodes: Sequence[Episode]) -> None:
+        """Send new events to the environments; in the end each episode has its next result, or has failed."""
+        suspect: Episode | None = None
+        while waiting := [episode for episode in episodes if episode.waits]:
+            sent, suspect = [suspect] if suspect else waiting, None
             try:
-                self.tell(asked)
+                self._send(sent)
                 continue
-            except RetiredError:
+            except ProcessRetiredError:
                 self.stop()
                 continue
-            except LateError:
-                reason, late = f"no answer within {self.limits.seconds:g} s{self.last_words()}", True
-            except DeadError as error:
-                reason = str(error)
+            except (ProcessTimeoutError, ProcessDiedError) as error:
+                reason, timed_out = str(error), isinstance(error, ProcessTimeoutError)
             except UsageError as error:  # it was loaded before: its file must have changed
-                reason, asked = str(error), []
-            culprit = next((talk for talk in asked if talk.waits), None)
-            alone = len(self.talks) <= 1
+                reason, timed_out, sent = str(error), False, []
+            current = next((episode for episode in sent if episode.waits), None)
+            alone = len(self.episodes) <= 1
             self.stop()
-            if not asked or self.closing.is_set():
-                for talk in waiting:
-                    talk.failure = talk.failure or reason
-            elif culprit is not None and (late or alone):
-                culprit.failure = reason
+            if not sent or self.cancelled.is_set():
+                for episode in waiting:
+                    episode.failure = episode.failure or reason
+            elif current is not None and (timed_out or alone):
+                current.failure = reason
             else:
-                suspect = culprit  # what another one left behind may be the cause: ask by itself, in a fresh process
+                suspect = current  # something that another episode left behind may be the cause: repeat it alone
 
-    def tell(self, talks: Sequence[Talk]) -> None:
-        home = self.ready()
-        self.talks |= {talk.number: talk for talk in talks}
-        events = [(talk, event) for talk in talks for event in talk.events()]
-        message = {"do": "go on", "over": self.over, "events": [(talk.number, event) for talk, event in events]}
-        self.over = []
-        answered = 0
-        for reply in home.ask(message, self.limits.seconds):
-            if "retire" in reply:
-                raise RetiredError
-            if answered == len(events):
-                raise DeadError("too many replies")
-            events[answered][0].take(reply)
-            answered += 1
-        if answered != len(events):
-            raise DeadError("a reply is missing")
+    def _send(self, episodes: Sequence[Episode]) -> None:
+        self.load()
+        self.episodes |= {episode.number: episode for episode in episodes}
+        events = [(episode, event) for episode in episodes for event in episode.events()]
+        request = {"ended": self.ended, "events": [(episode.number, event) for episode, event in events]}
+        self.ended = []
+        received = 0
+        for reply in self.supervisor.ask(request):
+            if received == len(events):
+                raise ProcessDiedError("there are more replies than events")
+            events[received][0].add_result(reply)
+            received += 1
+        if received != len(events):
+            raise ProcessDiedError("a reply is missing")
 
-    def ready(self) -> Home:
-        if self.home is None:
-            self.home = Home(self.limits, self.closing)
-            try:
-                self.home.load(self.spec)
-            except UsageError:
-                self.stop()
-                raise
-        return self.home
-
-    def last_words(self) -> str:
-        return self.home.tail() if self.home is not None else ""
-
-    def end(self, talk: Talk) -> None:
-        """Nothing will be said in it any more."""
-        if self.talks.pop(talk.number, None) is not None:
-            self.over.append(talk.number)
+    def end(self, episode: Episode) -> None:
+        """Forget an episode: no event will follow."""
+        if self.episodes.pop(episode.number, None) is not None:
+            self.ended.append(episode.number)
 
     def stop(self) -> None:
-        """End the process. What is told next begins from the start."""
-        home, self.home = self.home, None
-        if home is not None:
-            home.kill()
-        for talk in self.talks.values():
-            talk.seen = 0
-        self.talks.clear()
-        self.over.clear()
+        """Kill the process; the next event of each episode repeats it from its start in a new one."""
+        self.supervisor.stop()
+        for episode in self.episodes.values():
+            episode.processed = 0
+        self.episodes.clear()
+        self.ended.clear()
 
 
 class Environments:
-    """Conversations with a user's class; start it as a context manager, which ends the processes."""
+    """Runs episodes with a user's class in child processes; a context manager, which ends them."""
 
     def __init__(
         self,
@@ -188,13 +154,15 @@ class Environments:
         memory_gib: float = 2.0,
         max_failure_rate: float = 0.1,
     ) -> None:
-        self.spec = parse_environment(spec)
+        """`spec`: FILE.py:CLASS or package.module:CLASS."""
+        location = parse_location(spec, f"rollout.environment {spec!r}", "class")
+        self.name = f"rollout.environment {spec}"
         self.max_failure_rate = max_failure_rate
-        self.closing = threading.Event()
-        limits = Limits(seconds=timeout_seconds, memory_gib=memory_gib)
-        self.keepers = [Keeper(self.spec, limits, self.closing) for _ in range(workers)]
+        self.cancelled = threading.Event()
+        limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib)
+        self.processes = [EnvironmentProcess(location, self.name, limits, self.cancelled) for _ in range(workers)]
         self.numbers = itertools.count()
-        self.lock = threading.Lock()  # an evaluation may play while the next batch is made
+        self.lock = threading.Lock()  # an evaluation may run while the next batch is generated
 
     def __enter__(self) -> Environments:
         return self
@@ -203,73 +171,57 @@ class Environments:
         self.close()
 
     def check(self) -> None:
-        """UsageError if the class cannot be loaded."""
+        """Raise a UsageError if the class cannot be loaded."""
         with self.lock:
             try:
-                self.keepers[0].ready()
-            except (DeadError, LateError) as error:
+                self.processes[0].load()
+            except (ProcessDiedError, ProcessTimeoutError) as error:
                 raise UsageError(f"the process for environments did not start: {error}") from error
 
-    def advance(self, talks: Sequence[Talk]) -> None:
-        """Each of these gets its next outcome, or a failure."""
-        for talk in talks:
-            talk.number = next(self.numbers) if talk.number < 0 else talk.number
-        shares = [[talk for talk in talks if self.keeper_of(talk) is keeper] for keeper in self.keepers]
-        with self.lock, ThreadPoolExecutor(len(self.keepers), thread_name_prefix="environments") as threads:
+    def advance(self, episodes: Sequence[Episode]) -> None:
+        """Give each of these episodes its next result, or a failure."""
+        for episode in episodes:
+            episode.number = next(self.numbers) if episode.number < 0 else episode.number
+        shares = [[each for each in episodes if self._process_of(each) is process] for process in self.processes]
+        with self.lock, ThreadPoolExecutor(len(self.processes), thread_name_prefix="environments") as threads:
             try:
                 for future in [
-                    threads.submit(keeper.advance, share)
-                    for keeper, share in zip(self.keepers, shares, strict=True)
+                    threads.submit(process.advance, share)
+                    for process, share in zip(self.processes, shares, strict=True)
                     if share
                 ]:
                     future.result()
             except BaseException:
-                self.closing.set()  # interrupted: nobody waits for an environment any more
+                self.cancelled.set()  # interrupted: do not wait for the environments
                 raise
 
-    def end(self, talks: Sequence[Talk]) -> None:
-        """These are over, and need no memory any more."""
+    def end(self, episodes: Sequence[Episode]) -> None:
+        """Free the memory of episodes that are over."""
         with self.lock:
-            for talk in talks:
-                self.keeper_of(talk).end(talk)
+            for episode in episodes:
+                self._process_of(episode).end(episode)
 
-    def keeper_of(self, talk: Talk) -> Keeper:
-        return self.keepers[talk.number % len(self.keepers)]
+    def _process_of(self, episode: Episode) -> EnvironmentProcess:
+        return self.processes[episode.number % len(self.processes)]
 
-    def check_failures(self, talks: Sequence[Talk]) -> None:
-        """RewardError with the first texts if more than `max_failure_rate` of these failed."""
-        failures = [talk.failure for talk in talks if talk.failure]
-        if len(failures) <= self.max_failure_rate * len(talks):
+    def check_failures(self, episodes: Sequence[Episode]) -> None:
+        """Raise a RewardError with the first messages if more than `max_failure_rate` of these failed."""
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if len(failures) <= self.max_failure_rate * len(episodes):
             return
-        faults = Counter(failures).most_common()
+        most_frequent = Counter(failures).most_common()
         lines = [
-            f"{self.spec.text} failed in {len(failures)} of {len(talks)} conversations, more than "
-            f"rewards.limits allows: {self.max_failure_rate:g} of them"
+            f"{self.name} failed in {len(failures)} of {len(episodes)} episodes; "
+            f"rewards.limits allows {self.max_failure_rate:g} of them"
         ]
-        lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in faults[:SHOWN_FAULTS]]
-        if len(faults) > SHOWN_FAULTS:
-            lines.append(f"and {len(faults) - SHOWN_FAULTS} other faults")
+        lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in most_frequent[:SHOWN_FAILURES]]
+        if len(most_frequent) > SHOWN_FAILURES:
+            lines.append(f"and {len(most_frequent) - SHOWN_FAILURES} other failures")
         raise RewardError("\n\n".join(lines))
 
     def close(self) -> None:
         """End all processes."""
-        self.closing.set()
+        self.cancelled.set()
         with self.lock:
-            for keeper in self.keepers:
-                keeper.stop()
-
-
-def parse_environment(text: str) -> Spec:
-    """`FILE.py:CLASS` or `package.module:CLASS`; UsageError if there is no such file."""
-    place, _, name = text.rpartition(":")
-    where = f"rollout.environment {text!r}"
-    if not place or not name.isidentifier():
-        raise UsageError(f"{where}: write FILE.py:CLASS or package.module:CLASS")
-    if not place.endswith(".py"):
-        if not MODULE.fullmatch(place):
-            raise UsageError(f"{where}: {place!r} is neither a file that ends in .py nor a module")
-    elif not Path(place).is_file():
-        raise UsageError(f"{where}: there is no file {place}")
-    else:
-        place = str(Path(place).absolute())
-    return Spec(text=f"rollout.environment {text}", kind="function", name="environment", place=place, function=name)
+            for process in self.processes:
+                process.stop()

@@ -1,7 +1,7 @@
-"""Conversations of the policy with environments: all advance together, turn by turn, and tokens are only appended.
+"""Episodes of the policy with environments: all advance together, turn by turn, and tokens are only appended.
 
-tokens   prompt | reply 1 | environment | reply 2      what was sampled is what is trained on
-mask        0   |    1    |      0      |    1         what the environment said is not
+tokens   prompt | reply 1 | environment | reply 2      the sampled tokens are the trained tokens
+mask        0   |    1    |      0      |    1         the environment's tokens are not trained on
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.rollout.environments import Environments, Talk
+from posttrain.rollout.environments import Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
 from posttrain.rollout.rollouts import Generator, seed_for
 
 
 @dataclass(slots=True)
-class Dialogue:
-    """One conversation as the model sees it."""
+class TokenizedEpisode:
+    """One episode from the model's side: its tokens, and which of them the model sampled."""
 
     position: int
     prompt: Prompt
     seed: int
-    talk: Talk
+    episode: Episode
     messages: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
-    ended: str = ""  # the end-of-turn that the last reply has, as text
+    reply_end: str = ""  # the stop token or stop text at the end of the last reply, as text
     finish: str = ""
-    versions: list[int] = field(default_factory=list)  # of the weights, at both ends of each reply
+    versions: list[int] = field(default_factory=list)  # of the weights, at the start and the end of each reply
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Log-probabilities are those of tokens that the model chose."""
+        """Append tokens; those with log-probabilities were sampled by the model."""
         self.tokens += tokens
         self.mask += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
 
     def fail(self, reason: str) -> None:
-        self.talk.failure, self.finish = reason, "error"
+        self.episode.failure, self.finish = reason, "error"
 
     @property
-    def answer_length(self) -> int:
-        """Of all turns, the environment's too."""
+    def completion_length(self) -> int:
+        """Tokens of all turns, including the environment's."""
         return len(self.tokens) - len(self.prompt.tokens)
 
     def rollout(self) -> Rollout:
@@ -65,124 +65,125 @@ class Dialogue:
             finish=self.finish,
             origin=self.prompt.origin,
         )
-        failure = self.talk.failure
+        failure = self.episode.failure
         return Rollout(
             sample=sample,
             prompt=self.prompt,
             text=self.text,
             messages=self.messages,
-            turns=len(self.talk.replies),
-            parts={"environment": sum(outcome.reward for outcome in self.talk.outcomes)},
+            turns=len(self.episode.replies),
+            parts={"environment": sum(result.reward for result in self.episode.results)},
             failure=f"{ENVIRONMENT_FAILED}{failure}" if failure else "",
         )
 
 
-class Dialogues:
-    """Plays conversations: a reply of each in one call of the generator, then a step of each environment, and so on."""
+class EpisodeRunner:
+    """Runs episodes: in each turn one call of the generator for all replies, then one step of each environment."""
 
     def __init__(
         self, environments: Environments, policy: Generator, config: OnlineConfig, sampling: Sampling, tokenizer: Any
     ) -> None:
         self.environments, self.policy, self.sampling, self.tokenizer = environments, policy, sampling, tokenizer
-        self.longest_prompt = config.data.max_tokens
+        self.max_prompt_length = config.data.max_tokens
         self.encoder = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.encoder)
 
     def play(
         self, prompts: Sequence[tuple[int, Prompt]], seeds: Sequence[int], *, greedy: bool = False
     ) -> list[Rollout]:
-        """A rollout for each prompt and seed; RewardError if too many environments failed."""
-        dialogues = [
-            Dialogue(position, prompt, seed, Talk(prompt.columns | {"messages": prompt.messages}))
+        """Return a rollout for each prompt and seed; a RewardError if too many environments failed."""
+        running = [
+            TokenizedEpisode(position, prompt, seed, Episode(prompt.columns | {"messages": prompt.messages}))
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
         ]
-        talks = [dialogue.talk for dialogue in dialogues]
-        self.environments.advance(talks)
-        for dialogue in dialogues:
-            self.begin(dialogue)
+        episodes = [each.episode for each in running]
+        self.environments.advance(episodes)
+        for each in running:
+            self.start(each)
         turn = 0
-        while going := [dialogue for dialogue in dialogues if not dialogue.finish]:
-            self.hear(going, turn, greedy)
-            self.environments.advance([dialogue.talk for dialogue in going])
-            for dialogue in going:
-                self.go_on(dialogue)
+        while unfinished := [each for each in running if not each.finish]:
+            self.generate_replies(unfinished, turn, greedy)
+            self.environments.advance([each.episode for each in unfinished])
+            for each in unfinished:
+                self.append_environment_turn(each)
             turn += 1
-        self.environments.end(talks)
-        self.environments.check_failures(talks)
-        return [dialogue.rollout() for dialogue in dialogues]
+        self.environments.end(episodes)
+        self.environments.check_failures(episodes)
+        return [each.rollout() for each in running]
 
-    def begin(self, dialogue: Dialogue) -> None:
-        """The opening, in tokens."""
-        talk, asked = dialogue.talk, dialogue.prompt
-        tokens = asked.tokens
-        if not talk.failure:
-            dialogue.messages = list(talk.outcomes[0].messages or [])
+    def start(self, tokenized: TokenizedEpisode) -> None:
+        """Encode the messages that `start` returned; they replace the prompt."""
+        episode, prompt = tokenized.episode, tokenized.prompt
+        tokens = prompt.tokens
+        if not episode.failure:
+            tokenized.messages = list(episode.results[0].messages or [])
             try:
-                segments = self.chat.prompt(dialogue.messages, self.chat.is_plain, asked.origin)
+                segments = self.chat.prompt(tokenized.messages, self.chat.is_plain, prompt.origin)
                 [encoded] = self.encoder.encode([segments])
                 tokens = np.array([token for ids in encoded for token in ids], dtype=np.int32)
-            except PosttrainError as error:  # a template that refuses this conversation
-                talk.failure = str(error)
-        if not 0 < len(tokens) <= self.longest_prompt:
-            talk.failure = f"what start returned has {len(tokens)} tokens; data.max_tokens is {self.longest_prompt}"
-            tokens = asked.tokens
-        dialogue.prompt = replace(asked, tokens=tokens, messages=list(dialogue.messages or asked.messages))
-        dialogue.append(tokens.tolist())
-        if talk.failure:
-            dialogue.fail(talk.failure)
+            except PosttrainError as error:  # the chat template refuses these messages
+                episode.failure = str(error)
+        if not 0 < len(tokens) <= self.max_prompt_length:
+            limit = f"data.max_tokens is {self.max_prompt_length}"
+            episode.failure = f"the messages that start returned have {len(tokens)} tokens; {limit}"
+            tokens = prompt.tokens
+        tokenized.prompt = replace(prompt, tokens=tokens, messages=list(tokenized.messages or prompt.messages))
+        tokenized.append(tokens.tolist())
+        if episode.failure:
+            tokenized.fail(episode.failure)
 
-    def hear(self, dialogues: Sequence[Dialogue], turn: int, greedy: bool) -> None:
-        """The next reply of each, within what is left of rollout.max_tokens."""
+    def generate_replies(self, unfinished: Sequence[TokenizedEpisode], turn: int, greedy: bool) -> None:
+        """Generate the next reply of each episode, within what is left of rollout.max_tokens."""
         requests = [
             GenerationRequest(
-                prompt=np.array(dialogue.tokens, dtype=np.int32),
-                group=dialogue.position,
-                seed=seed_for(dialogue.seed, turn, 0) if turn else dialogue.seed,  # one turn: as without environment
+                prompt=np.array(each.tokens, dtype=np.int32),
+                group=each.position,
+                seed=seed_for(each.seed, turn, 0) if turn else each.seed,  # first turn: as without an environment
             )
-            for dialogue in dialogues
+            for each in unfinished
         ]
-        rooms = [self.sampling.max_tokens - dialogue.answer_length for dialogue in dialogues]
-        sampling = replace(self.sampling, max_tokens=max(rooms))
+        limits = [self.sampling.max_tokens - each.completion_length for each in unfinished]
+        sampling = replace(self.sampling, max_tokens=max(limits))
         if greedy:
             sampling = replace(sampling, temperature=0.0)
-        for dialogue, room, sample in zip(dialogues, rooms, self.policy.generate(requests, sampling), strict=True):
-            start = len(dialogue.tokens)
+        for each, limit, sample in zip(unfinished, limits, self.policy.generate(requests, sampling), strict=True):
+            start = len(each.tokens)
             tokens = sample.tokens[start:].tolist()
-            assert sample.logprobs is not None, "a sampler gives log-probabilities"
-            dialogue.versions += [sample.version, sample.newest]
-            dialogue.append(tokens[:room], sample.logprobs[start : start + room].tolist())
-            dialogue.finish = "length" if len(tokens) > room else sample.finish
-            dialogue.text = self.tokenizer.decode(tokens[:room], skip_special_tokens=True)
-            dialogue.ended = self.end_of(tokens[:room], dialogue.text) if dialogue.finish == "stop" else ""
-            dialogue.messages.append({"role": "assistant", "content": dialogue.text})
-            dialogue.talk.replies.append(dialogue.text)
+            assert sample.logprobs is not None, "a generator returns log-probabilities"
+            each.versions += [sample.version, sample.newest]
+            each.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())
+            each.finish = "length" if len(tokens) > limit else sample.finish
+            each.text = self.tokenizer.decode(tokens[:limit], skip_special_tokens=True)
+            each.reply_end = self.find_reply_end(tokens[:limit], each.text) if each.finish == "stop" else ""
+            each.messages.append({"role": "assistant", "content": each.text})
+            each.episode.replies.append(each.text)
 
-    def end_of(self, tokens: list[int], text: str) -> str:
-        """The stop token or the stop text that a reply ends with."""
+    def find_reply_end(self, tokens: list[int], text: str) -> str:
+        """Return the stop token or the stop text that a reply ends with, as text."""
         if tokens[-1] in self.sampling.stop_ids:
             return self.tokenizer.decode(tokens[-1:], skip_special_tokens=False)
         return next((stop for stop in self.sampling.stop_texts if text.endswith(stop)), "")
 
-    def go_on(self, dialogue: Dialogue) -> None:
-        """What the environment said, in tokens; or the end."""
-        talk = dialogue.talk
-        if talk.failure:
-            dialogue.fail(talk.failure)
+    def append_environment_turn(self, tokenized: TokenizedEpisode) -> None:
+        """Encode and append the messages that `step` returned; without messages or room the episode is over."""
+        episode = tokenized.episode
+        if episode.failure:
+            tokenized.fail(episode.failure)
             return
-        said = talk.outcomes[-1].messages
-        if said is None or dialogue.finish == "length":
+        new_messages = episode.results[-1].messages
+        if new_messages is None or tokenized.finish == "length":
             return
-        messages = [*dialogue.messages, *said]
+        messages = [*tokenized.messages, *new_messages]
         try:
             segment = self.chat.continuation(
-                messages, len(dialogue.messages) - 1, dialogue.ended, dialogue.prompt.origin
+                messages, len(tokenized.messages) - 1, tokenized.reply_end, tokenized.prompt.origin
             )
-            [[_, tokens]] = self.encoder.encode([[Segment(()), segment]])  # behind a text: no second BOS
+            [[_, tokens]] = self.encoder.encode([[Segment(()), segment]])  # not at the start of a text: no second BOS
         except PosttrainError as error:
-            dialogue.fail(str(error))
+            tokenized.fail(str(error))
             return
-        if dialogue.answer_length + len(tokens) >= self.sampling.max_tokens:
-            dialogue.finish = "length"  # no room for another reply
+        if tokenized.completion_length + len(tokens) >= self.sampling.max_tokens:
+            tokenized.finish = "length"  # no room for another reply
             return
-        dialogue.append(tokens)
-        dialogue.messages, dialogue.finish = messages, ""
+        tokenized.append(tokens)
+        tokenized.messages, tokenized.finish = messages, ""

@@ -18,7 +18,7 @@ from posttrain.engines.base import Sampling
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
 from posttrain.rollout.environments import Environments
-from posttrain.rollout.episodes import Dialogues
+from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Generator, Rollouts
 from posttrain.rollout.scoring import RolloutScorer
@@ -255,10 +255,10 @@ class Trainer:
             progress.best, progress.best_step = found["reward"], self.step
         return {f"eval/{name}": value for name, value in found.items()}
 
-    def dialogues(self, policy: Generator, sampling: Sampling) -> Dialogues | None:
+    def dialogues(self, policy: Generator, sampling: Sampling) -> EpisodeRunner | None:
         if self.environments is None:
             return None
-        return Dialogues(self.environments, policy, self.config, sampling, self.run.tokenizer)
+        return EpisodeRunner(self.environments, policy, self.config, sampling, self.run.tokenizer)
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
         """Sampler and trainer must agree on what was sampled, or the gradient is of something else."""

@@ -1,4 +1,4 @@
-"""Training in conversations with an environment: the same twice, the same after a resume, and rewarded as it says."""
+"""Training in episodes with an environment: the same twice, the same after a resume, and rewarded as it says."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from tests.e2e.commands import command, rows_of
 ROOT = Path(__file__).parents[2]
 CODE = """
 class Pair:
-    def start(self, row):
+    def start(self, example):
         self.said = []
-        return [{"role": "system", "content": "Say two words."}, *row["messages"]]
+        return [{"role": "system", "content": "Say two words."}, *example["messages"]]
 
     def step(self, reply):
         self.said.append(reply)
@@ -103,7 +103,7 @@ def test_an_environment_that_fails_stops_the_run(options, capsys):
     Path("pair.py").write_text(CODE.replace("self.said.append(reply)", "self.sad.append(reply)"))
     assert command("grpo", *options, "--out", "run") == 1
     said = capsys.readouterr().err
-    assert "failed in 4 of 4 conversations" in said and "no attribute 'sad'" in said
+    assert "failed in 4 of 4 episodes" in said and "no attribute 'sad'" in said
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ EXPECTED = {
     "stopped": ("no result within", "timeout"),
     "memory": ("MemoryError", "error"),
     "closed": ("", "error"),
-    "scribble": ("channel of replies", "error"),
+    "scribble": ("the reply pipe", "error"),
     "full disk": ("File too large", "error"),
     "nan": ("returned nan", "error"),
     "inf": ("returned -inf", "error"),
@@ -207,9 +207,9 @@ def test_what_does_no_harm_is_scored(text, file, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")  # marks the processes of this test
     with Rewards([f"{file}:score"], timeout_seconds=30, workers=1) as rewards:
         assert values(rewards.score(asked("1"))) == [1]
-        child = rewards._pool.workers[0].child
+        child = rewards._pool.workers[0].supervisor.process
         assert values(rewards.score(asked("1", text, "2"))) == [1, 1, 2]
-        assert rewards._pool.workers[0].child is child  # not even the process had to be replaced
+        assert rewards._pool.workers[0].supervisor.process is child  # not even the process had to be replaced
         assert len(left_over(tmp_path)) == (2 if text == "orphan" else 1)
     assert left_over(tmp_path) == []
 
@@ -223,7 +223,7 @@ def test_memory_that_a_failed_call_holds_is_not_missing_for_the_next(file):
 def test_what_a_thread_left_behind_does_is_not_blamed_on_others(file):
     with Rewards([f"{file}:score"], timeout_seconds=30, workers=1) as rewards:
         assert values(rewards.score(asked("background"))) == [1]
-        child = rewards._pool.workers[0].child
+        child = rewards._pool.workers[0].supervisor.process
         child.process.wait(timeout=20)  # the thread ends the process
         assert values(rewards.score(asked("1", "2"))) == [1, 2]
 
@@ -261,9 +261,9 @@ def test_a_batch_that_is_slow_but_does_not_hang_is_asked_singly_from_then_on(tmp
     )
     with Rewards([f"{file}:slow"], timeout_seconds=SECONDS, workers=1, max_failure_rate=1) as rewards:
         assert values(rewards.score(asked("1", "2"))) == [1, 2]
-        child = rewards._pool.workers[0].child
+        child = rewards._pool.workers[0].supervisor.process
         assert values(rewards.score(asked("3", "4"))) == [3, 4]
-        assert rewards._pool.workers[0].child is child  # nothing had to be killed
+        assert rewards._pool.workers[0].supervisor.process is child  # nothing had to be killed
 
 
 def test_a_function_that_always_hangs_is_given_up(file):
@@ -317,10 +317,10 @@ def test_too_many_failures_stop_the_run_with_their_text(file):
         ("import nothing_such\n", "nothing_such"),
         ("def other(text): return 1\n", "has no function 'score'; it has other"),
         ("score = 3\n", "is a int, not a function"),
-        ("def score(a, b): return 1\n", "These forms are known"),
+        ("def score(a, b): return 1\n", "has none of the known forms"),
         ("import os\nos._exit(0)\n", "ended its process"),
         ("import sys\nsys.exit(1)\n", "SystemExit"),
-        ("def score(text, difficulty): return 1\n", "asks for difficulty"),
+        ("def score(text, difficulty): return 1\n", "no columns of the data: difficulty"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_before_anything_starts(code, message, tmp_path):
@@ -337,7 +337,7 @@ def test_columns_are_checked_also_of_a_function_that_is_loaded_already(tmp_path)
     with Rewards([f"{file}:score"]) as rewards:
         rewards.check()
         rewards.check(columns=["question", "difficulty"])
-        with pytest.raises(UsageError, match="asks for difficulty"):
+        with pytest.raises(UsageError, match="no columns of the data: difficulty"):
             rewards.check(columns=["question", "answer"])
 
 
@@ -371,7 +371,7 @@ def test_children_end_when_the_trainer_is_killed(file):
         "import sys\nfrom posttrain.rewards.base import Completion, Rewards\n"
         "ask = [Completion(prompt='', messages=[], text='loop', finish='', tokens=1, columns={})]\n"
         "rewards = Rewards([sys.argv[1]], timeout_seconds=600)\n"
-        "rewards.check()\nprint(rewards._pool.workers[0].child.folder, flush=True)\nrewards.score(ask)\n"
+        "rewards.check()\nprint(rewards._pool.workers[0].supervisor.process.folder, flush=True)\nrewards.score(ask)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, f"{file}:score"],

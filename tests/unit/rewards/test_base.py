@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
-from posttrain.rewards.verifier import verifiers
+from posttrain.rewards.builtin import verifiers
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +32,7 @@ def test_names_are_unique_and_models_are_left_to_the_trainer(tmp_path):
 
 
 def test_a_function_that_combines_without_reward_models():
-    """Nobody need do anything for it: its number is the sum."""
+    """Without reward models nothing has to call `conclude`: the combined value is the sum."""
     mine = f"{ROOT}/examples/reward.py"
     with Rewards(["gsm8k", f"{mine}:short", f"combine:{mine}:gated"], workers=1, max_failure_rate=1.0) as rewards:
         rewards.check(["ground_truth"])
@@ -41,7 +41,8 @@ def test_a_function_that_combines_without_reward_models():
         assert [combine(row, rewards.weights) for row in rows] == [1.0, 0.0, 0.0]
         (row,) = rewards.score(asked("5"))  # without a ground truth gsm8k fails
         assert combine(row, rewards.weights) is None and "another reward failed" in row[2].reason
-    with Rewards([f"{mine}:gated"], workers=1) as rewards, pytest.raises(UsageError, match="it asks for rewards"):
+    missing = pytest.raises(UsageError, match="no columns of the data: rewards")
+    with Rewards([f"{mine}:gated"], workers=1) as rewards, missing:
         rewards.check(["ground_truth"])
 
 
@@ -54,17 +55,17 @@ def test_the_sum_of_a_failed_one_is_none():
 @pytest.mark.parametrize(
     ("specs", "options", "message"),
     [
-        (["gsm8"], {}, "Did you mean gsm8k\\? There are acc, "),
+        (["gsm8"], {}, "Did you mean gsm8k\\? The verifiers are acc, "),
         (["missing.py:score"], {}, "there is no file missing.py"),
-        (["file.py"], {}, "name the function"),
+        (["file.py"], {}, "expected FILE.py:FUNCTION"),
         (["a b:score"], {}, "neither a file that ends in .py nor a module"),
-        (["file.py:1+1"], {}, "is not the name of a function"),
-        (["http://:80/"], {}, "names no host"),
+        (["file.py:1+1"], {}, "expected FILE.py:FUNCTION"),
+        (["http://:80/"], {}, "has no host"),
         (["http://host:port/"], {}, "not an address"),
-        (["model:"], {}, "name the reward model"),
-        (["combine:gsm8k"], {}, "after combine: comes a function"),
-        ([f"combine:{ROOT}/examples/reward.py:gated", "format"], {}, "comes last, and there is one of it"),
-        (["format", f"combine:{ROOT}/examples/reward.py:gated"], {"weights": [1, 1]}, "decides alone"),
+        (["model:"], {}, "give the reward model's directory"),
+        (["combine:gsm8k"], {}, "expected a function after combine:"),
+        ([f"combine:{ROOT}/examples/reward.py:gated", "format"], {}, "only the last reward may combine"),
+        (["format", f"combine:{ROOT}/examples/reward.py:gated"], {"weights": [1, 1]}, "replaces the weighted sum"),
         (["format"], {"weights": [1, 2]}, "1 rewards but 2 weights"),
         (["format"], {"weights": [float("nan")]}, "finite"),
         (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),

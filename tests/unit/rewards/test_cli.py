@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.cli.rewards import completion_of, run
 from posttrain.core.errors import DataError, UsageError
-from posttrain.rewards.verifier import verifiers
+from posttrain.rewards.builtin import verifiers
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +26,7 @@ def test_a_table_a_summary_and_the_exit_code(rows, tmp_path, capsys):
     reward.write_text("def score(text):\n    return 1.0 if text != 'boom' else 1 / 0\n", encoding="utf-8")
     assert run(["check", str(rows), "--reward", "gsm8k", f"{reward}:score", "--weights", "1", "0.5"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"rows.jsonl:1\s+gsm8k\s+1\s+\d+\.\d+ ms\s+4, wanted 4", out)
+    assert re.search(r"rows.jsonl:1\s+gsm8k\s+1\s+\d+\.\d+ ms\s+4, expected 4", out)
     assert re.search(r"rows.jsonl:3\s+my.score\s+error\s.*ZeroDivisionError", out)
     assert "gsm8k: mean 0.3333; 3 ok, 0 error, 0 timeout; slowest" in out
     assert "my.score: mean 1.0000; 2 ok, 1 error, 0 timeout" in out
@@ -38,7 +38,7 @@ def test_a_table_a_summary_and_the_exit_code(rows, tmp_path, capsys):
 def test_other_columns(rows, capsys):
     options = ["--map_keys", '{"text": "question", "ground_truth": "answer"}', "--reward", "gsm8k"]
     assert run(["check", str(rows), *options]) == 0
-    assert "2, wanted 4" in capsys.readouterr().out
+    assert "2, expected 4" in capsys.readouterr().out
 
 
 def test_the_example(capsys):

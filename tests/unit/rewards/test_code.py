@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from posttrain.rewards.code import can_isolate, command, run_program
+from posttrain.sandbox.programs import can_isolate, command, run_program
 
 needs_namespaces = pytest.mark.skipif(not can_isolate(), reason="this system allows no user namespaces")
 
@@ -21,7 +21,7 @@ def test_it_runs():
 
 
 def test_limits_hold_without_namespaces_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.rewards.code.can_isolate", lambda: False)
+    monkeypatch.setattr("posttrain.sandbox.programs.can_isolate", lambda: False)
     assert "MemoryError" in run("x = bytearray(2**30)").errors
     assert "File too large" in run("open('large', 'wb').write(b'x' * 2**25)").errors
     assert run("print('x' * 2**22)").code is None

@@ -87,8 +87,8 @@ def test_a_busy_service_is_asked_again(server):
 @pytest.mark.parametrize(
     ("path", "text", "kind"),
     [
-        ("down", "answered 503", "error"),
-        ("elsewhere", "answered 302", "error"),
+        ("down", "responded 503", "error"),
+        ("elsewhere", "responded 302", "error"),
         ("words", "did not send JSON", "error"),
         ("wrong", "2 rewards for 1 completions", "error"),
     ],
@@ -101,7 +101,7 @@ def test_faults_of_the_service(server, path, text, kind):
 def test_a_service_that_does_not_answer_is_not_asked_for_each(server):
     verdicts = score(server, "hang", "a", "b", "c", seconds=1.0)
     assert [verdict.kind for verdict in verdicts] == ["timeout"] * 3
-    assert "did not answer within" in verdicts[0].reason and len(server.asked) == 1
+    assert "did not respond within" in verdicts[0].reason and len(server.asked) == 1
 
 
 def test_one_bad_completion_fails_alone(server):

@@ -92,7 +92,7 @@ def test_async_functions():
 
 def test_unknown_forms_are_refused_with_the_known_ones():
     for function in (lambda x: 1, lambda **columns: 1, lambda: 1):
-        with pytest.raises(UsageError, match="These forms are known") as refused:
+        with pytest.raises(UsageError, match="has none of the known forms") as refused:
             adapt(function, "f")
         for name in ("TRL", "verl", "OpenRLHF", "verifiers", "text"):
             assert name in str(refused.value)
@@ -105,7 +105,7 @@ def test_a_column_that_is_not_there_is_named():
     adapted = adapt(lambda text, level: 1, "f")
     assert adapted.missing(["question"]) == ["level"] and adapted.missing(["level"]) == []
     assert adapt(lambda completion, answer: 1, "f").missing(["solution"]) == []  # the right answer under any name
-    with pytest.raises(LookupError, match=r"asks for 'level'; there is only .*question"):
+    with pytest.raises(LookupError, match=r"needs 'level'; available are .*question"):
         adapted.call([plain()])
 
 

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.choice import chosen
 from posttrain.rewards.code import find_tests, program_of
 from posttrain.rewards.countdown import evaluate
 from posttrain.rewards.format import strict_structure
 from posttrain.rewards.math import assistant_part, gsm8k_answer, last_boxed, last_number, math_equal
 from posttrain.rewards.verdict import Completion
-from posttrain.rewards.verifier import verifiers
 
 GOOD = r"<think>First, add.</think> <answer>\boxed{\frac{1}{2}}</answer>"
 
 
-def judge(name, text, **columns):
+def score(name, text, **columns):
     completion = Completion(prompt="", messages=[], text=text, finish="stop", tokens=1, columns=columns)
-    return verifiers()[name].judge(completion)[0]
+    return verifiers()[name].score(completion)[0]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def judge(name, text, **columns):
     ],
 )
 def test_acc(text, label, value):
-    assert judge("acc", text, ground_truth=label) == value
+    assert score("acc", text, ground_truth=label) == value
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_acc(text, label, value):
     ],
 )
 def test_format(text, value):
-    assert judge("format", text) == judge("format_reward", text) == value
+    assert score("format", text) == score("format_reward", text) == value
 
 
 @pytest.mark.parametrize(
@@ -74,21 +74,21 @@ def test_format(text, value):
     ],
 )
 def test_strict_format(text, value):
-    assert judge("strict_format", text) == value
+    assert score("strict_format", text) == value
 
 
 def test_base_acc_needs_form_and_value():
-    assert judge("base_acc", GOOD, ground_truth="0.5") == 1
-    assert judge("base_acc", GOOD, ground_truth="0.6") == 0
-    assert judge("base_acc", GOOD + " ", ground_truth="0.5") == 0
-    assert judge("base_acc", r"\boxed{0.5}", ground_truth="0.5") == 0
+    assert score("base_acc", GOOD, ground_truth="0.5") == 1
+    assert score("base_acc", GOOD, ground_truth="0.6") == 0
+    assert score("base_acc", GOOD + " ", ground_truth="0.5") == 0
+    assert score("base_acc", r"\boxed{0.5}", ground_truth="0.5") == 0
 
 
 def test_step():
-    assert judge("step", "no marks") == 0
-    assert judge("step", "Step 1: add") == pytest.approx(1 / 3)
-    assert judge("step", "1. a\n2. b\n- c") == pytest.approx(2 / 3)  # only a number at the very beginning counts
-    assert judge("step", "First, a. Second, b. Next, c. Finally, d.") == 1
+    assert score("step", "no marks") == 0
+    assert score("step", "Step 1: add") == pytest.approx(1 / 3)
+    assert score("step", "1. a\n2. b\n- c") == pytest.approx(2 / 3)  # only a number at the very beginning counts
+    assert score("step", "First, a. Second, b. Next, c. Finally, d.") == 1
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_step():
     ],
 )
 def test_accuracy_reward(text, value):
-    assert judge("accuracy_reward", text, solution="1,234 pens") == value
+    assert score("accuracy_reward", text, solution="1,234 pens") == value
 
 
 def test_the_other_accuracy_rewards():
-    assert judge("qwen_accuracy_reward", r"\boxed{1234} is more than 5", solution="1,234") == 1
-    assert judge("qwen_accuracy_reward", "1234", solution="1,234") == 0
-    assert judge("accuracy_reward_2", r"so \boxed{\frac{2}{4}}", solution=r"$\frac{1}{2}$") == 1
-    assert judge("accuracy_reward_2", r"so $\frac{3}{4}$", solution=r"$\frac{1}{2}$") == 0
-    assert judge("accuracy_reward_2", "so one half", solution=r"$\frac{1}{2}$") == 0
+    assert score("qwen_accuracy_reward", r"\boxed{1234} is more than 5", solution="1,234") == 1
+    assert score("qwen_accuracy_reward", "1234", solution="1,234") == 0
+    assert score("accuracy_reward_2", r"so \boxed{\frac{2}{4}}", solution=r"$\frac{1}{2}$") == 1
+    assert score("accuracy_reward_2", r"so $\frac{3}{4}$", solution=r"$\frac{1}{2}$") == 0
+    assert score("accuracy_reward_2", "so one half", solution=r"$\frac{1}{2}$") == 0
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_the_other_accuracy_rewards():
     ],
 )
 def test_gsm8k(text, value):
-    assert judge("gsm8k", text, ground_truth="18") == value
-    assert judge("gsm8k", text, answer="9 * 2 = <<9*2=18>>18\n#### 18") == value
+    assert score("gsm8k", text, ground_truth="18") == value
+    assert score("gsm8k", text, answer="9 * 2 = <<9*2=18>>18\n#### 18") == value
 
 
 def test_numbers():
@@ -142,20 +142,20 @@ def test_numbers():
 
 
 def test_math():
-    assert judge("math", r"the set \boxed{\{1, 2\}}", ground_truth=r"\{2, 1\}") == 1
-    assert judge("math", r"hence $x = \frac{3}{6}$.", ground_truth="1/2") == 1
-    assert judge("math", r"\boxed{2}", ground_truth="3") == 0
-    assert judge("math", "no idea", ground_truth="3") == 0
+    assert score("math", r"the set \boxed{\{1, 2\}}", ground_truth=r"\{2, 1\}") == 1
+    assert score("math", r"hence $x = \frac{3}{6}$.", ground_truth="1/2") == 1
+    assert score("math", r"\boxed{2}", ground_truth="3") == 0
+    assert score("math", "no idea", ground_truth="3") == 0
     assert math_equal("2x", "x") is False and math_equal("x=2", "2")
-    assert judge("math", "It costs $5 and $6.\n#### 11", ground_truth="11") == 1
+    assert score("math", "It costs $5 and $6.\n#### 11", ground_truth="11") == 1
 
 
 def test_a_row_without_a_right_answer_is_an_error_not_a_zero():
     for name in ("gsm8k", "math", "acc", "accuracy_reward", "countdown", "code"):
         with pytest.raises(LookupError, match="its columns are question"):
-            judge(name, r"\boxed{1} <answer>1</answer>", question="?")
+            score(name, r"\boxed{1} <answer>1</answer>", question="?")
     with pytest.raises(ValueError, match="no number"):
-        judge("gsm8k", "1", ground_truth="many")
+        score("gsm8k", "1", ground_truth="many")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_extractors_never_fail(text):
     for extract in (last_boxed, gsm8k_answer, last_number, assistant_part, strict_structure, program_of):
         extract(text)
     for name in ("format", "strict_format", "step", "gsm8k", "accuracy_reward", "qwen_accuracy_reward"):
-        assert -1 <= judge(name, text, ground_truth="1") <= 1
+        assert -1 <= score(name, text, ground_truth="1") <= 1
 
 
 @given(st.text(alphabet="ab{}\\ ", max_size=20).filter(lambda t: t.count("{") == t.count("}")))
@@ -216,8 +216,8 @@ def test_what_is_boxed_comes_out(inner):
     ],
 )
 def test_countdown(text, value):
-    assert judge("countdown", text, ground_truth={"numbers": [44, 19, 35], "target": 98}) == value
-    assert judge("countdown", text, nums=[44, 19, 35], target=98) == value
+    assert score("countdown", text, ground_truth={"numbers": [44, 19, 35], "target": 98}) == value
+    assert score("countdown", text, nums=[44, 19, 35], target=98) == value
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_countdown(text, value):
 )
 def test_choices(text, letter):
     assert chosen(text) == letter
-    assert judge("choice", text, ground_truth="b", answer=1) == float(letter == "B")
+    assert score("choice", text, ground_truth="b", answer=1) == float(letter == "B")
 
 
 @given(st.text())
@@ -255,7 +255,7 @@ def test_no_text_upsets_the_search_for_a_choice(text):
 def test_choices_without_a_letter_to_compare_with():
     for columns in ({}, {"ground_truth": "15"}):
         with pytest.raises((LookupError, ValueError)):
-            judge("choice", "B", **columns)
+            score("choice", "B", **columns)
 
 
 def test_countdown_computes_exactly():
@@ -316,22 +316,22 @@ def test_countdown_parser_agrees_with_python(text):
 )
 def test_code_with_asserts(program, value):
     text = f"Here it is:\n```python\n{program}\n```\nDone."
-    assert judge("code", text, tests=["assert add(1, 2) == 3", "assert add(0, 0) == 0"]) == value
-    assert judge("code", text, test="def check(f):\n    assert f(1, 2) == 3", entry_point="add") == value
+    assert score("code", text, tests=["assert add(1, 2) == 3", "assert add(0, 0) == 0"]) == value
+    assert score("code", text, test="def check(f):\n    assert f(1, 2) == 3", entry_point="add") == value
 
 
 def test_code_with_inputs_and_outputs():
     columns = {"ground_truth": '{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7"]}'}
-    assert judge("code", "```py\nprint(sum(map(int, input().split())))\n```", **columns) == 1
-    assert judge("code", "```\nprint(3)\n```", **columns) == 0
-    assert judge("code", "print(sum(map(int, input().split())))  ", **columns) == 1  # no fence: all of it
+    assert score("code", "```py\nprint(sum(map(int, input().split())))\n```", **columns) == 1
+    assert score("code", "```\nprint(3)\n```", **columns) == 0
+    assert score("code", "print(sum(map(int, input().split())))  ", **columns) == 1  # no fence: all of it
 
 
 def test_a_program_that_hangs_is_wrong_not_failed(monkeypatch):
     monkeypatch.setattr("posttrain.rewards.verifier._seconds", 2.0)
     before = time.monotonic()
-    assert judge("code", "while True: pass", inputs=[""], outputs=[""]) == 0
-    assert judge("code", "import os\nos.fork()\nwhile True: print('x' * 1000)", inputs=[""], outputs=[""]) == 0
+    assert score("code", "while True: pass", inputs=[""], outputs=[""]) == 0
+    assert score("code", "import os\nos.fork()\nwhile True: print('x' * 1000)", inputs=[""], outputs=[""]) == 0
     assert time.monotonic() - before < 60  # it ended at all
 
 

@@ -1,11 +1,11 @@
-"""Whatever an environment does, it costs its own conversation, and the others go on as if nothing had happened."""
+"""Whatever an environment does, it costs its own episode, and the others go on as if nothing had happened."""
 
 import textwrap
 
 import pytest
 
 from posttrain.core.errors import RewardError, UsageError
-from posttrain.rollout.environments import Environments, Talk
+from posttrain.rollout.environments import Environments, Episode
 
 FAULTY = textwrap.dedent(
     """
@@ -15,14 +15,14 @@ FAULTY = textwrap.dedent(
         alive = weakref.WeakSet()
         poisoned = False
 
-        def start(self, row):
+        def start(self, example):
             self.alive.add(self)
             self.steps = 0
-            if row["do"] == "count":
+            if example["do"] == "count":
                 return say(str(len(self.alive)))
-            if row["do"] == "pid":
+            if example["do"] == "pid":
                 return say(str(os.getpid()))
-            return act(row["do"]) or say("hello")
+            return act(example["do"]) or say("hello")
 
         def step(self, reply):
             self.steps += 1
@@ -56,11 +56,11 @@ FAULTY = textwrap.dedent(
         if what == "half": return [{"role": "user", "content": "\\ud800"}], 0.0
 
     class NoStep:
-        def start(self, row): return []
+        def start(self, example): return []
 
     class WantsMore:
         def __init__(self, size): pass
-        def start(self, row): return []
+        def start(self, example): return []
         def step(self, reply): return None, 0
 
     thing = 3
@@ -83,28 +83,28 @@ def environments(file, request):
         yield found
 
 
-def talks(*doing):
-    return [Talk({"do": what}) for what in doing]
+def episodes(*doing):
+    return [Episode({"do": what}) for what in doing]
 
 
 def say(environments, going, *replies):
-    for talk, reply in zip(going, replies, strict=True):
-        talk.replies.append(reply)
+    for episode, reply in zip(going, replies, strict=True):
+        episode.replies.append(reply)
     environments.advance(going)
 
 
-def contents(talk):
-    return [outcome.messages[0]["content"] if outcome.messages else None for outcome in talk.outcomes]
+def contents(episode):
+    return [result.messages[0]["content"] if result.messages else None for result in episode.results]
 
 
-def test_a_conversation(environments):
-    going = talks("", "")
+def test_an_episode(environments):
+    going = episodes("", "")
     environments.advance(going)
     say(environments, going, "a", "b")
     say(environments, going, "c", "enough")
-    assert [contents(talk) for talk in going] == [["hello", "1: a", "2: c"], ["hello", "1: b", None]]
-    assert [[outcome.reward for outcome in talk.outcomes] for talk in going] == [[0, 1, 2], [0, 1, 10]]
-    assert not any(talk.failure for talk in going)
+    assert [contents(episode) for episode in going] == [["hello", "1: a", "2: c"], ["hello", "1: b", None]]
+    assert [[result.reward for result in episode.results] for episode in going] == [[0, 1, 2], [0, 1, 10]]
+    assert not any(episode.failure for episode in going)
 
 
 FAULTS = {
@@ -112,90 +112,90 @@ FAULTS = {
     "exit": "SystemExit",
     "die": "exit code 3",
     "crash": "SIGSEGV",
-    "hang": "no answer within 5 s; it printed at last:\nso tired",
+    "hang": "no result within 5 s; the end of its output:\nso tired",
     "eat": "MemoryError",
     "number": "not (messages, reward)",
     "nan": "must be a finite number",
     "role": "'assistant'",
-    "empty": "None ends the conversation",
+    "empty": "None ends the episode",
     "text": "must be text",
     "half": "surrogates not allowed",
 }
 
 
 @pytest.mark.parametrize("environments", [5.0], indirect=True)
-def test_a_fault_costs_its_own_conversation(environments):
+def test_a_fault_costs_its_own_episode(environments):
     doing = [name for fault in FAULTS for name in ("", fault)]
-    going = talks(*[""] * len(doing))
+    going = episodes(*[""] * len(doing))
     environments.advance(going)
     say(environments, going, *["first"] * len(going))
     say(environments, going, *[what or "second" for what in doing])
-    for what, talk in zip(doing, going, strict=True):
+    for what, episode in zip(doing, going, strict=True):
         if what:
-            assert FAULTS[what] in talk.failure, (what, talk.failure)
-            assert contents(talk) == ["hello", "1: first"]
+            assert FAULTS[what] in episode.failure, (what, episode.failure)
+            assert contents(episode) == ["hello", "1: first"]
         else:
-            assert not talk.failure and contents(talk) == ["hello", "1: first", "2: second"]
+            assert not episode.failure and contents(episode) == ["hello", "1: first", "2: second"]
     assert "faulty.py" in going[1].failure and "environment_child" not in going[1].failure  # the user's frames alone
-    left = [talk for talk in going if not talk.failure]
+    left = [episode for episode in going if not episode.failure]
     say(environments, left, *["third"] * len(left))
-    assert {contents(talk)[-1] for talk in left} == {"3: third"}
+    assert {contents(episode)[-1] for episode in left} == {"3: third"}
 
 
 def test_a_fault_at_the_start(environments):
-    going = talks("", "raise", "die", "number", "")
+    going = episodes("", "raise", "die", "number", "")
     environments.advance(going)
-    assert [bool(talk.failure) for talk in going] == [False, True, True, True, False]
-    assert "where a list of messages belongs" in going[3].failure
+    assert [bool(episode.failure) for episode in going] == [False, True, True, True, False]
+    assert "expected a list of messages" in going[3].failure
 
 
 def test_what_another_left_behind_is_not_held_against_it(environments):
-    going = talks("", "", "")
+    going = episodes("", "", "")
     environments.advance(going)
     say(environments, going, "poison", "a", "b")  # the next step of anybody in that process ends it
-    assert not any(talk.failure for talk in going)
-    assert [contents(talk)[-1] for talk in going] == ["1: poison", "1: a", "1: b"]
+    assert not any(episode.failure for episode in going)
+    assert [contents(episode)[-1] for episode in going] == ["1: poison", "1: a", "1: b"]
 
 
 def test_memory_that_one_holds_is_there_for_the_others(environments):
-    going = talks("", "", "")
+    going = episodes("", "", "")
     environments.advance(going)
     say(environments, going, "a", "hoard", "need")
-    assert [bool(talk.failure) for talk in going] == [False, True, False]
+    assert [bool(episode.failure) for episode in going] == [False, True, False]
     assert "MemoryError" in going[1].failure and contents(going[2])[-1] == "1: need"
 
 
 def test_one_that_goes_otherwise_the_second_time_is_lost(environments):
-    going = talks("pid", "")
+    going = episodes("pid", "")
     environments.advance(going)
     say(environments, going, "a", "die")
     say(environments, going[:1], "b")
-    assert "depend on its row and the replies alone" in going[0].failure
+    assert "depend on its example and the replies alone" in going[0].failure
     assert "exit code 3" in going[1].failure
 
 
 def test_what_is_over_is_let_go(environments):
-    first = talks("", "", "")
+    first = episodes("", "", "")
     environments.advance(first)
     environments.end(first)
-    [next_one] = second = talks("count")
+    [next_one] = second = episodes("count")
     environments.advance(second)
     assert contents(next_one) == ["1"]
 
 
 def test_several_processes_share_the_work(file):
     with Environments(f"{file}:Echo", workers=2) as environments:
-        going = talks("pid", "pid", "pid", "pid")
+        going = episodes("pid", "pid", "pid", "pid")
         environments.advance(going)
         say(environments, going, *"abcd")
-        assert [contents(talk)[1] for talk in going] == ["1: a", "1: b", "1: c", "1: d"]
-        assert len({contents(talk)[0] for talk in going}) == 2
+        assert [contents(episode)[1] for episode in going] == ["1: a", "1: b", "1: c", "1: d"]
+        assert len({contents(episode)[0] for episode in going}) == 2
 
 
 def test_too_many_failures_stop_the_run(environments):
-    going = talks("", *["raise"] * 2)
+    going = episodes("", *["raise"] * 2)
     environments.advance(going)
-    with pytest.raises(RewardError, match=r"(?s)failed in 2 of 3 conversations.*2 times:.*over my head"):
+    with pytest.raises(RewardError, match=r"(?s)failed in 2 of 3 episodes.*2 times:.*over my head"):
         environments.check_failures(going)
     environments.max_failure_rate = 0.7
     environments.check_failures(going)
@@ -209,7 +209,7 @@ def test_too_many_failures_stop_the_run(environments):
         ("{}:NoStep", r"no step\(reply\)"),
         ("{}:WantsMore", r"called without arguments.*size"),
         ("{}x.py:Echo", "there is no file"),
-        ("{}", "write FILE.py:CLASS"),
+        ("{}", "expected FILE.py:CLASS"),
         ("no.such.module:Echo", "there is no module 'no.such.module'"),
         ("a b:Echo", "neither a file that ends in .py nor a module"),
     ],

@@ -1,4 +1,4 @@
-"""Conversations in tokens: appended, never encoded again; the environment's do not count; all within the limit."""
+"""Episodes in tokens: appended, never encoded again; the environment's do not count; all within the limit."""
 
 import textwrap
 from dataclasses import replace
@@ -13,7 +13,7 @@ from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import TokenEncoder
 from posttrain.models.pico import build_tokenizer
 from posttrain.rollout.environments import Environments
-from posttrain.rollout.episodes import Dialogues
+from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.rollouts import answers, seed_for
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
@@ -22,9 +22,9 @@ from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, onli
 CODE = textwrap.dedent(
     """
     class Count:
-        def start(self, row):
-            self.left = row["turns"]
-            return row["messages"]
+        def start(self, example):
+            self.left = example["turns"]
+            return example["messages"]
 
         def step(self, reply):
             if reply == "fail":
@@ -35,8 +35,8 @@ CODE = textwrap.dedent(
             return [{"role": "user", "content": f"<|end|>{self.left}"}], 0.25
 
     class Long(Count):
-        def start(self, row):
-            return [{"role": "user", "content": "x" * row["size"]}]
+        def start(self, example):
+            return [{"role": "user", "content": "x" * example["size"]}]
 
     class Tool(Count):
         def step(self, reply):
@@ -64,14 +64,14 @@ def policy():
     return LearnerGroup(learner)
 
 
-def dialogues(environments, speaker, tokenizer=TOKENIZER, **sampling):
-    return Dialogues(environments, speaker, online(data__max_tokens=100), replace(SAMPLING, **sampling), tokenizer)
+def runner(environments, speaker, tokenizer=TOKENIZER, **sampling):
+    return EpisodeRunner(environments, speaker, online(data__max_tokens=100), replace(SAMPLING, **sampling), tokenizer)
 
 
 def test_tokens_are_those_of_the_whole_conversation(environments):
     said = iter(["one", "two", "three"])
     speaker = Speaker(lambda _: next(said) + "<|end|>")
-    [rollout] = dialogues(environments, speaker).play([(4, prompt("go", turns=3))], [9])
+    [rollout] = runner(environments, speaker).play([(4, prompt("go", turns=3))], [9])
     sample = rollout.sample
     environment = ["<|end|>2", "<|end|>1"]
     roles = [message["role"] for message in rollout.messages]
@@ -95,10 +95,10 @@ def test_tokens_are_those_of_the_whole_conversation(environments):
     assert rollout.prompt.messages == [{"role": "user", "content": "go"}]
 
 
-def test_each_turn_has_a_seed_of_its_own_that_company_does_not_change(environments):
+def test_each_turn_has_a_seed_for_its_own_that_company_does_not_change(environments):
     def seeds(prompts, of):
         speaker = Speaker(lambda _: "a<|end|>")
-        dialogues(environments, speaker).play(prompts, of)
+        runner(environments, speaker).play(prompts, of)
         return [request.seed for request in speaker.asked]
 
     alone = seeds([(0, prompt("a", turns=3))], [11])
@@ -111,7 +111,7 @@ def test_each_turn_has_a_seed_of_its_own_that_company_does_not_change(environmen
 def test_all_turns_together_stay_within_the_limit(environments, limit):
     speaker = Speaker(lambda _: "four<|end|>")
     asked = [(0, prompt("go", turns=3)), (1, prompt("go", turns=1))]
-    long, short = dialogues(environments, speaker, max_tokens=limit).play(asked, [1, 2])
+    long, short = runner(environments, speaker, max_tokens=limit).play(asked, [1, 2])
     reply, between = 5, len(ids("<|user|>")) + len("<|end|>2") + len(ids("<|end|><|assistant|>"))
     lengths = [len(rollout.sample) - len(rollout.prompt.tokens) for rollout in (long, short)]
     whole = 3 * reply + 2 * between
@@ -135,7 +135,7 @@ def test_each_has_its_own_room_left(environments):
         return opened["long" if "long" in text else "short"] if first else "z" * 60
 
     asked = [(0, prompt("long", turns=2)), (1, prompt("short", turns=2))]
-    rollouts = dialogues(environments, Speaker(words), max_tokens=64).play(asked, [1, 2])
+    rollouts = runner(environments, Speaker(words), max_tokens=64).play(asked, [1, 2])
     for rollout, first in zip(rollouts, (31, 2), strict=True):
         assert len(rollout.sample) - len(rollout.prompt.tokens) == 64 and rollout.sample.finish == "length"
         second = rollout.answer_tokens - first
@@ -146,7 +146,7 @@ def test_each_has_its_own_room_left(environments):
 def test_a_reply_that_a_text_ended_is_ended_by_the_template(environments):
     said = iter(["x STOP", "y<|end|>"])
     speaker = Speaker(lambda _: next(said))
-    [rollout] = dialogues(environments, speaker).play([(0, prompt("go", turns=2))], [1])
+    [rollout] = runner(environments, speaker).play([(0, prompt("go", turns=2))], [1])
     whole = TOKENIZER.decode(rollout.sample.tokens)
     assert whole == "<s><|user|>go<|end|><|assistant|>x STOP<|end|><|user|><|end|>1<|end|><|assistant|>y<|end|>"
 
@@ -156,7 +156,7 @@ def test_without_a_template_texts_follow_each_other(environments):
     plain.chat_template = None
     said = iter(["one", "two"])
     speaker = Speaker(lambda _: next(said) + "STOP")
-    [rollout] = dialogues(environments, speaker, plain).play([(0, prompt("go", turns=2))], [1])
+    [rollout] = runner(environments, speaker, plain).play([(0, prompt("go", turns=2))], [1])
     assert plain.decode(rollout.sample.tokens) == "goone" + "STOP" + "<|end|>1" + "two" + "STOP"
     assert END not in rollout.sample.tokens
 
@@ -165,23 +165,23 @@ def test_a_failure_is_marked_and_left_out(environments):
     said = iter(["a", "fail", "b", "c"])
     speaker = Speaker(lambda _: next(said) + "<|end|>")
     asked = [(0, prompt("a", turns=2)), (0, prompt("b", turns=2))]
-    good, bad = dialogues(environments, speaker).play(asked, [1, 2])
+    good, bad = runner(environments, speaker).play(asked, [1, 2])
     assert not good.failure and good.turns == 2
     assert bad.failure.startswith("environment: ") and "ValueError: no" in bad.failure
     assert bad.sample.finish == "error" and bad.text == "fail"
     with pytest.raises(RewardError, match="failed in 2 of 2"):
-        dialogues(environments, Speaker(lambda _: "fail")).play(asked, [1, 2])
+        runner(environments, Speaker(lambda _: "fail")).play(asked, [1, 2])
 
 
 def test_openings_that_cannot_be_are_failures(file):
     with Environments(f"{file}:Long", workers=1, max_failure_rate=1.0) as environments:
-        play = dialogues(environments, Speaker(lambda _: "a<|end|>"))
+        play = runner(environments, Speaker(lambda _: "a<|end|>"))
         sizes = (96, 97)  # and 4 control tokens; data.max_tokens is 100
         first, second = play.play([(0, prompt("q", turns=1, size=size)) for size in sizes], [1, 2])
-        assert second.failure == "environment: what start returned has 101 tokens; data.max_tokens is 100"
+        assert second.failure == "environment: the messages that start returned have 101 tokens; data.max_tokens is 100"
         assert "self.left" in first.failure or "AttributeError" in first.failure  # it was asked, and then failed
     with Environments(f"{file}:Tool", workers=1, max_failure_rate=1.0) as environments:
-        [rollout] = dialogues(environments, Speaker(lambda _: "a<|end|>")).play([(0, prompt("q", turns=1))], [1])
+        [rollout] = runner(environments, Speaker(lambda _: "a<|end|>")).play([(0, prompt("q", turns=1))], [1])
         assert "pico knows the roles" in rollout.failure
 
 
@@ -189,7 +189,7 @@ def test_one_turn_is_what_it_is_without_environment(environments, policy):
     asked = [(n, prompt(f"{n}+1=", turns=1)) for n in range(3)]
     sampling = replace(SAMPLING, max_tokens=12)
     plain = answers(policy, asked, [5, 6, 7], sampling, TOKENIZER)
-    played = dialogues(environments, policy, max_tokens=12).play(asked, [5, 6, 7])
+    played = runner(environments, policy, max_tokens=12).play(asked, [5, 6, 7])
     for one, other in zip(plain, played, strict=True):
         assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
         assert one.sample.logprobs.tolist() == other.sample.logprobs.tolist()
@@ -199,7 +199,7 @@ def test_one_turn_is_what_it_is_without_environment(environments, policy):
 def test_log_probabilities_are_those_of_the_whole_sequence(environments, policy):
     """Sampler and trainer agree on every turn, whatever stands between."""
     stops = tuple(chr(letter) for letter in range(97, 123))  # a random model ends a turn soon
-    play = dialogues(environments, policy, max_tokens=200, stop_texts=stops)
+    play = runner(environments, policy, max_tokens=200, stop_texts=stops)
     rollouts = play.play([(n, prompt(f"{n}?", turns=3)) for n in range(4)], [1, 2, 3, 4])
     assert max(rollout.turns for rollout in rollouts) == 3
     for rollout, exact in zip(rollouts, policy.logprobs([rollout.sample for rollout in rollouts]), strict=True):
@@ -209,7 +209,7 @@ def test_log_probabilities_are_those_of_the_whole_sequence(environments, policy)
 
 
 def test_greedy_takes_no_chances(environments, policy):
-    play = dialogues(environments, policy, max_tokens=8)
+    play = runner(environments, policy, max_tokens=8)
     asked = [(0, prompt("1?", turns=1))] * 2
     one, other = play.play(asked, [1, 2], greedy=True)
     assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
