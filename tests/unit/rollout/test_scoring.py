@@ -65,7 +65,7 @@ def test_a_function_that_combines_what_the_others_said(tmp_path):
         asked.score(rollouts)
     assert [r.sample.reward for r in rollouts[:3]] == [2.0, 3.0, -1.0]
     assert rollouts[0].parts == {"r.letters": 2.0, "model.judge": 3.0, "r.gated": 2.0}
-    assert "no letters" in rollouts[3].failure and "r.gated: error: not asked" in rollouts[3].failure
+    assert "no letters" in rollouts[3].failure and "r.gated: error: not scored" in rollouts[3].failure
 
 
 def test_the_environment_and_reward_models_count_too(rewards):
