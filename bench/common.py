@@ -147,7 +147,7 @@ def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner
 def objective(name: str) -> tuple[Any, Objective]:
     """An algorithm with its defaults, and what a learner must know of it."""
     algo = ALGORITHMS[name](ALGORITHMS[name].Config())
-    return algo, algo.objective(algo.request(lambda _: 0))
+    return algo, algo.objective(algo.forward_request(lambda _: 0))
 
 
 def update(policy: Learner, samples: list[Sample], wanted: Objective) -> float:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
-from posttrain.core.types import Request as Wanted
+from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling

@@ -49,7 +49,7 @@ def compare(name: str, folder: str, options: Options) -> None:
             generated = common.clock()
             for sample, reward in zip(samples, rng.random(len(samples)), strict=True):
                 sample.reward = float(reward)
-            algo.score(samples)
+            algo.assign_credit(samples)
             loss = common.update(policy, samples, wanted)
             ended = common.clock()
             parts = {"generate": generated - began, "train": ended - generated}

@@ -18,7 +18,7 @@ from bench.common import GPU, SHAPES, Shape, saved_model
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ClusterConfig, ModelConfig, UpdateConfig
-from posttrain.core.types import Objective, Request, Sample
+from posttrain.core.types import ForwardRequest, Objective, Sample
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
@@ -101,7 +101,7 @@ def overhead(count: int, folder: Path) -> None:
     try:
         group = LearnerGroup(places.pool("actor").start("actor", Idle))
         samples = samples_of(512, 384)
-        objective = Objective(request=Request(), loss=no_loss, unit="token")
+        objective = Objective(request=ForwardRequest(), loss=no_loss, unit="token")
 
         def step() -> None:
             group.logprobs(samples)

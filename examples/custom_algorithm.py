@@ -1,7 +1,8 @@
-"""A trainer of one's own in one file: dynamic fine-tuning (DFT, arXiv:2508.05629).
+"""A new algorithm in one file: dynamic fine-tuning (DFT, arXiv:2508.05629).
 
-SFT in which a token weighs as much as the model believes in it now: what it finds absurd pulls less. Everything else,
-data, packing, checkpoints, resume, is the loop's. From the top of the repository:
+DFT is SFT in which each token is weighted by the probability that the model gives it now, so that tokens the model
+finds implausible have less influence. Data, micro-batches, checkpoints and resume come from the training loop. From the
+top of the repository:
 
     python examples/custom_algorithm.py --model.path pico --data.train examples/data/chat.jsonl --steps 20
 """
@@ -11,35 +12,33 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from posttrain.algorithms import Algorithm
-from posttrain.algorithms.base import register
+from posttrain.algorithms import Algorithm, register
 from posttrain.cli.main import main
-from posttrain.config.verbs import TRAINERS
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Batch, Loss, Outputs
 
-TRAINERS["dft"] = "SFT that trusts a token as much as the model does"
 
-
-@register("dft")
+@register("dft", help="SFT that weights each token by its probability under the model")
 class DynamicFineTuning(Algorithm):
-    """-p^power log p of each token that counts; no gradient passes through the weight."""
+    """Minimises -p^power log p of each token that counts; no gradient passes through the weight p^power."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         power: float = 1.0
-        """How much the probability weighs: 0 is plain SFT, 1 is DFT."""
+        """Exponent of the probability in a token's weight: 0 is SFT, 1 is DFT."""
 
-    rows = "chat"
+    config: Config
+
+    example_kind = "chat"
     unit = "token"
-    separable = True  # no token's part reads another's log-probability
+    separable = True  # the loss of a token reads no other token's log-probability
 
     def check(self) -> None:
         if self.config.power < 0:
             raise UsageError(f"algo.power is {self.config.power}: it must not be negative")
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:
-        """A sum over tokens: the learner divides it."""
+        """Returns a sum over tokens; the learner divides it."""
         assert out.logprobs is not None
         logprobs = out.logprobs[batch.counted]
         weight = (self.config.power * logprobs.detach()).exp()

@@ -15,13 +15,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    from posttrain.config.verbs import TRAINERS  # light: names and one-line descriptions
+    from posttrain.algorithms import ALGORITHMS  # light: does not load PyTorch
 
     if name in ("GRPOTrainer", "PPOTrainer"):
         from posttrain import trainers
 
         return getattr(trainers, name)
-    if name in TRAINERS:
+    if name in ALGORITHMS:
         from posttrain.train import train
 
         return partial(train, name)

@@ -1,20 +1,30 @@
-"""Every algorithm is imported here, so that ALGORITHMS is full."""
+"""All algorithms. Importing this package fills ALGORITHMS, in the order of the help text; it does not load PyTorch."""
 
-from posttrain.algorithms import distill, dpo, grpo, kto, ppo, preference, process_reward, reinforce, reward, rloo, sft
-from posttrain.algorithms.base import ALGORITHMS, Algorithm
+# isort: off
+from posttrain.algorithms import sft, reward, process_reward
+from posttrain.algorithms import dpo, kto, simpo, orpo, cpo, distill
+from posttrain.algorithms import grpo, rloo, reinforce, ppo
+
+# isort: on
+from posttrain.algorithms.base import ALGORITHMS, Algorithm, OnlineAlgorithm, RolloutSettings, register
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "OnlineAlgorithm",
+    "RolloutSettings",
+    "cpo",
     "distill",
     "dpo",
     "grpo",
     "kto",
+    "orpo",
     "ppo",
-    "preference",
     "process_reward",
+    "register",
     "reinforce",
     "reward",
     "rloo",
     "sft",
+    "simpo",
 ]

@@ -1,118 +1,226 @@
-"""What an algorithm is: the data it eats, the helpers it needs, how it scores samples, its loss."""
+"""The contracts between the training loops and the algorithms, and the registry of algorithms.
+
+An algorithm declares which examples it trains on, what other models must compute for it, how it assigns credit over a
+batch, and its loss. `Algorithm` is what the offline loop calls; `OnlineAlgorithm` adds what the online loop calls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from posttrain.core.types import Batch, ExampleKind, Head, Loss, Objective, Outputs, Request, Sample, Unit
+from posttrain.core.types import (
+    Batch,
+    ExampleKind,
+    ForwardRequest,
+    Head,
+    Loss,
+    Objective,
+    Outputs,
+    Sample,
+    SamplingDistribution,
+    Unit,
+)
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
+"""Verb -> algorithm; filled by `register`."""
+
+A = TypeVar("A", bound="type[Algorithm]")
 
 
 class Algorithm:
-    """One file, one subclass. `score` runs on the controller over a whole batch; `loss` on the worker over a pack."""
+    """One file, one subclass.
+
+    `assign_credit` runs on the controller over a whole batch; `loss` runs on the workers over a micro-batch.
+    A subclass with options of its own declares a nested `Config` and the line `config: Config`.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         """Options of the section `algo`."""
 
+    config: Config
+
     name: ClassVar[str]
-    rows: ClassVar[ExampleKind]
-    """What a data row must be."""
-    unit: ClassVar[Unit]
-    """What the loss is a sum over, and so what the learner divides by."""
+    help: ClassVar[str]
+    """One line for `posttrain --help`."""
+    example_kind: ClassVar[ExampleKind]
+    """The kind of example it trains on."""
     group_size: ClassVar[int] = 1
-    """Samples of a row that the packer must keep in one pack, side by side."""
-    least_rows: ClassVar[int] = 1
-    """Fewest rows that a step can be made of."""
+    """Samples per example; they stay next to each other in one micro-batch."""
+    min_batch_size: ClassVar[int] = 1
+    """Smallest number of examples that an optimizer step can be computed from."""
     separable: ClassVar[bool] = False
     """Each token's part of the loss reads no other token's log-probability. Then logits are computed once, not twice;
-    every step checks that it is so."""
+    every step checks that this holds."""
     head: ClassVar[Head] = "token"
-    """token: a language model; score: a one-number head on the same trunk."""
+    """token: a language model; score: a head with one output on the same trunk."""
     online: ClassVar[bool] = False
-    """Learns from its own answers to the rows' prompts, instead of from the rows."""
+    """Trains on completions that the policy generates for the examples' prompts (see OnlineAlgorithm)."""
     defaults: ClassVar[dict[str, Any]] = {}
-    """Options of other sections that this algorithm wants otherwise, as {"update.learning_rate": 5e-7}."""
+    """Defaults of other sections that this algorithm changes, as {"update.learning_rate": 5e-7}."""
 
-    def __init__(self, config: Algorithm.Config) -> None:
-        self.config: Any = config
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self.check()
 
     def check(self) -> None:
         """Raise UsageError where two options conflict; called before any model is loaded."""
+
+    @property
+    def unit(self) -> Unit:
+        """What the loss is a sum over, and so what the learner divides by."""
+        raise NotImplementedError
 
     def outputs(self) -> set[str]:
         """Fields of `Outputs` that the loss reads."""
         return {"logprobs"}
 
     def needs(self) -> set[str]:
-        """What helpers must fill before `score`: ref_logprobs, logprobs or old_logprobs (the policy's own), values."""
+        """Streams that must be filled before `assign_credit`: ref_logprobs, logprobs, old_logprobs, values."""
         return set()
 
-    def reference(self) -> str:
-        """Path of the reference model that fills ref_logprobs; empty: the policy as it was at the start."""
+    def is_needed(self, stream: str, sample: Sample) -> bool:
+        """Whether a stream of `needs` must be filled for this sample."""
+        return True
+
+    def reference_path(self) -> str:
+        """Path of the reference model that fills ref_logprobs; empty: the policy at the start of training."""
         return ""
 
-    def renewal(self) -> int:
-        """The reference becomes the policy of then after every so many steps; 0: it stays what it is."""
-        return 0
-
-    def precomputes(self) -> bool:
-        """Whether ref_logprobs of all rows are filled before training, so that the reference can be freed."""
+    def precompute_reference(self) -> bool:
+        """Whether ref_logprobs of all examples are computed before training, so that the reference can be freed."""
         return False
 
-    def teacher(self) -> str:
+    def teacher_path(self) -> str:
         """Path of the teacher, if there is one."""
         return ""
 
     def placeholder(self) -> str:
-        """Text of the token that ends each step of a stepwise row."""
+        """Text of the token that ends each step of a stepwise example."""
         return ""
 
     def stratum(self, sample: Sample) -> float:
-        """Rows that differ in this are spread evenly over an epoch, so that every step has its share of each."""
+        """Examples that differ in this number are spread evenly over an epoch, so that every step has some of each."""
         return 0.0
 
     def prepare(self, samples: list[Sample]) -> list[Sample]:
-        """Add samples that only help to score, before helpers fill what is needed; `score` takes them out again."""
+        """Add samples that are needed only to assign credit; `assign_credit` removes them again."""
         return samples
 
-    def fills(self, name: str, sample: Sample) -> bool:
-        """Whether what `needs` names must be filled for this sample too."""
-        return True
-
-    def score(self, samples: list[Sample]) -> list[Sample]:
+    def assign_credit(self, samples: list[Sample]) -> list[Sample]:
         """Write what depends on the whole batch into the samples; return those to train on."""
         return samples
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:
         raise NotImplementedError
 
-    def request(self, token_id: Callable[[str], int]) -> Request:
-        """What the forward pass must compute; `token_id` turns the text of one token into its id."""
-        return Request(names=frozenset(self.outputs()))
+    def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
+        """What the forward pass must compute; `token_id` returns the id of a text that is one token."""
+        return ForwardRequest(names=frozenset(self.outputs()))
 
-    def objective(self, request: Request) -> Objective:
-        """What a learner must know."""
+    def objective(self, request: ForwardRequest) -> Objective:
+        """What a learner must know of this algorithm."""
         return Objective(
             request=request, loss=self.loss, unit=self.unit, group_size=self.group_size, separable=self.separable
         )
 
     def annotations(self) -> dict[str, Any]:
-        """Facts that users of the trained model need, written into its config.json."""
+        """Entries that users of the trained model need; written into its config.json."""
         return {}
 
 
-def register(name: str) -> Any:
-    """Class decorator: make an algorithm a verb."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RolloutSettings:
+    """What a run decides about its completions and a loss must know."""
 
-    def enter(cls: type[Algorithm]) -> type[Algorithm]:
+    max_completion_tokens: int = 0
+    distribution: SamplingDistribution = SamplingDistribution()  # noqa: RUF009  frozen
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CriticSettings:
+    """How an algorithm's critic is trained."""
+
+    path: str  # where it starts; empty: at the first reward model, or else at the policy with a new head
+    learning_rate: float
+    loss: Callable[[Outputs, Batch], Loss]  # a sum over tokens
+
+
+class OnlineAlgorithm(Algorithm):
+    """An algorithm that trains on completions of its own policy; adds the calls that the online loop makes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        epochs_per_batch: int = 1
+        """Passes over a batch of answers."""
+        mini_batch_size: int = 0
+        """Answers an optimizer step sees; 0: all of the batch."""
+        shuffle_mini_batch: bool = True
+        """Draw mini-batches in random order."""
+
+    config: Config
+
+    example_kind = "prompt"
+    online = True
+    greedy_baseline: ClassVar[bool] = False
+    """Needs the reward of the greedy completion of the same prompt in `sample.baseline`."""
+
+    def __init__(self, config: Config, rollout: RolloutSettings = RolloutSettings()) -> None:  # noqa: B008  frozen
+        self.rollout = rollout
+        super().__init__(config)
+
+    def several_updates(self) -> bool:
+        """Whether the policy changes before the last update on a batch, so that old log-probabilities matter."""
+        return self.config.epochs_per_batch > 1 or self.config.mini_batch_size > 0
+
+    def min_samples_per_prompt(self) -> int:
+        """Smallest number of completions per prompt that credit can be assigned to."""
+        return 1
+
+    def reference_sync_steps(self) -> int:
+        """Replace the reference by the current policy every N steps; 0: the reference does not change."""
+        return 0
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Whether a sample contributes to the gradient; others are not computed."""
+        return True
+
+    def critic(self) -> CriticSettings | None:
+        """The critic as a model of its own; None: there is none, or it shares the policy's trunk."""
+        return None
+
+    def policy_frozen(self, step: int) -> bool:
+        """Whether only the critic is trained at this step (from 1)."""
+        return False
+
+    def pretrain_files(self) -> tuple[str, ...]:
+        """Files of texts whose loss, `pretrain_loss`, is added to the policy's."""
+        return ()
+
+    def pretrain_loss(self, out: Outputs, batch: Batch, weight: float) -> Loss:
+        """The weighted loss on texts, as a sum over their tokens."""
+        raise NotImplementedError
+
+    def after_step(self, metrics: dict[str, float], samples: int) -> None:
+        """Adapt what changes from step to step; called after each step with its metrics and number of samples."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold of this object."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Restore what `state` returned."""
+
+
+def register(name: str, help: str) -> Callable[[A], A]:
+    """Class decorator: makes an algorithm the verb `name`, described by the line `help`."""
+
+    def enter(cls: A) -> A:
         assert name not in ALGORITHMS, f"two algorithms named {name}"
-        cls.name = name
+        cls.name, cls.help = name, help
         ALGORITHMS[name] = cls
         return cls
 
@@ -120,6 +228,6 @@ def register(name: str) -> Any:
 
 
 def groups(samples: list[Sample]) -> Iterator[list[Sample]]:
-    """Neighbours that share a group."""
+    """Consecutive samples that share a group."""
     for _, members in groupby(samples, key=lambda sample: sample.group):
         yield list(members)

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Batch, Loss, Outputs, Request
+from posttrain.core.types import Batch, ForwardRequest, Loss, Outputs
 
 
-@register("distill")
+@register("distill", help="learn a teacher's next-token distribution")
 class Distill(Algorithm):
-    """Divergence from a teacher that shares the student's vocabulary, at the tokens that count."""
+    """Minimises the divergence from a teacher with the same vocabulary, at the tokens that count."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -31,7 +31,9 @@ class Distill(Algorithm):
         sft_weight: float = 0.0
         """Weight of the SFT loss on the data's own tokens."""
 
-    rows = "chat"
+    config: Config
+
+    example_kind = "chat"
     unit = "token"
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
 
@@ -49,12 +51,12 @@ class Distill(Algorithm):
     def outputs(self) -> set[str]:
         return {"divergence", "logprobs"} if self.config.sft_weight else {"divergence"}
 
-    def teacher(self) -> str:
+    def teacher_path(self) -> str:
         return self.config.teacher
 
-    def request(self, token_id: Callable[[str], int]) -> Request:
+    def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
         config = self.config
-        return Request(
+        return ForwardRequest(
             names=frozenset(self.outputs()),
             divergence=config.divergence,
             jsd_beta=config.jsd_beta,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from posttrain.algorithms.base import register
 from posttrain.algorithms.preference import Margin
+from posttrain.core.lazy import torch
 from posttrain.core.types import Batch, Outputs
 
 
-@register("dpo")
+@register("dpo", help="direct preference optimisation: also IPO, cDPO, hinge and robust")
 class DPO(Margin):
     """The implicit reward is beta times the log-ratio of policy and reference."""
 
@@ -27,15 +26,17 @@ class DPO(Margin):
         precompute_reference: bool = False
         """Compute the reference's log-probabilities of all rows first, then free the reference model."""
 
+    config: Config
+
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
 
     def needs(self) -> set[str]:
         return {"ref_logprobs"}
 
-    def reference(self) -> str:
+    def reference_path(self) -> str:
         return self.config.reference
 
-    def precomputes(self) -> bool:
+    def precompute_reference(self) -> bool:
         return self.config.precompute_reference
 
     def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Group-relative policy optimisation (arXiv:2402.03300): an answer is judged against others to the same prompt.
+"""Group-relative policy optimisation (arXiv:2402.03300): a completion is compared with others of the same prompt.
 
-Credit is the reward minus the mean of its group, over their standard deviation; no critic. Dr. GRPO (arXiv:2503.20783)
-is `scale_by_std: false` with `average: length`; DAPO (arXiv:2503.14476) is a larger `clip_high` with
-rollout.dynamic_sampling and rewards.overlong. GSPO and CISPO do something else with the ratio.
+The advantage is the reward minus the mean of its group, over their standard deviation; no critic. Dr. GRPO
+(arXiv:2503.20783) is `scale_by_std: false` with `average: length`; DAPO (arXiv:2503.14476) is a larger `clip_high` with
+rollout.dynamic_sampling and rewards.overlong. GSPO and CISPO change what is done with the ratio.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from posttrain.algorithms.base import groups, register
-from posttrain.algorithms.policy import PolicyGradient, placed, standardized
+from posttrain.algorithms.policy import PolicyGradient, as_stream, standardize
+from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp
 from posttrain.core.types import Batch, Sample
 
 
 class Grouped(PolicyGradient):
-    """Answers of one prompt compete with each other; `gains` says how. All tokens of an answer get the same credit."""
+    """Compares the completions of one prompt (`group_advantages`); all tokens of a completion get one advantage."""
 
-    def fewest_samples(self) -> int:
+    def min_samples_per_prompt(self) -> int:
         return 2
 
-    def credit(self, samples: list[Sample]) -> None:
+    def compute_advantages(self, samples: list[Sample]) -> None:
         for group in groups(samples):
             rewards = np.array([self.total_reward(sample) for sample in group])
-            for sample, gain in zip(group, self.gains(rewards), strict=True):
-                sample.advantages = placed(sample, gain)
+            for sample, advantage in zip(group, self.group_advantages(rewards), strict=True):
+                sample.advantages = as_stream(sample, advantage)
 
-    def gains(self, rewards: Doubles) -> Doubles:
-        """Credit of each answer of a group."""
+    def group_advantages(self, rewards: Doubles) -> Doubles:
+        """Returns the advantage of each completion of a group."""
         raise NotImplementedError
 
 
-@register("grpo")
+@register("grpo", help="reinforcement learning: answers to one prompt compete; also Dr. GRPO and DAPO")
 class GRPO(Grouped):
-    """How many standard deviations an answer is above the mean of its group."""
+    """Measures how many standard deviations a reward is above the mean of its group."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Grouped.Config):
@@ -47,15 +47,17 @@ class GRPO(Grouped):
         std_epsilon: float = 1e-6
         """Added to the standard deviation."""
 
-    def gains(self, rewards: Doubles) -> Doubles:
+    config: Config
+
+    def group_advantages(self, rewards: Doubles) -> Doubles:
         if self.config.scale_by_std:
-            return standardized(rewards, self.config.std_epsilon)
+            return standardize(rewards, self.config.std_epsilon)
         return rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))
 
 
-@register("gspo")
+@register("gspo", help="GRPO with one ratio for a whole answer; steadier for mixtures of experts")
 class GSPO(GRPO):
-    """One ratio an answer, the geometric mean of its tokens' (arXiv:2507.18071, eq. 5 and 7)."""
+    """Uses one ratio per completion, the geometric mean of its tokens' (arXiv:2507.18071, eq. 5 and 7)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
@@ -66,6 +68,8 @@ class GSPO(GRPO):
         average: Literal["token", "sample", "length"] = "sample"
         """sample: mean over answers; token: a longer answer weighs more; length: over rollout.max_tokens."""
 
+    config: Config
+
     separable = False
 
     def ratio(self, log_ratio: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -74,9 +78,9 @@ class GSPO(GRPO):
         return bounded_exp(sums / batch.counts())[sample_of]
 
 
-@register("cispo")
+@register("cispo", help="GRPO that clips the weight of a token, never its gradient")
 class CISPO(GRPO):
-    """The clipped ratio is a constant weight, so that no token loses its gradient (arXiv:2506.13585, eq. 4)."""
+    """Uses the clipped ratio as a constant weight, so that no token loses its gradient (arXiv:2506.13585, eq. 4)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
@@ -85,8 +89,10 @@ class CISPO(GRPO):
         clip_high: float = 4.0
         """The weight is held below 1 + clip_high."""
 
+    config: Config
+
     def surrogate(
         self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = self.hold(ratio.detach())
+        weight = self.clip(ratio.detach())
         return -weight * advantages * logprobs, weight != ratio

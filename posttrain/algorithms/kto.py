@@ -1,7 +1,7 @@
-"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers that are good or bad, no pairs.
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): completions labelled good or bad, no pairs.
 
-An answer's log-ratio of policy and reference is judged against a baseline, the KL between the two. The baseline is
-measured over the whole step in `score` and is a constant in the loss; nothing else crosses samples.
+The log-ratio of policy and reference of a completion is compared with a baseline, the KL between the two. The baseline
+is estimated over the whole step in `assign_credit` and is a constant in the loss; nothing else crosses samples.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import torch
 from posttrain.core.types import Batch, Loss, Outputs, Sample
 
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, 0.0, -1.0
 
 
-@register("kto")
+@register("kto", help="preference learning from single answers labelled good or bad")
 class KTO(Algorithm):
-    """Raises the log-ratio of desirable answers above the baseline, lowers that of undesirable ones below it."""
+    """Raises the log-ratio of desirable completions above the baseline, lowers that of undesirable ones below it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -41,9 +41,11 @@ class KTO(Algorithm):
         precompute_reference: bool = False
         """Compute the reference's log-probabilities of all rows first; only with variant vanilla."""
 
-    rows = "labelled"
+    config: Config
+
+    example_kind = "labelled"
     unit = "sample"
-    least_rows = 2  # a prompt is matched with another row's answer
+    min_batch_size = 2  # a prompt is matched with another example's completion
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
 
     def check(self) -> None:
@@ -58,30 +60,30 @@ class KTO(Algorithm):
     def needs(self) -> set[str]:
         return {"ref_logprobs", "logprobs"}
 
-    def reference(self) -> str:
+    def reference_path(self) -> str:
         return self.config.reference
 
-    def precomputes(self) -> bool:
+    def precompute_reference(self) -> bool:
         return self.config.precompute_reference
 
     def stratum(self, sample: Sample) -> float:
         return sample.label if self.config.variant == "vanilla" else 0.0
 
-    def fills(self, name: str, sample: Sample) -> bool:
-        """The policy's log-probabilities are for the baseline, so only where it is measured."""
-        return name != "logprobs" or self.config.variant == "vanilla" or sample.label == MISMATCHED
+    def is_needed(self, stream: str, sample: Sample) -> bool:
+        """The policy's log-probabilities are needed only where the baseline is estimated."""
+        return stream != "logprobs" or self.config.variant == "vanilla" or sample.label == MISMATCHED
 
     def prepare(self, samples: list[Sample]) -> list[Sample]:
         if self.config.variant == "vanilla":
             return samples
-        if len(samples) < self.least_rows:
+        if len(samples) < self.min_batch_size:
             raise UsageError(
                 f"{samples[0].origin or 'kto'}: KTO needs at least 2 rows a step, to match a prompt with another row's "
                 "answer; this step has 1: change update.rows_per_step or the number of rows"
             )
         return samples + mismatched(samples)
 
-    def score(self, samples: list[Sample]) -> list[Sample]:
+    def assign_credit(self, samples: list[Sample]) -> list[Sample]:
         sides = {label: [s for s in samples if s.label == label] for label in (DESIRABLE, UNDESIRABLE, MISMATCHED)}
         if self.config.variant == "vanilla":
             if not sides[DESIRABLE] or not sides[UNDESIRABLE]:
@@ -98,7 +100,7 @@ class KTO(Algorithm):
         return real
 
     def kl(self, samples: Sequence[Sample]) -> float:
-        """Mean log-ratio of policy and reference, at least 0 as a KL must be."""
+        """Returns the mean log-ratio of policy and reference, at least 0 as a KL must be."""
         total = 0.0
         for sample in samples:
             assert sample.logprobs is not None and sample.ref_logprobs is not None
@@ -128,9 +130,9 @@ class KTO(Algorithm):
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Every prompt with the answer of the next row that has another prompt, or of the next row if none has.
+    """Pairs every prompt with the completion of the next sample that has another prompt (or, if none has, of the next).
 
-    No longer than the longest row, so that a limit on length that held for the rows holds for these.
+    The results are no longer than the longest sample, so that they also keep within data.max_tokens.
     """
     longest = max(len(sample) for sample in samples)
     starts = [int(sample.mask.argmax()) if sample.mask.any() else len(sample) for sample in samples]
@@ -139,11 +141,11 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     for i, prompt in enumerate(prompts):
         others = (k % len(samples) for k in range(i + 1, i + len(samples)))
         j = next((k for k in others if not np.array_equal(prompts[k], prompt)), (i + 1) % len(samples))
-        answer, start = samples[j], starts[j]
+        other, start = samples[j], starts[j]
         pairs.append(
             Sample(
-                tokens=np.concatenate([prompt, answer.tokens[start:]])[:longest],
-                mask=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), answer.mask[start:]])[:longest],
+                tokens=np.concatenate([prompt, other.tokens[start:]])[:longest],
+                mask=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.mask[start:]])[:longest],
                 label=MISMATCHED,
                 group=samples[i].group,
                 origin=samples[i].origin,

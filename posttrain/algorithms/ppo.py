@@ -1,7 +1,7 @@
 """Proximal policy optimisation (arXiv:1707.06347) with a critic, in the form that RLHF gave it (arXiv:2203.02155).
 
-The critic is a model of its own, or a second head on the policy (`shared_trunk`). Its values and the advantages made of
-them are those before the batch's first update.
+The critic is a model of its own, or a second head on the policy (`shared_trunk`). Its values, and the advantages
+computed from them, are those before the batch's first update.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from posttrain.algorithms.base import register
-from posttrain.algorithms.policy import PolicyGradient, check_bounds, mean, placed, whitened
+from posttrain.algorithms.base import CriticSettings, register
+from posttrain.algorithms.policy import PolicyGradient, as_stream, check_bounds, token_mean, whiten
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import torch
 from posttrain.core.ops import gae
-from posttrain.core.types import Batch, Loss, Outputs, Sample
+from posttrain.core.types import Batch, Loss, Metrics, Outputs, Sample
 
 
-@register("ppo")
+@register("ppo", help="proximal policy optimisation with a critic, for reward models")
 class PPO(PolicyGradient):
-    """A critic says what was to be expected at each token; the policy learns from the difference."""
+    """Trains the policy on the difference between rewards and what a critic predicts at each token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyGradient.Config):
@@ -47,6 +46,8 @@ class PPO(PolicyGradient):
         pretrain_data: tuple[str, ...] = ()
         """Texts whose loss is mixed in, against forgetting (PPO-ptx), with its weight: texts.jsonl:0.05 (else 1)."""
 
+    config: Config
+
     defaults: ClassVar[dict[str, Any]] = PolicyGradient.defaults | {"rollout.samples_per_prompt": 1}
 
     def check(self) -> None:
@@ -69,48 +70,47 @@ class PPO(PolicyGradient):
     def outputs(self) -> set[str]:
         return super().outputs() | ({"values"} if self.config.shared_trunk else set())
 
-    def critic_path(self) -> str:
-        """Path of the critic, if the configuration names one."""
-        return self.config.critic
+    def critic(self) -> CriticSettings | None:
+        if self.config.shared_trunk:
+            return None
+        config = self.config
+        return CriticSettings(path=config.critic, learning_rate=config.critic_learning_rate, loss=self.critic_loss)
 
-    def moves(self, sample: Sample) -> bool:
-        return bool(self.config.shared_trunk) or super().moves(sample)
-
-    def has_critic(self) -> bool:
-        return not self.config.shared_trunk
+    def has_gradient(self, sample: Sample) -> bool:
+        return bool(self.config.shared_trunk) or super().has_gradient(sample)
 
     def pretrain_files(self) -> tuple[str, ...]:
         return self.config.pretrain_data
 
-    def actor_frozen(self, step: int) -> bool:
+    def policy_frozen(self, step: int) -> bool:
         return step <= self.config.freeze_actor_steps
 
-    def credit(self, samples: list[Sample]) -> None:
+    def compute_advantages(self, samples: list[Sample]) -> None:
         credits = []
         for sample in samples:
             assert sample.values is not None
             values = sample.values[sample.mask].astype("float64")
-            rewards = self.rewards_of(sample, sample.reward)
+            rewards = self.token_rewards(sample, sample.reward)
             credits.append(gae(rewards, values, self.config.gamma, self.config.gae_lambda))
-            sample.returns = placed(sample, credits[-1] + values)
-        for sample, credit in zip(samples, whitened(credits) if self.config.whiten else credits, strict=True):
-            sample.advantages = placed(sample, credit)
+            sample.returns = as_stream(sample, credits[-1] + values)
+        for sample, credit in zip(samples, whiten(credits) if self.config.whiten else credits, strict=True):
+            sample.advantages = as_stream(sample, credit)
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:
         loss = super().loss(out, batch)
         if self.config.shared_trunk:
             errors, metrics = self.value_errors(out, batch)
-            loss.total = loss.total + self.config.shared_trunk * self.summed(errors, batch)
+            loss.total = loss.total + self.config.shared_trunk * self.aggregate(errors, batch)
             loss.metrics |= metrics
         return loss
 
     def critic_loss(self, out: Outputs, batch: Batch) -> Loss:
-        """A sum over tokens, whatever `average` says."""
+        """Returns a sum over tokens, whatever the policy's loss is averaged over."""
         errors, metrics = self.value_errors(out, batch)
         return Loss(total=errors.sum(), metrics=metrics)
 
-    def value_errors(self, out: Outputs, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Half the squared error at each token that counts; the worse one of the free and the clipped value."""
+    def value_errors(self, out: Outputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        """Returns half the squared error at each token that counts: the larger of the unclipped and the clipped one."""
         assert out.values is not None and batch.values is not None and batch.returns is not None
         values, old, returns = (stream[batch.counted] for stream in (out.values, batch.values, batch.returns))
         free = held = (values - returns).square()
@@ -118,16 +118,15 @@ class PPO(PolicyGradient):
             clip, moved = self.config.value_clip, values - old
             clipped = (old + moved.clamp(-clip, clip) - returns).square()
             held = torch.where(moved.abs() > clip, clipped, free)  # not by rounding: old + (values - old) is not values
-        metrics = {
-            "value": mean(values.detach()),
-            "return": mean(returns),
-            "value_error": mean(free.detach()),
-            "value_clipped": mean((held > free).to(values.dtype)),
+        metrics: Metrics = {
+            "value": token_mean(values.detach()),
+            "return": token_mean(returns),
+            "value_error": token_mean(free.detach()),
+            "value_clipped": token_mean((held > free).to(values.dtype)),
         }
         return torch.max(free, held) / 2, metrics
 
     def pretrain_loss(self, out: Outputs, batch: Batch, weight: float) -> Loss:
-        """The loss on texts, weighted, as a sum over their tokens; the gradient is added to the policy's."""
         assert out.logprobs is not None
         nll = -out.logprobs[batch.counted].sum()
         return Loss(total=weight * nll, metrics={"pretrain_nll": nll.detach()})

@@ -1,16 +1,14 @@
-"""What all losses on pairs share, and those without a reference model: SimPO, CPO, ORPO."""
+"""What all losses on preference pairs share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-
-from posttrain.algorithms.base import Algorithm, register
+from posttrain.algorithms.base import Algorithm
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import F, torch
 from posttrain.core.types import Batch, Loss, Outputs
 
 
@@ -43,22 +41,22 @@ LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 
 
 class Pairwise(Algorithm):
-    """Gives each answer an implicit reward and wants the chosen one's to be the higher."""
+    """Gives each completion an implicit reward and trains the chosen one's to be the higher."""
 
-    rows = "pair"
+    example_kind = "pair"
     unit = "group"
     group_size = 2
 
     def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
-        """Implicit reward of each answer: [B]."""
+        """Returns the implicit reward of each completion: [B]."""
         raise NotImplementedError
 
     def pair_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        """Loss of each pair from the difference of its rewards."""
+        """Returns the loss of each pair, given the difference of its rewards."""
         raise NotImplementedError
 
     def nll_weight(self) -> float:
-        """Weight of the chosen answer's negative log-likelihood, mean over its tokens."""
+        """Returns the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
         raise NotImplementedError
 
     def loss(self, out: Outputs, batch: Batch) -> Loss:
@@ -84,7 +82,7 @@ class Pairwise(Algorithm):
 
 
 class Margin(Pairwise):
-    """A pair's loss is one of LOSSES."""
+    """Computes a pair's loss from the margin between its two rewards, by one of LOSSES."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -96,6 +94,8 @@ class Margin(Pairwise):
         """Part of the labels taken to be wrong: sigmoid hedges (cDPO), robust corrects for it."""
         pref_ftx: float = 0.0
         """Weight of the SFT loss on the chosen answer (mean over its tokens)."""
+
+    config: Config
 
     def check(self) -> None:
         loss, smoothing = self.config.loss, self.config.label_smoothing
@@ -117,69 +117,3 @@ class Margin(Pairwise):
 
     def nll_weight(self) -> float:
         return self.config.pref_ftx
-
-
-@register("cpo")
-class CPO(Margin):
-    """Contrastive preference optimisation (arXiv:2401.08417): DPO with a uniform reference, plus SFT."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Margin.Config):
-        pref_ftx: float = 1.0
-        """Weight of the SFT loss on the chosen answer (mean over its tokens); other libraries' cpo_alpha."""
-
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
-
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
-        assert out.logprobs is not None
-        return self.config.beta * batch.per_sample(out.logprobs)
-
-
-@register("simpo")
-class SimPO(Margin):
-    """Simple preference optimisation (arXiv:2405.14734): length-mean log-probabilities and a target margin."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Margin.Config):
-        beta: float = 2.5
-        """Scale of the implicit rewards."""
-        gamma_beta_ratio: float = 1.4
-        """Margin to reach, divided by beta: the paper's gamma is gamma_beta_ratio * beta."""
-
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
-
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
-        assert out.logprobs is not None
-        return self.config.beta * batch.per_sample(out.logprobs) / batch.counts()
-
-    def pair_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        return super().pair_loss(margin - self.config.gamma_beta_ratio * self.config.beta)
-
-
-@register("orpo")
-class ORPO(Pairwise):
-    """Odds-ratio preference optimisation (arXiv:2403.07691): SFT that also lowers the odds of the rejected answer."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Algorithm.Config):
-        odds_weight: float = 0.1
-        """Weight of the odds-ratio term: the paper's lambda, other libraries' beta."""
-
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 8e-6}
-
-    def check(self) -> None:
-        if self.config.odds_weight < 0:
-            raise UsageError(f"algo.odds_weight is {self.config.odds_weight}: it must not be negative")
-
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
-        """Log odds p / (1 - p), where p is the geometric mean of the answer's token probabilities."""
-        assert out.logprobs is not None
-        mean = batch.per_sample(out.logprobs) / batch.counts()
-        mean = mean.clamp(max=-1e-6)  # at p = 1 the odds are infinite
-        return mean - torch.log(-torch.expm1(mean))
-
-    def pair_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        return -self.config.odds_weight * F.logsigmoid(margin)
-
-    def nll_weight(self) -> float:
-        return 1.0

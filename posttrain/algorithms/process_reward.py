@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Batch, Loss, Outputs, Request
+from posttrain.core.types import Batch, ForwardRequest, Loss, Outputs
 
 
-@register("prm")
+@register("prm", help="a process reward model from answers labelled step by step")
 class ProcessReward(Algorithm):
-    """A label a step: hard (right 1, wrong 0) or soft (the probability of right)."""
+    """Trains on one label per step: hard (right 1, wrong 0) or soft (the probability of right)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -27,7 +27,9 @@ class ProcessReward(Algorithm):
         among: Literal["reward_tokens", "vocabulary"] = "reward_tokens"
         """What these compete with: each other, or all tokens, which then lose their probability there."""
 
-    rows = "stepwise"
+    config: Config
+
+    example_kind = "stepwise"
     unit = "token"  # the placeholders are the tokens that count
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
 
@@ -49,9 +51,10 @@ class ProcessReward(Algorithm):
     def outputs(self) -> set[str]:
         return {"choices"}
 
-    def request(self, token_id: Callable[[str], int]) -> Request:
+    def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
         ids = tuple(token_id(text) for text in self.config.reward_tokens)
-        return Request(names=frozenset(self.outputs()), choice_ids=ids, among_all=self.config.among == "vocabulary")
+        among_all = self.config.among == "vocabulary"
+        return ForwardRequest(names=frozenset(self.outputs()), choice_ids=ids, among_all=among_all)
 
     def annotations(self) -> dict[str, Any]:
         return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}

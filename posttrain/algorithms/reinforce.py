@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from posttrain.algorithms.base import groups, register
-from posttrain.algorithms.policy import PolicyGradient, check_bounds, placed, whitened
+from posttrain.algorithms.policy import PolicyGradient, as_stream, check_bounds, whiten
 from posttrain.core.ops import discounted
 from posttrain.core.types import Sample
 
 
 class RewardToGo(PolicyGradient):
-    """A token is credited with what comes after it, the KL of each token included."""
+    """Credits a token with the rewards that follow it, the KL of each token included."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyGradient.Config):
@@ -23,12 +23,14 @@ class RewardToGo(PolicyGradient):
         kl_in: Literal["loss", "reward"] = "reward"
         """Where the KL goes: into the loss, or taken off the reward of each token."""
 
+    config: Config
+
     defaults: ClassVar[dict[str, Any]] = PolicyGradient.defaults | {"rollout.samples_per_prompt": 1}
 
 
-@register("reinforce")
+@register("reinforce", help="REINFORCE++: credit standardized over the batch; one answer to a prompt is enough")
 class Reinforce(RewardToGo):
-    """REINFORCE++: rewards to go, standardized over all tokens of the batch."""
+    """Standardizes rewards to go over all tokens of the batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RewardToGo.Config):
@@ -37,29 +39,31 @@ class Reinforce(RewardToGo):
         baseline: bool = False
         """First take the mean of the prompt's answers off each reward; wants several answers to a prompt."""
 
+    config: Config
+
     def check(self) -> None:
         PolicyGradient.check(self)
         check_bounds(0, 1, gamma=self.config.gamma)
 
-    def fewest_samples(self) -> int:
+    def min_samples_per_prompt(self) -> int:
         return 2 if self.config.baseline else 1
 
-    def credit(self, samples: list[Sample]) -> None:
+    def compute_advantages(self, samples: list[Sample]) -> None:
         credits = []
         for group in groups(samples):
-            usual = float(np.mean([sample.reward for sample in group])) if self.config.baseline else 0.0
-            credits += [discounted(self.rewards_of(s, s.reward - usual), self.config.gamma) for s in group]
-        for sample, credit in zip(samples, whitened(credits), strict=True):
-            sample.advantages = placed(sample, credit)
+            mean = float(np.mean([sample.reward for sample in group])) if self.config.baseline else 0.0
+            credits += [discounted(self.token_rewards(s, s.reward - mean), self.config.gamma) for s in group]
+        for sample, credit in zip(samples, whiten(credits), strict=True):
+            sample.advantages = as_stream(sample, credit)
 
 
-@register("remax")
+@register("remax", help="reinforcement learning: an answer against the greedy one")
 class ReMax(RewardToGo):
-    """Credit is what an answer earns beyond the greedy answer to the same prompt (eq. 6)."""
+    """Subtracts the reward of the greedy completion of the same prompt (eq. 6)."""
 
     greedy_baseline = True
 
-    def credit(self, samples: list[Sample]) -> None:
+    def compute_advantages(self, samples: list[Sample]) -> None:
         for sample in samples:
-            to_go = discounted(self.rewards_of(sample, sample.reward), 1.0)
-            sample.advantages = placed(sample, to_go - sample.baseline)
+            to_go = discounted(self.token_rewards(sample, sample.reward), 1.0)
+            sample.advantages = as_stream(sample, to_go - sample.baseline)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
-
 from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.lazy import F, torch
 from posttrain.core.types import Batch, Loss, Outputs
 
 
-@register("reward")
+@register("reward", help="a reward model from pairs of a better and a worse answer")
 class Reward(Algorithm):
-    """One number at the last token of each answer."""
+    """Trains one score per completion, read at its last token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -25,7 +23,9 @@ class Reward(Algorithm):
         center: float = 0.0
         """Weight of (c + r)^2, which keeps scores around 0 (arXiv:2312.09244)."""
 
-    rows = "pair"
+    config: Config
+
+    example_kind = "pair"
     unit = "group"
     group_size = 2
     head = "score"

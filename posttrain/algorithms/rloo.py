@@ -1,4 +1,4 @@
-"""REINFORCE, leave one out (arXiv:2402.14740): the other answers to a prompt say what was to be expected."""
+"""REINFORCE, leave one out (arXiv:2402.14740): the other completions of a prompt are the baseline."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.algorithms.grpo import Grouped
 from posttrain.core.ops import Doubles
 
 
-@register("rloo")
+@register("rloo", help="reinforcement learning: an answer against the mean of the others to its prompt")
 class RLOO(Grouped):
-    """The baseline of an answer is the mean reward of the others to the same prompt."""
+    """Subtracts the mean reward of the other completions of the same prompt."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Grouped.Config):
@@ -23,7 +23,9 @@ class RLOO(Grouped):
         kl_in: Literal["loss", "reward"] = "reward"
         """Where the KL goes: into the loss, or taken off the reward of each token."""
 
-    def gains(self, rewards: Doubles) -> Doubles:
+    config: Config
+
+    def group_advantages(self, rewards: Doubles) -> Doubles:
         if len(rewards) < 2 or np.ptp(rewards) == 0:
             return np.zeros(len(rewards))
         others = (rewards.sum() - rewards) / (len(rewards) - 1)

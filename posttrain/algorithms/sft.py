@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from posttrain.algorithms.base import Algorithm, ExampleKind, register
-from posttrain.core.types import Batch, Loss, Outputs
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.core.types import Batch, ExampleKind, Loss, Outputs
 
 
-@register("sft")
+@register("sft", help="supervised fine-tuning on conversations: loss on the assistant's tokens")
 class SFT(Algorithm):
-    """Negative log-likelihood of the tokens that count."""
+    """Minimises the negative log-likelihood of the tokens that count."""
 
-    rows: ClassVar[ExampleKind] = "chat"
+    example_kind: ClassVar[ExampleKind] = "chat"
     unit = "token"
     separable = True
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
@@ -22,8 +22,8 @@ class SFT(Algorithm):
         return Loss(total=-out.logprobs[batch.counted].sum())
 
 
-@register("pretrain")
+@register("pretrain", help="continue pretraining on plain text: loss on all tokens")
 class Pretrain(SFT):
     """SFT on text, where every token but the first of a sequence counts."""
 
-    rows = "text"
+    example_kind = "text"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.options import Parser
-from posttrain.config.verbs import TRAINERS
 from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,17 +52,16 @@ def check(args: list[str]) -> int:
     options = check_parser().parse_args(args)
     from rich.console import Console
 
-    from posttrain.algorithms import ALGORITHMS
     from posttrain.core.logging import quiet_libraries
     from posttrain.data.check import check_source
     from posttrain.data.reading.mixture import split_weights
 
-    if options.verb and options.verb not in TRAINERS:
-        raise UsageError(f"--verb {options.verb}: there is no such verb; there are {', '.join(TRAINERS)}")
+    if options.verb and options.verb not in ALGORITHMS:
+        raise UsageError(f"--verb {options.verb}: there is no such verb; there are {', '.join(ALGORITHMS)}")
     quiet_libraries()
     console = Console(highlight=False, soft_wrap=True)
     make_encoder = encoder_maker(options)
-    kind = ALGORITHMS[options.verb].rows if options.verb else None
+    kind = ALGORITHMS[options.verb].example_kind if options.verb else None
     names, _ = split_weights(options.files)
     failed = False
     for name in names:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.errors import PosttrainError, UsageError
 
 
 def overview() -> str:
     lines = ["usage: posttrain <verb> [CONFIG.yaml] [--section.option value ...]", "", "train:"]
-    lines += [f"  {verb:<10} {text}" for verb, text in TRAINERS.items()]
+    lines += [f"  {verb:<10} {algorithm.help}" for verb, algorithm in ALGORITHMS.items()]
     lines += ["", "train in iterations:"]
     lines += [f"  {verb:<19} {text}" for verb, text in PIPELINES.items()]
     lines += ["", "more:"]
@@ -51,7 +52,7 @@ def dispatch(args: list[str]) -> int:
 
         print(f"posttrain {__version__}")
         return 0
-    if verb in TRAINERS:
+    if verb in ALGORITHMS:
         from posttrain.cli.train import run
 
         return run(verb, rest)
@@ -65,6 +66,6 @@ def dispatch(args: list[str]) -> int:
         return run(verb, rest)
     import difflib
 
-    near = difflib.get_close_matches(verb, [*TRAINERS, *PIPELINES, *TOOLS], n=1)
+    near = difflib.get_close_matches(verb, [*ALGORITHMS, *PIPELINES, *TOOLS], n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UsageError(f"there is no verb {verb!r}.{hint} posttrain --help lists them.")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.algorithms import ALGORITHMS, Algorithm
+from posttrain.algorithms import ALGORITHMS, Algorithm, OnlineAlgorithm
 from posttrain.cli.doctor import device_memory
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import Config, ModelConfig, OnlineConfig
@@ -183,17 +183,17 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
     dtype = dtype_of(config.model, device)
     in_4bit = config.model.load_in_4bit
     model = memory.empty_model(config.model, algo.head, dtype)
-    teacher = frozen(config.model, algo.teacher(), dtype) if algo.teacher() else None
+    teacher = frozen(config.model, algo.teacher_path(), dtype) if algo.teacher_path() else None
     if teacher is not None and vocabulary_of(teacher) != vocabulary_of(model):
         raise UsageError(
-            f"algo.teacher {algo.teacher()} has a vocabulary of {vocabulary_of(teacher):,}, model.path "
+            f"algo.teacher {algo.teacher_path()} has a vocabulary of {vocabulary_of(teacher):,}, model.path "
             f"{config.model.path} of {vocabulary_of(model):,}: distillation needs the same one"
         )
     reference = None
     # With adapters the policy itself, without them, is the reference.
-    if "ref_logprobs" in algo.needs() and (algo.reference() or not config.model.lora_rank):
-        reference = frozen(config.model, algo.reference() or config.model.path, dtype)
-    request = replace(algo.request(lambda text: 0), router_loss=config.model.router_loss)
+    if "ref_logprobs" in algo.needs() and (algo.reference_path() or not config.model.lora_rank):
+        reference = frozen(config.model, algo.reference_path() or config.model.path, dtype)
+    request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_loss)
     passing = Passing()
     if largest:
         # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
@@ -221,7 +221,7 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
         standing=own,
         passing=passing,
         reference=0 if "reference" in apart else weights(reference, "reference"),
-        reference_stays=not algo.precomputes(),
+        reference_stays=not algo.precompute_reference(),
         teacher=weights(teacher, "actor"),
         critic=0 if "critic" in apart else critic_of(config, algo, dtype),
         gathered=memory.gathered(model, division) if division.devices > 1 else 0,
@@ -268,9 +268,9 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
     return min(default_slots(device), -(-answers // division_of(config).devices)) * a_slot
 
 
-def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
+def critic_of(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
     """A critic is trained like the policy: weights, masters, gradients, AdamW."""
-    if not (algo.online and algo.has_critic()):
+    if not isinstance(algo, OnlineAlgorithm) or algo.critic() is None:
         return 0
     model, division = memory.empty_model(config.model, "score", dtype), division_of(config, "critic")
     whole = memory.standing(model, average=False)
@@ -278,7 +278,7 @@ def critic_of(config: Config, algo: Any, dtype: torch.dtype) -> int:
     return own.weights + own.masters + own.gradients + own.optimizer
 
 
-def other_places(config: Config, algo: Any, device: torch.device) -> Iterator[Row]:
+def other_places(config: Config, algo: Algorithm, device: torch.device) -> Iterator[Row]:
     """Devices that do not hold the policy."""
     dtype = dtype_of(config.model, device)
     for role in config.cluster.own_devices():
@@ -295,7 +295,7 @@ def other_places(config: Config, algo: Any, device: torch.device) -> Iterator[Ro
             more = memory.gathered(critic, division) if division.devices > 1 else 0
             yield role, amount(critic_of(config, algo, dtype) + more), f"{found.devices:,} devices; and activations"
         elif role == "reference":
-            model = frozen(config.model, algo.reference() or config.model.path, dtype)
+            model = frozen(config.model, algo.reference_path() or config.model.path, dtype)
             whole = memory.standing(model, average=False).weights
             divided = memory.share(model, division, average=False).weights + memory.gathered(model, division)
             yield role, amount(divided if division.devices > 1 else whole), f"{found.devices:,} devices"

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
 from posttrain.config.sections import Config, OnlineConfig, value_of
-from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.types import ExampleKind
 from posttrain.pipelines.settings import RECIPES, PipelineConfig
 
@@ -63,7 +63,7 @@ def page() -> str:
         "## Options of trainers that learn from their own answers",
         "",
         *online_options(),
-        *(line for verb in TRAINERS for line in trainer(verb, ALGORITHMS[verb])),
+        *(line for verb, algorithm in ALGORITHMS.items() for line in trainer(verb, algorithm)),
         "## Options of pipelines",
         "",
         *pipeline_options(),
@@ -74,7 +74,7 @@ def page() -> str:
 
 
 def verbs() -> Iterator[tuple[str, str]]:
-    for verb, about in (TRAINERS | PIPELINES | TOOLS).items():
+    for verb, about in ({name: algorithm.help for name, algorithm in ALGORITHMS.items()} | PIPELINES | TOOLS).items():
         yield f"[`{verb}`](#{verb})", escaped(about)
 
 
@@ -103,8 +103,8 @@ def online_options() -> Iterator[str]:
 
 def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
     """What is particular about one trainer."""
-    yield from (f"## {verb}", "", f"{capital(escaped(TRAINERS[verb]))}.")
-    yield f"Rows: {ROWS[algorithm.rows]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
+    yield from (f"## {verb}", "", f"{capital(escaped(algorithm.help))}.")
+    yield f"Rows: {ROWS[algorithm.example_kind]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
     usual = OnlineConfig() if algorithm.online else Config()
     changed = [
         f"`{key}` is {shown(value)} (else {shown(value_of(usual, key))})"

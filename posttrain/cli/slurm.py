@@ -6,10 +6,11 @@ import argparse
 import shlex
 from pathlib import Path
 
+from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.options import Parser
 from posttrain.config.parsing import verb_of_file
 from posttrain.config.sections import Config
-from posttrain.config.verbs import TOOLS, TRAINERS
+from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
 SAVE_SECONDS = 300  # before the job's time is over it is asked to save and end
@@ -22,9 +23,9 @@ def run(args: list[str]) -> int:
     if options.nodes < 1 or options.devices_per_node < 1:
         raise UsageError("--nodes and --devices_per_node must be at least 1")
     verb, file = options.verb_or_config, options.config
-    if verb not in TRAINERS:
+    if verb not in ALGORITHMS:
         file, verb = verb, verb_of_file(Path(verb))
-        if verb not in TRAINERS:
+        if verb not in ALGORITHMS:
             raise UsageError(f"{file} does not say what it is for: posttrain slurm VERB {file} --nodes {options.nodes}")
     from posttrain.cli.train import read
 

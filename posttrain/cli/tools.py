@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.options import Parser
-from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.errors import UsageError
 
 
@@ -119,11 +120,11 @@ def plan(args: list[str]) -> int:
     parser = Parser(prog="posttrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--device_gib", type=float, default=0.0)
     options, args = parser.parse_known_args(args)
-    if args[0] in TRAINERS or args[0] in PIPELINES:
+    if args[0] in ALGORITHMS or args[0] in PIPELINES:
         verb, rest = args[0], args[1:]
     else:
         verb, rest = verb_of_file(Path(args[0])), args
-        if verb not in TRAINERS and verb not in PIPELINES:
+        if verb not in ALGORITHMS and verb not in PIPELINES:
             raise UsageError(f"{args[0]} does not say what it is for: posttrain plan VERB {args[0]}")
     if verb in PIPELINES:
         from posttrain.cli.plan_pipeline import plan as show_pipeline

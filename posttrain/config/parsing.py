@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from posttrain.config.sections import Config, OnlineConfig, check, value_of, with_algorithm
-from posttrain.config.verbs import TRAINERS
 from posttrain.core.errors import UsageError
 
 DEFAULTS = "defaults"  # the entry of a file that names files to read before it
@@ -90,9 +89,8 @@ def parse(verb: str, algorithm: Any, args: Sequence[str], *, data: bool = True) 
     file, typed = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
     start = with_algorithm(algorithm)
     filed = entries_of_file(Path(file), start, verb) if file else []
-    return read_options(
-        verb, start, filed, [respelled(word) if word[:2] == "--" else word for word in typed], data=data
-    )
+    typed = [respelled(word) if word[:2] == "--" else word for word in typed]
+    return read_options(verb, algorithm.help, start, filed, typed, data=data)
 
 
 def from_mapping(verb: str, algorithm: Any, mapping: dict[str, Any]) -> Config:
@@ -101,7 +99,7 @@ def from_mapping(verb: str, algorithm: Any, mapping: dict[str, Any]) -> Config:
     entries = [Entry("", respelled(key), value) for key, value in flatten(mapping).items()]
     for entry in entries:
         check_key(entry.key, start, "")
-    return read_options(verb, start, entries, [])
+    return read_options(verb, algorithm.help, start, entries, [])
 
 
 def respelled(key: str) -> str:
@@ -119,10 +117,12 @@ class Entry(NamedTuple):
     value: Any
 
 
-def read_options(verb: str, start: Config, entries: Sequence[Entry], typed: list[str], *, data: bool = True) -> Config:
+def read_options(
+    verb: str, help: str, start: Config, entries: Sequence[Entry], typed: list[str], *, data: bool = True
+) -> Config:
     judge = " --reward gsm8k" if isinstance(start, OnlineConfig) else ""
     about = (
-        f"{TRAINERS[verb]}.\n\nposttrain {verb} --model.path MODEL --data.train ROWS.jsonl{judge}\n\n"
+        f"{help}.\n\nposttrain {verb} --model.path MODEL --data.train ROWS.jsonl{judge}\n\n"
         f"A file may come first: posttrain {verb} CONFIG.yaml --section.option value ..."
     )
     return check(read_entries(f"posttrain {verb}", about, start, entries, typed), data=data)

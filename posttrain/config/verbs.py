@@ -1,24 +1,4 @@
-"""The verbs and what they do, in a line each. Imports nothing, so that help is instant."""
-
-TRAINERS = {
-    "pretrain": "continue pretraining on plain text: loss on all tokens",
-    "sft": "supervised fine-tuning on conversations: loss on the assistant's tokens",
-    "reward": "a reward model from pairs of a better and a worse answer",
-    "prm": "a process reward model from answers labelled step by step",
-    "dpo": "direct preference optimisation: also IPO, cDPO, hinge and robust",
-    "kto": "preference learning from single answers labelled good or bad",
-    "simpo": "preference learning without a reference model, length-normalised",
-    "orpo": "fine-tuning and preference learning in one, by odds ratio",
-    "cpo": "contrastive preference optimisation, without a reference model",
-    "distill": "learn a teacher's next-token distribution",
-    "grpo": "reinforcement learning: answers to one prompt compete; also Dr. GRPO and DAPO",
-    "gspo": "GRPO with one ratio for a whole answer; steadier for mixtures of experts",
-    "cispo": "GRPO that clips the weight of a token, never its gradient",
-    "rloo": "reinforcement learning: an answer against the mean of the others to its prompt",
-    "reinforce": "REINFORCE++: credit standardized over the batch; one answer to a prompt is enough",
-    "remax": "reinforcement learning: an answer against the greedy one",
-    "ppo": "proximal policy optimisation with a critic, for reward models",
-}
+"""The verbs that are not algorithms, with one line of help each; an algorithm registers its own."""
 
 PIPELINES = {
     "rejection-sampling": "generate, keep the best answer to each prompt, fine-tune on these; again and again",

@@ -1,115 +1,22 @@
-"""Maths: log-probabilities and divergences without full logits, returns, the router's balance, the schedule.
+"""Formulas that several packages use: KL estimates, returns, the router's balance, truncated sampling, the schedule.
 
-Logits are made a chunk of positions at a time and thrown away; the backward pass makes them again. So memory
-does not grow with tokens x vocabulary. nn/layers.py has a faster route for plain heads.
+Importing this module does not load PyTorch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.checkpoint import checkpoint
 
-from posttrain.core.types import Drawing
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states [n, H] -> float32 logits [n, V]."""
+from posttrain.core.lazy import torch
 
 Doubles = npt.NDArray[np.float64]
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
-LOGITS_PER_CHUNK = 2**25  # float32: 128 MiB a chunk
 LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: nothing that trains comes near it
-
-
-def chunk_length(vocabulary: int) -> int:
-    """Positions whose logits are held at once."""
-    return max(1, LOGITS_PER_CHUNK // vocabulary)
-
-
-def in_chunks(
-    function: Callable[..., tuple[torch.Tensor, ...]], length: int, *streams: torch.Tensor
-) -> list[torch.Tensor]:
-    """Apply `function` to pieces of the streams and join the results; nothing inside is kept for the backward pass."""
-    pieces = zip(*(stream.split(length) for stream in streams), strict=True)
-    if torch.is_grad_enabled():
-        results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    else:
-        results = [function(*piece) for piece in pieces]
-    return [torch.cat(parts) for parts in zip(*results, strict=True)]
-
-
-def token_logprobs(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: Head,
-    vocabulary: int,
-    drawing: Drawing = Drawing(),  # noqa: B008  frozen
-    entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and the entropy (detached, if not asked otherwise) of its distribution: both [n].
-
-    Both are of the distribution that is drawn from. Which tokens that leaves is decided by these weights, and a target
-    always belongs to them: weights that have moved since it was drawn would otherwise give it no probability at all.
-    """
-
-    def chunk(states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = logits = tempered(head(states), drawing.temperature)
-        with torch.no_grad():
-            least = least_kept(logits, drawing.top_k, drawing.top_p, drawing.min_p)
-        if least is not None:
-            out = (logits < least).scatter_(-1, wanted[:, None], False)
-            drawn = logits.masked_fill(out, -torch.inf)
-        normalizer = drawn.logsumexp(-1)
-        picked = drawn.gather(-1, wanted[:, None])[:, 0] - normalizer
-        with nullcontext() if entropy_gradient else torch.no_grad():  # logits, as 0 times -inf is no number
-            entropy = normalizer - ((drawn - normalizer[:, None]).exp() * logits).sum(-1)
-        return picked, entropy
-
-    logprobs, entropy = in_chunks(chunk, chunk_length(vocabulary), hidden, targets)
-    return logprobs, entropy
-
-
-def token_divergence(
-    hidden: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    head: Head,
-    teacher_head: Head,
-    vocabulary: int,
-    kind: Divergence,
-    jsd_beta: float,
-    temperature: float,
-) -> torch.Tensor:
-    """Divergence between the teacher's and the student's next-token distributions at each position: [n].
-
-    forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher); jsd mixes m = beta teacher +
-    (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m).
-    """
-
-    def chunk(states: torch.Tensor, teacher_states: torch.Tensor) -> tuple[torch.Tensor]:
-        student = (head(states) / temperature).log_softmax(-1)
-        with torch.no_grad():
-            teacher = (teacher_head(teacher_states) / temperature).log_softmax(-1)
-        if kind == "forward_kl":
-            return (kl(teacher, student),)
-        if kind == "reverse_kl":
-            return (kl(student, teacher),)
-        mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
-        return (jsd_beta * kl(teacher, mixture) + (1 - jsd_beta) * kl(student, mixture),)
-
-    (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, teacher_hidden)
-    return divergence
-
-
-def kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) over the last axis."""
-    return (logp.exp() * (logp - logq)).sum(-1)
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # the command line must start without importing torch
-    import torch
+from posttrain.core.lazy import torch
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -59,7 +58,7 @@ class Sample:
     reward: float = 0.0
     label: float = 0.0  # KTO: 1 desirable, 0 undesirable, -1 mismatched pair that only measures the KL
     margin: float = 0.0  # by how much the chosen answer is better, if the data says
-    baseline: float = 0.0  # what the algorithm's score() found over the whole batch
+    baseline: float = 0.0  # written by the algorithm's assign_credit() over the whole batch
     # Where it comes from.
     group: int = 0  # samples of one prompt (or the two of a pair) share it
     version: int = 0  # of the weights that drew its first token
@@ -162,6 +161,10 @@ class Outputs:
     router_loss: torch.Tensor | None = None  # sum over tokens of the load-balancing loss
 
 
+Metrics: TypeAlias = "dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]"
+"""Metrics of a micro-batch by name; see `Loss`."""
+
+
 @dataclass(slots=True)
 class Loss:
     """A sum over the algorithm's unit; the learner alone divides, by the global count.
@@ -171,12 +174,12 @@ class Loss:
     """
 
     total: torch.Tensor
-    metrics: dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Drawing:
-    """The distribution that tokens are drawn from, made of the model's own; see ops.tempered."""
+class SamplingDistribution:
+    """How the distribution that tokens are sampled from is derived from the model's own; see ops.tempered."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -185,8 +188,8 @@ class Drawing:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Request:
-    """What a forward pass must compute: names of `Outputs` fields, and what those need to know."""
+class ForwardRequest:
+    """What a forward pass must compute: names of `Outputs` fields, and the settings that these depend on."""
 
     names: frozenset[str] = frozenset({"logprobs"})
     choice_ids: tuple[int, ...] = ()  # tokens that `choices` chooses among
@@ -194,7 +197,7 @@ class Request:
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     jsd_beta: float = 0.5
     temperature: float = 1.0  # of the divergence
-    drawing: Drawing = Drawing()  # log-probabilities and entropy are of this distribution
+    distribution: SamplingDistribution = SamplingDistribution()  # of log-probabilities and entropy
     entropy_gradient: bool = False
     router_loss: float = 0.0  # weight of the mixture-of-experts balance
 
@@ -203,7 +206,7 @@ class Request:
 class Objective:
     """What a learner must know of an algorithm: what to compute, the loss on it, and what it is a sum over."""
 
-    request: Request
+    request: ForwardRequest
     loss: Callable[[Outputs, Batch], Loss]
     unit: Unit
     group_size: int = 1

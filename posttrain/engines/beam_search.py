@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from posttrain.core.types import Drawing, Floats, Sample
+from posttrain.core.types import Floats, Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, trunk_needs_eager
@@ -19,7 +19,7 @@ from posttrain.nn.forward import Trunk, trunk_needs_eager
 class Looks(Protocol):
     """Log-probabilities of samples by our own forward pass."""
 
-    def __call__(self, samples: Sequence[Sample], *, drawing: Drawing) -> list[Floats]: ...
+    def __call__(self, samples: Sequence[Sample], *, distribution: SamplingDistribution) -> list[Floats]: ...
 
 
 class BeamEngine:
@@ -38,12 +38,12 @@ class BeamEngine:
             for _, group in groupby(requests, key=lambda request: request.group)
             for sample in self.search(list(group), sampling)
         ]
-        drawing = Drawing()
+        distribution = SamplingDistribution()
         if sampling.temperature:
-            drawing = Drawing(
+            distribution = SamplingDistribution(
                 temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
             )
-        for sample, found in zip(samples, self.logprobs(samples, drawing=drawing), strict=True):
+        for sample, found in zip(samples, self.logprobs(samples, distribution=distribution), strict=True):
             sample.logprobs = found
         return samples
 

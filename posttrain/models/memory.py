@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from posttrain.config.sections import ModelConfig
-from posttrain.core.types import Batch, Head, Request, Sample
+from posttrain.core.types import Batch, ForwardRequest, Head, Sample
 from posttrain.data.packing import collate
 from posttrain.models import adapters, loading
 from posttrain.nn import attention
@@ -231,7 +231,7 @@ def linear_layers(model: Any) -> list[torch.nn.Linear]:
 def passing(
     model: Any,
     samples: Sequence[Sample],
-    request: Request,
+    request: ForwardRequest,
     teacher: Any = None,
     *,
     kernels: bool = False,
@@ -279,7 +279,7 @@ def passing(
 def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
     """The most that a pass over so many tokens takes on an accelerator; 0: not known, as the model asks for values."""
     sample = Sample(tokens=np.zeros(tokens, dtype=np.int32), mask=np.arange(tokens) > 0)
-    request = Request(names=frozenset({"logprobs" if head == "token" else "values"}))
+    request = ForwardRequest(names=frozenset({"logprobs" if head == "token" else "values"}))
     with suppress(RuntimeError, NotImplementedError), torch.inference_mode(False), torch.enable_grad():
         return passing(empty_model(config, head, dtype), [sample], request, kernels=True).peak
     return 0

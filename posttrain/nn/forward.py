@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from posttrain.core import ops
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import Batch, Objective, Outputs, Request, Sample
+from posttrain.core.types import Batch, ForwardRequest, Objective, Outputs, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
+from posttrain.nn import logprobs as chunked
 from posttrain.nn.layers import PlainHead, Slopes, speed_up
 from posttrain.nn.training_graphs import Passes
 from posttrain.parallel.context import Context, Own
@@ -88,7 +89,7 @@ class Trunk:
 
 
 def forward(
-    trunk: Trunk, batch: Batch, request: Request, teacher: Trunk | None = None, slopes: Slopes | None = None
+    trunk: Trunk, batch: Batch, request: ForwardRequest, teacher: Trunk | None = None, slopes: Slopes | None = None
 ) -> Outputs:
     """Compute what the request names, at the positions that count and nowhere else."""
     extra = {"output_router_logits": True} if request.router_loss else {}
@@ -107,7 +108,7 @@ def forward(
         assert teacher is not None, "a divergence needs a teacher"
         with torch.no_grad():
             taught = teacher.hidden(batch).last_hidden_state[0]
-        divergence = ops.token_divergence(
+        divergence = chunked.token_divergence(
             before().states,
             taught[before().local],
             trunk.logits,
@@ -169,15 +170,15 @@ class Places:
 
 
 def token_logprobs(
-    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: Request, slopes: Slopes | None = None
+    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: ForwardRequest, slopes: Slopes | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.token_logprobs; by kernels where there are some."""
-    head, drawing = trunk.plain_head, request.drawing
-    if head is not None and head.serves(drawing):
+    """See chunked.token_logprobs; by kernels where there are some."""
+    head, distribution = trunk.plain_head, request.distribution
+    if head is not None and head.serves(distribution):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
-        return head.logprobs(states, targets, drawing.temperature, **wanted, slopes=slopes)
-    return ops.token_logprobs(
-        states, targets, trunk.logits, trunk.vocabulary, drawing, entropy_gradient=request.entropy_gradient
+        return head.logprobs(states, targets, distribution.temperature, **wanted, slopes=slopes)
+    return chunked.token_logprobs(
+        states, targets, trunk.logits, trunk.vocabulary, distribution, entropy_gradient=request.entropy_gradient
     )
 
 

@@ -22,7 +22,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from posttrain.core.types import Drawing
+from posttrain.core.types import SamplingDistribution
 from posttrain.nn import attention
 from posttrain.nn.kernels.reference import steps_for
 
@@ -334,8 +334,8 @@ class PlainHead:
             return None
         return cls(head, steps or steps_for(head.weight.device), 1 if on_cpu else 256)
 
-    def serves(self, drawing: Drawing) -> bool:
-        return not drawing.top_k and drawing.top_p >= 1.0 and not drawing.min_p
+    def serves(self, distribution: SamplingDistribution) -> bool:
+        return not distribution.top_k and distribution.top_p >= 1.0 and not distribution.min_p
 
     def logprobs(
         self,
@@ -347,7 +347,7 @@ class PlainHead:
         entropy_gradient: bool,
         slopes: Slopes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ops.token_logprobs; the entropy is 0 where it is not asked for."""
+        """See nn/logprobs.py token_logprobs; the entropy is 0 where it is not asked for."""
         count = len(targets)
         padding = -count % self.multiple
         if padding:

@@ -158,7 +158,7 @@ class Train(Stage):
 
     def reads(self) -> list[str]:
         algo = ALGORITHMS[self.verb](self.config.algo)
-        models = [path for path in (self.config.model.path, algo.reference(), algo.teacher()) if path]
+        models = [path for path in (self.config.model.path, algo.reference_path(), algo.teacher_path()) if path]
         return [*models, *data_files((*self.config.data.train, *self.config.data.eval_files))]
 
     def settings(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import Batch, Drawing, Floats, Head, Objective, Outputs, Request, Sample
+from posttrain.core.types import Batch, Floats, ForwardRequest, Head, Objective, Outputs, Sample, SamplingDistribution
 from posttrain.data.encoding.templates import apply_template, stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
@@ -45,7 +45,7 @@ from posttrain.nn.forward import TokenSlopes, Trunk, check_router, forward, prov
 from posttrain.nn.optimizer import Optimizer
 from posttrain.parallel.fsdp import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
 
-PLAIN = Drawing()
+PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
 SHARED_TOKENS = 16  # neighbours with so long a common beginning compute it once
 LARGEST = "largest_"
@@ -228,9 +228,11 @@ class Learner:
         self.model.train()
         return totals.read()
 
-    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
+    def logprobs(
+        self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
+    ) -> list[Floats]:
         """Log-probability of each counted token, 0 elsewhere. Without adapters: those of the frozen base model."""
-        request = Request(names=frozenset({"logprobs"}), drawing=drawing)
+        request = ForwardRequest(names=frozenset({"logprobs"}), distribution=distribution)
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.streams(samples, request, lambda out: out.logprobs)
 
@@ -240,7 +242,7 @@ class Learner:
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """What the critic expects before each counted token, 0 elsewhere."""
-        return self.streams(samples, Request(names=frozenset({"values"})), lambda out: out.values)
+        return self.streams(samples, ForwardRequest(names=frozenset({"values"})), lambda out: out.values)
 
     def generate(
         self,
@@ -332,13 +334,13 @@ class Learner:
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """The score head's number for each sample."""
         found: dict[int, float] = {}
-        for indices, out, _ in self.look(samples, Request(names=frozenset({"scores"}))):
+        for indices, out, _ in self.look(samples, ForwardRequest(names=frozenset({"scores"}))):
             assert out.scores is not None
             found |= dict(zip(indices, out.scores.tolist(), strict=True))
         return [found[i] for i in range(len(samples))]
 
     def streams(
-        self, samples: Sequence[Sample], request: Request, read: Callable[[Outputs], torch.Tensor | None]
+        self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
     ) -> list[Floats]:
         found: dict[int, Floats] = {}
         for indices, out, batch in self.look(samples, request):
@@ -349,7 +351,7 @@ class Learner:
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
-    def look(self, samples: Sequence[Sample], request: Request) -> list[tuple[list[int], Outputs, Batch]]:
+    def look(self, samples: Sequence[Sample], request: ForwardRequest) -> list[tuple[list[int], Outputs, Batch]]:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
         was_training = self.model.training  # not so where answers are under way
         self.model.eval()

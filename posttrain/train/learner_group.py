@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
-from posttrain.core.types import Drawing, Floats, Objective, Sample
+from posttrain.core.types import Floats, Objective, Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.train.learner import LARGEST, PLAIN, Part, Sums
 
@@ -37,8 +37,10 @@ class LearnerGroup:
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
         return add_up(self.spread("evaluate", samples, objective.group_size, objective))
 
-    def logprobs(self, samples: Sequence[Sample], *, adapters: bool = True, drawing: Drawing = PLAIN) -> list[Floats]:
-        return joined(self.spread("logprobs", samples, adapters=adapters, drawing=drawing))
+    def logprobs(
+        self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
+    ) -> list[Floats]:
+        return joined(self.spread("logprobs", samples, adapters=adapters, distribution=distribution))
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         return joined(self.spread("values", samples))

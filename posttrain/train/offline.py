@@ -32,7 +32,7 @@ def train_from(verb: str, config: Config) -> Result:
                 samples = algo.prepare(run.data.stream.take(run.data.rows_at[step] - run.data.rows_at[step - 1]))
             with run.log.phase("helpers"):
                 helpers.fill(samples)
-                samples = algo.score(samples)
+                samples = algo.assign_credit(samples)
             with run.log.phase("train"):
                 metrics = update(run, policy, samples, objective, step)
                 metrics["epoch"] = run.data.rows_at[step] / run.data.stream.rows_per_epoch
@@ -68,7 +68,7 @@ def evaluate(run: Run, policy: LearnerGroup, objective: Objective, helpers: Help
     for c in range(chunks):
         samples = run.algo.prepare(stream.take(len(rows) * (c + 1) // chunks - len(rows) * c // chunks))
         helpers.fill(samples, keep=True)
-        samples = run.algo.score(samples)
+        samples = run.algo.assign_credit(samples)
         parts.append(policy.evaluate(samples, objective))
         denominator += count(samples, objective.unit)
     means = averages(add_up(parts), denominator)

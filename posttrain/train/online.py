@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
-from posttrain.core.types import Drawing, Sample, count
+from posttrain.core.types import Sample, SamplingDistribution, count
 from posttrain.engines.base import Sampling
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
@@ -44,16 +44,13 @@ def train_from(verb: str, config: OnlineConfig) -> Result:
 @contextmanager
 def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
     """A trainer with its models loaded, at the step it has to go on from."""
-    algo: Any = ALGORITHMS[verb](config.algo)
-    drawn = config.rollout
-    algo.drawing = Drawing(temperature=drawn.temperature, top_p=drawn.top_p, top_k=drawn.top_k, min_p=drawn.min_p)
-    algo.max_answer_tokens = drawn.max_tokens
-    if drawn.samples_per_prompt < algo.fewest_samples():
+    algo = make_algorithm(verb, config)
+    if config.rollout.samples_per_prompt < algo.min_samples_per_prompt():
         raise UsageError(
-            f"rollout.samples_per_prompt is {drawn.samples_per_prompt}, but {verb} compares the answers to a prompt: "
-            f"give it at least {algo.fewest_samples()}"
+            f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but {verb} compares the completions "
+            f"of a prompt: set it to at least {algo.min_samples_per_prompt()}"
         )
-    if algo.renewal() and config.model.lora_rank:
+    if algo.reference_sync_steps() and config.model.lora_rank:
         raise UsageError(
             f"algo.reference is {config.algo.reference}, but with model.lora_rank the reference is the policy without "
             "its adapters, which does not change: leave one of them out"
@@ -70,10 +67,21 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
             stack.enter_context(environments).check()
         run = stack.enter_context(Run.open(verb, config, algo))
         rewards.check(sorted(run.data.train.rows[0][0].columns))  # which columns there are is known now
-        trainer = Trainer(run, rewards, environments)
+        trainer = Trainer(run, algo, rewards, environments)
         stack.callback(trainer.record.wait)  # before others may write to the folder
         yield trainer
         trainer.record.settle()
+
+
+def make_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
+    """Constructs the algorithm with its options and with what the run decides about completions."""
+    algorithm = ALGORITHMS[verb]
+    assert issubclass(algorithm, OnlineAlgorithm), f"{verb} does not generate"
+    rollout = config.rollout
+    distribution = SamplingDistribution(
+        temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p
+    )
+    return algorithm(config.algo, RolloutSettings(max_completion_tokens=rollout.max_tokens, distribution=distribution))
 
 
 def reward_functions(config: OnlineConfig) -> Rewards:
@@ -104,17 +112,24 @@ def environments_of(config: OnlineConfig) -> Environments | None:
 class Trainer:
     """The pieces of the loop, to be called in turn; `train` does so."""
 
-    def __init__(self, run: Run, rewards: Rewards, environments: Environments | None = None) -> None:
+    def __init__(
+        self, run: Run, algo: OnlineAlgorithm, rewards: Rewards, environments: Environments | None = None
+    ) -> None:
         assert isinstance(run.config, OnlineConfig)
-        self.run, self.config = run, run.config
-        self.algo: Any = run.algo
-        algo: Any = self.algo
+        self.run, self.config, self.algo = run, run.config, algo
         self.policy = run.learner()
-        self.helpers = Helpers(run, algo, self.policy, algo.drawing)
+        self.helpers = Helpers(
+            run,
+            algo,
+            self.policy,
+            distribution=algo.rollout.distribution,
+            sync_steps=algo.reference_sync_steps(),
+        )
         self.scorer = self.make_scorer(rewards)
         self.critic: Critic | None = None
-        if algo.has_critic():
-            self.critic = Critic(run, self.helpers, next((path for _, path in rewards.models), ""))
+        settings = algo.critic()
+        if settings is not None:
+            self.critic = Critic(run, settings, self.helpers, next((path for _, path in rewards.models), ""))
         self.sampling = sampling_of(self.config, self.policy.stop_ids())
         self.environments = environments
         self.rollout_workers = run.rollout_workers()
@@ -132,7 +147,7 @@ class Trainer:
             recorded=records.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
             update=self.rollout_workers.update if self.rollout_workers else None,
         )
-        self.pretraining = Pretraining(run) if algo.pretrain_files() else None
+        self.pretraining = Pretraining(run, algo) if algo.pretrain_files() else None
         self.objective = run.objective()
         run.parts = {"online": self} | ({"critic": self.critic.model} if self.critic else {})
         self.step = run.resume(self.policy)
@@ -178,7 +193,7 @@ class Trainer:
                 self.critic.fill(samples)
             elif "values" in self.helpers.needs:
                 fill_values(self.policy, samples)
-        self.algo.score(samples)
+        self.algo.assign_credit(samples)
         return rollouts
 
     def with_answers(self, error: RewardError) -> RewardError:
@@ -202,7 +217,7 @@ class Trainer:
             metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.helpers.here("optimizer", self.policy):
             metrics |= self.update(samples)
-        self.algo.observe(metrics, len(samples))
+        self.algo.after_step(metrics, len(samples))
         metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
         metrics["tokens"] = float(sum(len(sample) for sample in samples))
         self.rollouts.version = self.step
@@ -217,18 +232,18 @@ class Trainer:
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Passes over shuffled mini-batches; an optimizer step each, of the policy and of the critic."""
-        run, step, algo = self.run, self.step, self.algo.config
+        run, step = self.run, self.step
         found: list[dict[str, float]] = []
-        for chosen in mini_batches(samples, algo, (self.config.seed, step)):
+        for chosen in mini_batches(samples, self.algo.config, (self.config.seed, step)):
             part: dict[str, float] = {}
             if self.critic is not None:
                 with self.helpers.here("critic", self.critic.model):
                     fitted = update(
-                        run, self.critic.model, chosen, self.critic.objective, step, peak_rate=self.critic.rate
+                        run, self.critic.model, chosen, self.critic.objective, step, peak_rate=self.critic.learning_rate
                     )
                 part |= {f"critic/{name}": value for name, value in fitted.items() if name != "tokens"}
-            if not self.algo.actor_frozen(step):
-                moving = self.moving(chosen)
+            if not self.algo.policy_frozen(step):
+                moving = self.with_gradient(chosen)
                 besides = self.pretraining.take() if self.pretraining else []
                 if moving or besides:
                     whole = count(chosen, self.objective.unit)
@@ -236,11 +251,11 @@ class Trainer:
             found.append(part)
         return averaged(found) | {"updates": float(len(found))}
 
-    def moving(self, samples: list[Sample]) -> list[Sample]:
-        """Those with a gradient: answers that are no better and no worse than their group's are not computed."""
-        if self.config.model.router_loss:  # which every token has a part in
+    def with_gradient(self, samples: list[Sample]) -> list[Sample]:
+        """Leaves out samples without a gradient, for example those of a group with equal rewards."""
+        if self.config.model.router_loss:  # every token contributes to it
             return samples
-        return [sample for sample in samples if self.algo.moves(sample)]
+        return [sample for sample in samples if self.algo.has_gradient(sample)]
 
     def evaluate(self) -> dict[str, float]:
         """The policy as it is now on the evaluation prompts."""
@@ -334,12 +349,14 @@ def usable(rollouts: list[Rollout], step: int) -> list[Sample]:
     return samples
 
 
-def mini_batches(samples: list[Sample], algo: Any, seed: tuple[int, ...]) -> Iterator[list[Sample]]:
+def mini_batches(
+    samples: list[Sample], config: OnlineAlgorithm.Config, seed: tuple[int, ...]
+) -> Iterator[list[Sample]]:
     """`epochs_per_batch` passes over the samples in parts of `mini_batch_size`, in an order that the seed decides."""
-    size = algo.mini_batch_size or len(samples)
-    for epoch in range(algo.epochs_per_batch):
+    size = config.mini_batch_size or len(samples)
+    for epoch in range(config.epochs_per_batch):
         order = np.arange(len(samples))
-        if algo.shuffle_mini_batch and size < len(samples):
+        if config.shuffle_mini_batch and size < len(samples):
             order = np.random.default_rng((*seed, epoch)).permutation(len(samples))
         for start in range(0, len(samples), size):
             yield [samples[i] for i in order[start : start + size]]

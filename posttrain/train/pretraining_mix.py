@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from posttrain.algorithms import OnlineAlgorithm
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
-from posttrain.core.types import Objective, Request
+from posttrain.core.types import ForwardRequest, Objective
 from posttrain.data.dataset import Encoder, ExampleStream, load_dataset
 from posttrain.data.reading.mixture import split_weights
 from posttrain.train.run import Run
@@ -18,8 +19,7 @@ from posttrain.train.update import Besides
 class Pretraining:
     """PPO's mix-in: the loss of plain text or conversations, added to every step (arXiv:2203.02155, eq. 2)."""
 
-    def __init__(self, run: Run) -> None:
-        algo: Any = run.algo
+    def __init__(self, run: Run, algo: OnlineAlgorithm) -> None:
         names, weights = split_weights(algo.pretrain_files())
         parts: list[tuple[tuple[str, ...], float]] = (
             [((name,), weight) for name, weight in zip(names, weights, strict=True)] if weights else []
@@ -30,7 +30,7 @@ class Pretraining:
             rows = max(1, run.config.update.rows_per_step // max(1, len(parts)))
             self.streams.append(ExampleStream(load_rows(files, data, run.tokenizer), rows, run.config.seed))
             loss = partial(algo.pretrain_loss, weight=weight)
-            self.objectives.append(Objective(request=Request(), loss=loss, unit="token", separable=True))
+            self.objectives.append(Objective(request=ForwardRequest(), loss=loss, unit="token", separable=True))
 
     @property
     def position(self) -> list[int]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.algorithms.base import Algorithm
+from posttrain.algorithms.base import Algorithm, CriticSettings
 from posttrain.checkpoints import checkpoint
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.core.types import Drawing, Objective, Request, Sample
+from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution
 from posttrain.models.loading import load_tokenizer, read_config, resolve_path
 from posttrain.rollout.records import Rollout
 from posttrain.train.learner import PLAIN
@@ -26,17 +26,26 @@ from posttrain.train.run import Run
 class Helpers:
     """Fills samples with what the algorithm needs from other models."""
 
-    def __init__(self, run: Run, algo: Algorithm, policy: LearnerGroup, drawing: Drawing = PLAIN) -> None:
-        self.algo, self.policy, self.drawing = algo, policy, drawing
+    def __init__(
+        self,
+        run: Run,
+        algo: Algorithm,
+        policy: LearnerGroup,
+        *,
+        distribution: SamplingDistribution = PLAIN,
+        sync_steps: int = 0,
+    ) -> None:
+        """`sync_steps`: the reference is replaced by the current policy every N steps; 0: never."""
+        self.algo, self.policy, self.distribution, self.sync_steps = algo, policy, distribution, sync_steps
         self.needs = algo.needs()
         self.reference: LearnerGroup | None = None
         # New adapters start as the identity, so the policy without them is the reference, at no cost.
-        self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference()
+        self.adapters_off = bool(run.config.model.lora_rank) and not algo.reference_path()
         self.reference_step = 0  # of the policy that the reference is, where it is renewed
-        self.precomputed = algo.precomputes()
+        self.precomputed = algo.precompute_reference()
         self.offloaded = run.config.cluster.offload
         if "ref_logprobs" in self.needs and not self.adapters_off:
-            self.reference = run.frozen(algo.reference())
+            self.reference = run.frozen(algo.reference_path())
             self.away("reference", self.reference)
         if self.precomputed:
             run.log.message("computing the reference's log-probabilities of all rows")
@@ -58,17 +67,18 @@ class Helpers:
             self.fill_reference([s for s in samples if s.ref_logprobs is None] if keep else samples)
         for name in ("logprobs", "old_logprobs"):
             if name in self.needs:
-                wanted = [sample for sample in samples if self.algo.fills(name, sample)]
-                for sample, stream in zip(wanted, self.policy.logprobs(wanted, drawing=self.drawing), strict=True):
+                wanted = [sample for sample in samples if self.algo.is_needed(name, sample)]
+                streams = self.policy.logprobs(wanted, distribution=self.distribution)
+                for sample, stream in zip(wanted, streams, strict=True):
                     setattr(sample, name, stream)
 
     def fill_reference(self, samples: list[Sample]) -> None:
         if self.adapters_off:
-            streams = self.policy.logprobs(samples, adapters=False, drawing=self.drawing)
+            streams = self.policy.logprobs(samples, adapters=False, distribution=self.distribution)
         else:
             assert self.reference is not None, "the reference was freed too early"
             with self.here("reference", self.reference):
-                streams = self.reference.logprobs(samples, drawing=self.drawing)
+                streams = self.reference.logprobs(samples, distribution=self.distribution)
         for sample, stream in zip(samples, streams, strict=True):
             sample.ref_logprobs = stream
 
@@ -77,7 +87,7 @@ class Helpers:
 
         It is a folder of the run, made of that step's checkpoint, so that a resumed run has the same one.
         """
-        every = self.algo.renewal()
+        every = self.sync_steps
         wanted = step // every * every if every else 0
         if wanted == self.reference_step:
             return
@@ -137,16 +147,15 @@ def link_or_copy(source: str, target: str) -> None:
 class Critic:
     """The value model of PPO: a score head on a trunk of its own, or on the policy's."""
 
-    def __init__(self, run: Run, helpers: Helpers, first_reward_model: str) -> None:
-        algo: Any = run.algo
-        self.helpers, self.rate = helpers, algo.config.critic_learning_rate
-        path = algo.critic_path() or first_reward_model or run.model.path
+    def __init__(self, run: Run, settings: CriticSettings, helpers: Helpers, first_reward_model: str) -> None:
+        self.helpers, self.learning_rate = helpers, settings.learning_rate
+        path = settings.path or first_reward_model or run.model.path
         balance = run.model.router_loss if run.model.router_loss and has_router(path) else 0.0
         model = replace(run.model, path=path, router_loss=balance)
         self.model = run.start(model, role="critic", head="score", trainable=True)
         helpers.away("critic", self.model)
-        request = Request(names=frozenset({"values"}), router_loss=model.router_loss)
-        self.objective = Objective(request=request, loss=algo.critic_loss, unit="token")
+        request = ForwardRequest(names=frozenset({"values"}), router_loss=model.router_loss)
+        self.objective = Objective(request=request, loss=settings.loss, unit="token")
 
     def fill(self, samples: list[Sample]) -> None:
         with self.helpers.here("critic", self.model):

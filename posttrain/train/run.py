@@ -141,7 +141,7 @@ class Run:
 
     def learner(self) -> LearnerGroup:
         """The model that is trained."""
-        teacher = replace(self.model, path=self.algo.teacher(), lora_rank=0) if self.algo.teacher() else None
+        teacher = replace(self.model, path=self.algo.teacher_path(), lora_rank=0) if self.algo.teacher_path() else None
         template = self.config.data.template
         extra: dict[str, Any] = {}
         if isinstance(self.config, OnlineConfig):
@@ -191,7 +191,7 @@ class Run:
         return LearnerGroup(workers, layout.alike)
 
     def objective(self) -> Objective:
-        request = replace(self.algo.request(self.token_id), router_loss=self.config.model.router_loss)
+        request = replace(self.algo.forward_request(self.token_id), router_loss=self.config.model.router_loss)
         return self.algo.objective(request)
 
     def token_id(self, text: str) -> int:
@@ -305,7 +305,7 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
     quarantine = folder / "quarantine.jsonl" if folder else None
     if quarantine:
         quarantine.unlink(missing_ok=True)  # of an earlier start of this run
-    encoder = Encoder(tokenizer, config.data, algo.rows, vocab_size=vocabulary, placeholder=algo.placeholder())
+    encoder = Encoder(tokenizer, config.data, algo.example_kind, vocab_size=vocabulary, placeholder=algo.placeholder())
     train = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=quarantine, cache=folder)
     evaluation: Dataset | None = None
     if config.data.eval_files:
@@ -319,23 +319,25 @@ def load_data(config: Config, algo: Algorithm, tokenizer: Any, vocabulary: int, 
     strata = [algo.stratum(row[0]) for row in train.rows]
     size = config.update.rows_per_step
     stream = ExampleStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
-    edges = step_edges(config, stream.rows_per_epoch, algo.least_rows)
+    edges = step_edges(config, stream.rows_per_epoch, algo.min_batch_size)
     smallest = min(after - before for before, after in pairwise(edges))
-    if smallest < algo.least_rows:
+    if smallest < algo.min_batch_size:
         raise UsageError(
-            f"{algo.name} needs at least {algo.least_rows} rows a step, but a step has {smallest}: "
+            f"{algo.name} needs at least {algo.min_batch_size} rows a step, but a step has {smallest}: "
             f"update.rows_per_step is {size}, and there are {stream.rows_per_epoch} rows."
         )
-    if evaluation is not None and len(evaluation.rows) < algo.least_rows:
-        found = len(evaluation.rows)
-        raise UsageError(f"{algo.name} needs at least {algo.least_rows} rows to evaluate on, but there are {found}.")
+    if evaluation is not None and len(evaluation.rows) < algo.min_batch_size:
+        raise UsageError(
+            f"{algo.name} needs at least {algo.min_batch_size} examples to evaluate on, but there are "
+            f"{len(evaluation.rows)}."
+        )
     return Data(train, evaluation, stream, edges)
 
 
 def helper_models(config: Config, algo: Algorithm) -> dict[str, str]:
     """Where the reference and the teacher are, if the algorithm has them at a path of their own."""
     found: dict[str, str] = {}
-    for name, path in (("reference", algo.reference()), ("teacher", algo.teacher())):
+    for name, path in (("reference", algo.reference_path()), ("teacher", algo.teacher_path())):
         if not path:
             continue
         try:

@@ -279,7 +279,7 @@ ALGORITHMS = [
     ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
     ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 rows a step", "update.rows_per_step is 1"]),
     ("kto", ("--data.max_rows", 1), ["kto needs at least 2 rows a step", "there are 1 rows"]),
-    ("kto", ("--data.eval", 0.1), ["kto needs at least 2 rows to evaluate on, but there are 1"]),
+    ("kto", ("--data.eval", 0.1), ["kto needs at least 2 examples to evaluate on, but there are 1"]),
     ("distill", (), ["algo.teacher is not set"]),
     ("distill", ("--algo.teacher", "pico", "--algo.jsd_beta", 1), ["algo.jsd_beta is 1.0", "reverse_kl"]),
     ("distill", ("--algo.teacher", "pico", "--algo.temperature", 0), ["algo.temperature is 0.0"]),

@@ -16,7 +16,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import newest_valid, step_of
 from posttrain.config.parsing import option_keys
 from posttrain.config.sections import with_algorithm
-from posttrain.config.verbs import TOOLS, TRAINERS
+from posttrain.config.verbs import TOOLS
 from tests.e2e.commands import PATIENCE, command, rows_of, start, wait_until
 from tests.e2e.rows import write_rows
 from tests.e2e.test_resume import bytes_of, metrics_of
@@ -40,16 +40,16 @@ def test_the_overview_names_every_verb(capsys):
     for argv in ((), ("--help",), ("-h",), ("help",)):
         assert command(*argv) == 0
         said = capsys.readouterr()
-        assert all(f"\n  {verb} " in said.out for verb in (*TRAINERS, *TOOLS)) and not said.err
+        assert all(f"\n  {verb} " in said.out for verb in (*ALGORITHMS, *TOOLS)) and not said.err
 
 
-@pytest.mark.parametrize("verb", TRAINERS)
+@pytest.mark.parametrize("verb", ALGORITHMS)
 def test_help_of_a_trainer_names_every_option(verb, capsys):
     assert command(verb, "--help") == 0
     said = capsys.readouterr().out
     for key in option_keys(with_algorithm(ALGORITHMS[verb])):
         assert f"--{key}" in said, key
-    assert "CONFIG.yaml" in said and TRAINERS[verb].split(":")[0].split()[0] in said
+    assert "CONFIG.yaml" in said and ALGORITHMS[verb].help.split(":")[0].split()[0] in said
     assert "(required)" not in said and "UNSET" not in said
 
 

@@ -16,7 +16,7 @@ import pytest
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import option_keys, verb_of_file
 from posttrain.config.sections import DataConfig, ModelConfig, with_algorithm
-from posttrain.config.verbs import PIPELINES, TOOLS, TRAINERS
+from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.data.dataset import Encoder
 from posttrain.data.reading.formats import FORMATS, SourceFormat, recognise
 from posttrain.data.reading.sources import Record
@@ -65,7 +65,7 @@ def shortened(arguments):
     """The same command with few steps, if it trains."""
     if arguments[0] in PIPELINES:
         return [*arguments, "--quiet", "--steps", "1"]
-    if arguments[0] not in TRAINERS or "--help" in arguments:
+    if arguments[0] not in ALGORITHMS or "--help" in arguments:
         return arguments
     steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 0
     return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", "--steps", "2"])]
@@ -181,7 +181,7 @@ def test_everything_shown_runs(document, workplace, servers):
 
 def test_every_trainer_and_tool_is_shown_in_the_readme():
     shown = {words[1] for _, body in blocks("README.md", "bash") for words in commands(body) if words[0] == "posttrain"}
-    assert shown == {*TRAINERS, *PIPELINES, *TOOLS} - {"demo"}
+    assert shown == {*ALGORITHMS, *PIPELINES, *TOOLS} - {"demo"}
     assert "make demo" in text_of("README.md") and "make test" in text_of("README.md")
 
 
@@ -204,7 +204,7 @@ def test_presets_of_pipelines_run(name, workplace):
 
 
 def test_there_is_a_preset_for_each_trainer_and_pipeline():
-    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} >= {*TRAINERS, *PIPELINES}
+    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} >= {*ALGORITHMS, *PIPELINES}
 
 
 def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
@@ -294,13 +294,13 @@ def ours(document):
 
 
 def test_what_others_options_are_called_here_exists():
-    keys = {verb: set(option_keys(with_algorithm(ALGORITHMS[verb]))) for verb in TRAINERS}
+    keys = {verb: set(option_keys(with_algorithm(ALGORITHMS[verb]))) for verb in ALGORITHMS}
     known = set[str]().union(*keys.values())
     found = 0
     for row, text in ours("docs/coming-from.md"):
         words = text.split()
         if words[0] == "posttrain":
-            assert words[1] in {*TRAINERS, *PIPELINES, *TOOLS}, row
+            assert words[1] in {*ALGORITHMS, *PIPELINES, *TOOLS}, row
             options = {word[2:].replace(".no_", ".") for word in words if word.startswith("--")}
             assert options <= keys.get(words[1], set()), row
         elif text not in OTHERWISE:

@@ -29,7 +29,7 @@ def working_folder(tmp_path, monkeypatch):
 
 
 def train(verb, out, *more, path="pico"):
-    given = ("--model.path", path, "--data.train", f"{ALGORITHMS[verb].rows}.jsonl", "--out", out, "--quiet")
+    given = ("--model.path", path, "--data.train", f"{ALGORITHMS[verb].example_kind}.jsonl", "--out", out, "--quiet")
     assert command(verb, *given, "--steps", 3, "--update.learning_rate", 1e-3, *more) == 0
     return newest_valid(Path(out) / "checkpoints")
 

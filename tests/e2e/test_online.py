@@ -72,10 +72,10 @@ def test_it_stays_one_for_fifty_steps_without_learning(tmp_path):
 
 def test_the_ratio_shows_sampling_that_the_trainer_is_not_told_of(tmp_path, monkeypatch):
     """The tests above mean nothing if a mismatch would not show; and it stops the run."""
-    from posttrain.core.types import Drawing
+    from posttrain.core.types import SamplingDistribution
     from posttrain.train import online
 
-    monkeypatch.setattr(online, "Drawing", lambda **_: Drawing())
+    monkeypatch.setattr(online, "SamplingDistribution", lambda **_: SamplingDistribution())
     with pytest.raises(DivergedError, match=r"rollout.max_mismatch = 0.1"):
         train("grpo", **options(tmp_path, rollout={"temperature": 0.3}, steps=5))
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
@@ -229,7 +229,7 @@ def test_answers_without_a_gradient_are_left_out_and_change_nothing(tmp_path, mo
     train("grpo", **chosen)
     left_out = metrics_of(tmp_path)
     assert all(0 < row["no_signal"] < 1 for row in left_out)
-    monkeypatch.setattr(GRPO, "moves", lambda self, sample: True)
+    monkeypatch.setattr(GRPO, "has_gradient", lambda self, sample: True)
     train("grpo", **(chosen | {"out": str(tmp_path / "all")}))
     rows = [json.loads(line) for line in (tmp_path / "all/metrics.jsonl").read_text().splitlines()]
     for one, other in zip(left_out, rows, strict=True):

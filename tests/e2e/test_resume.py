@@ -17,7 +17,7 @@ STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5
 
 
 def options(verb, folder, out, **changes):
-    rows = write_rows(ALGORITHMS[verb].rows, folder)
+    rows = write_rows(ALGORITHMS[verb].example_kind, folder)
     algo = {"distill": {"teacher": "pico"}, "kto": {}}.get(verb, {})
     online = {
         "reward": [write_judge(folder)],

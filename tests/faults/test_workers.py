@@ -23,19 +23,16 @@ import torch.distributed as dist
 from posttrain.algorithms.base import register
 from posttrain.algorithms.sft import SFT
 from posttrain.cli.main import main
-from posttrain.config.verbs import TRAINERS
 
-TRAINERS["frail"] = "SFT that may die"
-
-@register("frail")
+@register("frail", help="SFT that may die")
 class Frail(SFT):
     steps = 0
 
-    def score(self, samples):  # called by the controller, once a step
+    def assign_credit(self, samples):  # called by the controller, once a step
         self.steps += 1
         if self.steps == 4:  # a run that goes on does not count so far any more
             Path("fault").touch()
-        return super().score(samples)
+        return super().assign_credit(samples)
 
     def loss(self, out, batch):
         if Path("fault").exists() and dist.get_rank() == 1:

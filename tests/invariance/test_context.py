@@ -13,7 +13,7 @@ import torch.nn.attention.varlen
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference
 from posttrain.parallel.context import Context
@@ -44,7 +44,7 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
         torch.nn.attention.varlen.varlen_attn = twin_of_the_kernel(behind=True)
         learner.trunk.ragged_kernel = True
         learner.inside(layers.speed_up, learner.model, reference)
-    made, wanted = samples(case), Request(names=frozenset({"logprobs", "entropy"}))
+    made, wanted = samples(case), ForwardRequest(names=frozenset({"logprobs", "entropy"}))
     objective = Objective(request=wanted, loss=lambda out, _: Loss(total=-out.logprobs.sum()), unit="token")
     assert learner.shared_tokens and learner.shared_tokens < 33
     found: dict[str, Any] = {"logprobs": np.concatenate(learner.logprobs(made)).tolist(), "steps": []}

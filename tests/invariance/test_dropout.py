@@ -20,7 +20,7 @@ def steps(learner: Learner, rank: int, number: int) -> list[list[float]]:
     """Loss of this rank's part and norm of the gradients, of so many steps in two passes each."""
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
     samples = prepared(algo, learner)
-    objective = Objective(request=algo.request(len), loss=algo.loss, unit=algo.unit)
+    objective = Objective(request=algo.forward_request(len), loss=algo.loss, unit=algo.unit)
     mine = split_evenly(samples, 2)[rank]
     by, tokens = count(samples, algo.unit), sum(map(len, samples))
     found = []

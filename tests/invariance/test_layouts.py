@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS, RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError, UsageError
@@ -19,7 +19,7 @@ from posttrain.core.types import count
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
-from tests.invariance.test_split import prepared
+from tests.invariance.test_split import algorithm, prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
@@ -40,9 +40,8 @@ class Trained:
 
     def __init__(self, case: str, folders: dict[str, str], layout: Layout | None = None) -> None:
         chosen = dict(CASES[case])
-        algorithm = ALGORITHMS[chosen.pop("verb", "sft")]
-        self.algo: Any = algorithm(algorithm.Config(**chosen.pop("algo", {})))
-        self.algo.max_answer_tokens = 30
+        settings = RolloutSettings(max_completion_tokens=30)
+        self.algo: Any = algorithm(chosen.pop("verb", "sft"), settings, **chosen.pop("algo", {}))
         layout = layout or Layout()
         self.model = ModelConfig(path=folders[chosen.pop("family")], **chosen)
         update = UpdateConfig(tokens_per_device=60, ema_decay=0.9)
@@ -57,7 +56,7 @@ class Trained:
         samples = prepared(
             self.algo, Learner(self.model, UpdateConfig(), trainable=False, layout=None) if online else None
         )
-        request = self.algo.request(lambda text: 5)
+        request = self.algo.forward_request(lambda text: 5)
         objective = self.algo.objective(request)
         mine, by = split_evenly(samples, self.ranks)[self.rank], count(samples, self.algo.unit)
         found = []

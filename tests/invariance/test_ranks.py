@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms import RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, UpdateConfig
-from posttrain.core.types import Objective, Request, count
+from posttrain.core.types import ForwardRequest, Objective, count
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference as plain_steps
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
-from tests.invariance.test_split import prepared
+from tests.invariance.test_split import algorithm, prepared
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
 
@@ -96,9 +96,7 @@ def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1
     """Sum of losses and norm of gradients of each step, of the part of a data rank."""
     teacher = ModelConfig(path=folder.replace(case.family, "llama")) if case.verb == "distill" else None
     taught = {"teacher": teacher.path} if teacher else {}
-    algo = ALGORITHMS[case.verb](ALGORITHMS[case.verb].Config(**case.algo, **taught))
-    if algo.online:
-        algo.max_answer_tokens = 30
+    algo = algorithm(case.verb, RolloutSettings(max_completion_tokens=30), **case.algo, **taught)
     model = ModelConfig(path=folder, **case.model)
     head = "score" if case.critic else algo.head
     options = {"head": head, "teacher": teacher, "value_head": "values" in algo.outputs(), "layout": layout}
@@ -107,10 +105,10 @@ def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1
         assert learner.inside(layers.speed_up, learner.model, plain_steps)
     policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
-    request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)
+    request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)
     objective = algo.objective(request)
     if case.critic:
-        objective = Objective(request=Request(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
+        objective = Objective(request=ForwardRequest(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
     mine = split_evenly(samples, ranks, objective.group_size)[rank]
     by, tokens = count(samples, objective.unit), sum(map(len, samples))
     steps = []

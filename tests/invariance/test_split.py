@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import Drawing, Objective, Request, Sample, count
+from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count
 from posttrain.nn import layers
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import add_up, averages
@@ -28,7 +28,8 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("reinforce", {"baseline": True, "gamma": 0.9, "mini_batch_size": 4}),
     ("ppo", {"shared_trunk": 0.5, "average": "sample", "kl_in": "loss"}),
 ]
-DRAWN_FROM = Drawing(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01)
+DRAWN_FROM = SamplingDistribution(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01)
+SETTINGS = RolloutSettings(max_completion_tokens=30, distribution=DRAWN_FROM)
 
 
 def rows_for(algo, seed=0, count_rows=6, alike=0):
@@ -38,7 +39,7 @@ def rows_for(algo, seed=0, count_rows=6, alike=0):
     for row in range(count_rows):
         if row % 3 == 0:
             beginning = rng.integers(3, 60, alike)
-        for member in range({"pair": 2, "prompt": 3}.get(algo.rows, 1)):
+        for member in range({"pair": 2, "prompt": 3}.get(algo.example_kind, 1)):
             length = alike + int(rng.integers(3, 25))
             prompt = alike + int(rng.integers(1, length - alike))
             mask = np.arange(length) >= prompt
@@ -71,18 +72,25 @@ def folder(tmp_path_factory):
     return {name: str(tiny_folder(name, tmp_path_factory.mktemp(name))) for name in ("llama", "mixtral")}
 
 
+def algorithm(verb, settings, **options):
+    cls = ALGORITHMS[verb]
+    return cls(cls.Config(**options), settings) if issubclass(cls, OnlineAlgorithm) else cls(cls.Config(**options))
+
+
 def prepared(algo, learner=None, alike=0):
     samples = algo.prepare(rows_for(algo, alike=alike))
     if algo.online:  # policies that differ a little from the one in training
         rng = np.random.default_rng(1)
-        for sample, stream in zip(samples, learner.logprobs(samples, drawing=algo.drawing), strict=True):
+        for sample, stream in zip(
+            samples, learner.logprobs(samples, distribution=algo.rollout.distribution), strict=True
+        ):
             for name in ("logprobs", "ref_logprobs", *(["old_logprobs"] if algo.several_updates() else [])):
                 setattr(sample, name, (stream + rng.normal(0, 0.1, len(sample)) * sample.mask).astype(np.float32))
     for sample in samples:
         if sample.ref_logprobs is None:
             sample.ref_logprobs = -0.1 * sample.mask.astype(np.float32)
             sample.logprobs = -0.2 * sample.mask.astype(np.float32)
-    return algo.score(samples)
+    return algo.assign_credit(samples)
 
 
 def gradients(learner, objective, parts, samples):
@@ -106,9 +114,7 @@ EVERY_ALGORITHM = every(VARIANTS)
 def made(folder, verb, options, model):
     """An algorithm, its objective and a learner for it."""
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
-    algo = ALGORITHMS[verb](ALGORITHMS[verb].Config(**options))
-    if algo.online:
-        algo.max_answer_tokens, algo.drawing = 30, DRAWN_FROM
+    algo = algorithm(verb, SETTINGS, **options)
     config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
     teacher = ModelConfig(path=folder[model], dtype="float32") if verb == "distill" else None
     value_head = "values" in algo.outputs()
@@ -118,7 +124,7 @@ def made(folder, verb, options, model):
             for parameter in learner.teacher.model.parameters():
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
                 parameter.add_(0.1 * noise.to(parameter.device))
-    request = replace(algo.request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
+    request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
     objective = algo.objective(request)
     return algo, objective, learner
 
@@ -148,7 +154,9 @@ def test_neither_does_sharing(folder, verb, options, model):
 def in_small_chunks(algo, objective, learner, monkeypatch):
     """Gradients of the same loss with logits computed once, and twice; many chunks, some packs with padding."""
     if algo.online:
-        objective = replace(objective, request=replace(objective.request, drawing=Drawing(temperature=0.7)))
+        objective = replace(
+            objective, request=replace(objective.request, distribution=SamplingDistribution(temperature=0.7))
+        )
     samples = prepared(algo, learner)
     learner.update = UpdateConfig(tokens_per_device=60)
     learner.trunk.plain_head = replace(learner.trunk.plain_head, multiple=8)
@@ -177,7 +185,7 @@ def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):
 
     def looks(shares):
         policy.trunk.shares = critic.trunk.shares = shares
-        drawn = policy.logprobs(samples, drawing=DRAWN_FROM)
+        drawn = policy.logprobs(samples, distribution=DRAWN_FROM)
         return [*policy.logprobs(samples), *drawn, *critic.values(samples), np.array(critic.scores(samples))]
 
     for shared, plain in zip(looks(True), looks(False), strict=True):
@@ -192,7 +200,7 @@ def test_neither_do_they_for_a_critic(folder, model):
     samples = prepared(algo, policy)
     config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
     critic = Learner(config, UpdateConfig(), head="score")
-    request = Request(names=frozenset({"values"}), router_loss=config.router_loss)
+    request = ForwardRequest(names=frozenset({"values"}), router_loss=config.router_loss)
     compare(critic, Objective(request=request, loss=algo.critic_loss, unit="token"), samples)
 
 

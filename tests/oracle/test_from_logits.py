@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from posttrain.core import ops
+from posttrain.nn import logprobs as chunked
 
 from . import slow
 
@@ -42,11 +43,11 @@ def divergence(student_rows, teacher_rows, kind, beta, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.2)])
 def test_divergence_and_its_gradient(kind, beta, temperature, monkeypatch):
-    monkeypatch.setattr(ops, "LOGITS_PER_CHUNK", 10)  # two positions a chunk
+    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 10)  # two positions a chunk
     rng = np.random.default_rng(0)
     student = torch.tensor(rng.normal(0, 2, (7, 5))).requires_grad_()
     teacher = torch.tensor(rng.normal(0, 2, (7, 5))).requires_grad_()
-    found = ops.token_divergence(student, teacher, lambda x: x, lambda x: x, 5, kind, beta, temperature)
+    found = chunked.token_divergence(student, teacher, lambda x: x, lambda x: x, 5, kind, beta, temperature)
     found.sum().backward()
 
     def formula(values):
@@ -61,11 +62,11 @@ def test_divergence_and_its_gradient(kind, beta, temperature, monkeypatch):
 
 
 def test_token_logprobs_their_gradient_and_the_entropy(monkeypatch):
-    monkeypatch.setattr(ops, "LOGITS_PER_CHUNK", 10)
+    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 10)
     rng = np.random.default_rng(1)
     logits = torch.tensor(rng.normal(0, 2, (7, 5))).requires_grad_()
     targets = torch.tensor(rng.integers(0, 5, 7))
-    logprobs, entropy = ops.token_logprobs(logits, targets, lambda x: x, 5)
+    logprobs, entropy = chunked.token_logprobs(logits, targets, lambda x: x, 5)
     logprobs.sum().backward()
 
     def formula(values):

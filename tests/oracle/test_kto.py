@@ -79,7 +79,7 @@ def test_baseline_is_the_mean_log_ratio_of_the_mismatched_pairs():
     samples = algo.prepare([row([1], [10], 1), row([3], [20, 21], 0)])
     fill(samples[2], [-1.0, -1.5], [-2.0, -1.25])  # log-ratio 0.75
     fill(samples[3], [-0.5], [-0.75])  # log-ratio 0.25
-    real = algo.score(samples)
+    real = algo.assign_credit(samples)
     assert real == samples[:2]
     assert [sample.baseline for sample in real] == [0.5, 0.5]
 
@@ -89,7 +89,7 @@ def test_baseline_per_token_when_lengths_are_normalised():
     samples = algo.prepare([row([1], [10], 1), row([3], [20, 21], 0)])
     fill(samples[2], [-1.0, -1.5], [-2.0, -1.25])  # 0.75 over 2 tokens
     fill(samples[3], [-0.5], [-0.75])
-    assert algo.score(samples)[0].baseline == (0.375 + 0.25) / 2
+    assert algo.assign_credit(samples)[0].baseline == (0.375 + 0.25) / 2
 
 
 def test_baseline_is_never_negative():
@@ -97,7 +97,7 @@ def test_baseline_is_never_negative():
     samples = algo.prepare([row([1], [10], 1), row([3], [20], 0)])
     fill(samples[2], [-2.0], [-1.0])
     fill(samples[3], [-1.0], [-1.5])
-    assert [sample.baseline for sample in algo.score(samples)] == [0, 0]
+    assert [sample.baseline for sample in algo.assign_credit(samples)] == [0, 0]
 
 
 def test_vanilla_measures_each_side_against_the_other():
@@ -109,23 +109,23 @@ def test_vanilla_measures_each_side_against_the_other():
         row([4], [40], 0, logprobs=[-1.0], reference=[-1.75]),  # undesirable: 0.75
     ]
     assert algo.prepare(rows) == rows
-    assert algo.score(rows) == rows
+    assert algo.assign_credit(rows) == rows
     assert [sample.baseline for sample in rows] == [0.5, 0.75, 0.5, 0.75]
 
 
 def test_vanilla_clamps_each_side():
     algo = KTO(KTO.Config(variant="vanilla"))
     rows = [row([1], [10], 1, [-3.0], [-2.0]), row([2], [20], 0, [-1.0], [-2.0])]
-    assert [sample.baseline for sample in algo.score(rows)] == [1.0, 0.0]
+    assert [sample.baseline for sample in algo.assign_credit(rows)] == [1.0, 0.0]
 
 
 def test_only_what_measures_the_baseline_needs_the_policy():
     algo = KTO(KTO.Config())
     real, _, pair, _ = algo.prepare([row([1], [10], 1), row([3], [20], 0)])
     assert algo.needs() == {"ref_logprobs", "logprobs"}
-    assert [algo.fills("logprobs", sample) for sample in (real, pair)] == [False, True]
-    assert [algo.fills("ref_logprobs", sample) for sample in (real, pair)] == [True, True]
-    assert KTO(KTO.Config(variant="vanilla")).fills("logprobs", real)
+    assert [algo.is_needed("logprobs", sample) for sample in (real, pair)] == [False, True]
+    assert [algo.is_needed("ref_logprobs", sample) for sample in (real, pair)] == [True, True]
+    assert KTO(KTO.Config(variant="vanilla")).is_needed("logprobs", real)
 
 
 def test_only_the_baseline_crosses_samples():
@@ -162,6 +162,6 @@ def test_steps_that_cannot_be_scored_are_refused():
         KTO(KTO.Config()).prepare([row([1], [10], 1)])
     one_sided = [row([1], [10], 1, [-1.0], [-1.0]), row([2], [20], 1, [-1.0], [-1.0])]
     with pytest.raises(UsageError, match=r"algo\.variant vanilla needs desirable and undesirable"):
-        KTO(KTO.Config(variant="vanilla")).score(one_sided)
+        KTO(KTO.Config(variant="vanilla")).assign_credit(one_sided)
     with pytest.raises(UsageError, match=r"algo\.precompute_reference.*algo\.variant"):
         KTO(KTO.Config(precompute_reference=True))

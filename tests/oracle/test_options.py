@@ -45,10 +45,12 @@ def test_bad_values_name_the_option(name, options, message):
 
 def test_what_is_asked_of_the_forward_pass():
     ids = {"+": 7, "-": 9}
-    steps = build("prm").request(ids.__getitem__)
+    steps = build("prm").forward_request(ids.__getitem__)
     assert (steps.names, steps.choice_ids, steps.among_all) == ({"choices"}, (7, 9), False)
-    assert build("prm", among="vocabulary").request(ids.__getitem__).among_all
-    taught = build("distill", teacher="pico", divergence="jsd", jsd_beta=0.3, temperature=2.0).request(ids.__getitem__)
+    assert build("prm", among="vocabulary").forward_request(ids.__getitem__).among_all
+    taught = build("distill", teacher="pico", divergence="jsd", jsd_beta=0.3, temperature=2.0).forward_request(
+        ids.__getitem__
+    )
     assert (taught.names, taught.divergence, taught.jsd_beta, taught.temperature) == ({"divergence"}, "jsd", 0.3, 2.0)
     assert build("distill", teacher="pico", sft_weight=0.1).outputs() == {"divergence", "logprobs"}
     assert build("dpo").needs() == {"ref_logprobs"}
@@ -58,12 +60,12 @@ def test_what_is_asked_of_the_forward_pass():
 
 def test_paths_and_tokens_that_loops_ask_for():
     for name in ("dpo", "kto"):
-        assert build(name).reference() == ""
-        assert build(name, reference="there").reference() == "there"
-        assert not build(name).precomputes()
-    assert build("dpo", precompute_reference=True).precomputes()
-    assert build("kto", variant="vanilla", precompute_reference=True).precomputes()
-    assert build("distill", teacher="pico").teacher() == "pico"
+        assert build(name).reference_path() == ""
+        assert build(name, reference="there").reference_path() == "there"
+        assert not build(name).precompute_reference()
+    assert build("dpo", precompute_reference=True).precompute_reference()
+    assert build("kto", variant="vanilla", precompute_reference=True).precompute_reference()
+    assert build("distill", teacher="pico").teacher_path() == "pico"
     assert build("prm", placeholder="<step>").placeholder() == "<step>"
     assert build("prm").annotations() == {"placeholder_token": "ки", "reward_tokens": ["+", "-"]}
-    assert {name: cls.least_rows for name, cls in ALGORITHMS.items() if cls.least_rows > 1} == {"kto": 2}
+    assert {name: cls.min_batch_size for name, cls in ALGORITHMS.items() if cls.min_batch_size > 1} == {"kto": 2}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.algorithms.policy import standardized
+from posttrain.algorithms.policy import standardize
 from posttrain.core import ops
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
@@ -50,7 +50,7 @@ def test_group_norm(name, options, old):
             return slow_policy.standardize(rewards, epsilon) if scale else centred
 
         expected = slow_policy.group_credit(rows, gains, **of_the_reward(options))
-        scored = algorithm(name, scale_by_std=scale, std_epsilon=epsilon, **options).score(rows)
+        scored = algorithm(name, scale_by_std=scale, std_epsilon=epsilon, **options).assign_credit(rows)
         assert scored == rows
         same_credit(rows, expected)
 
@@ -59,7 +59,7 @@ def test_group_norm(name, options, old):
 def test_leave_one_out(options):
     rows = drawn(np.random.default_rng(1))
     expected = slow_policy.group_credit(rows, slow_policy.leave_one_out, **of_the_reward(options))
-    algorithm("rloo", **options).score(rows)
+    algorithm("rloo", **options).assign_credit(rows)
     same_credit(rows, expected)
 
 
@@ -69,7 +69,7 @@ def test_leave_one_out(options):
 def test_reinforce(baseline, gamma, options):
     rows = drawn(np.random.default_rng(2))
     expected = slow_policy.reinforce_credit(rows, gamma, baseline, **of_the_reward(options))
-    algorithm("reinforce", gamma=gamma, baseline=baseline, **options).score(rows)
+    algorithm("reinforce", gamma=gamma, baseline=baseline, **options).assign_credit(rows)
     same_credit(rows, expected)
     tokens = np.concatenate([sample.advantages[sample.mask] for sample in rows])
     assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.std(ddof=1) == pytest.approx(1, rel=1e-4)
@@ -81,7 +81,7 @@ def test_remax(options):
     assert not any(cls.greedy_baseline for name, cls in ALGORITHMS.items() if cls.online and name != "remax")
     rows = drawn(np.random.default_rng(3))
     expected = slow_policy.remax_credit(rows, **of_the_reward(options))
-    algorithm("remax", **options).score(rows)
+    algorithm("remax", **options).assign_credit(rows)
     same_credit(rows, expected)
 
 
@@ -92,7 +92,7 @@ def test_generalised_advantages(whiten, gamma, gae_lambda, options):
     """Tokens of an environment between two turns are stepped over: the samples have such masks."""
     rows = drawn(np.random.default_rng(4))
     expected, returns = slow_policy.gae_credit(rows, gamma, gae_lambda, whiten, **of_the_reward(options))
-    algorithm("ppo", gamma=gamma, gae_lambda=gae_lambda, whiten=whiten, **options).score(rows)
+    algorithm("ppo", gamma=gamma, gae_lambda=gae_lambda, whiten=whiten, **options).assign_credit(rows)
     same_credit(rows, expected)
     same_credit(rows, returns, lambda sample: sample.returns)
 
@@ -107,7 +107,7 @@ def answer(reward, group=0, mask=(0, 1, 1)):
 def test_a_group_that_teaches_nothing_gets_exactly_zero(name):
     equal = 0.1 + 0.2  # not a number that its mean would give back exactly
     rows = [answer(equal, 0) for _ in range(3)] + [answer(0.7, 1)] + [answer(1.0, 2), answer(0.0, 2)]
-    algorithm(name, kl=0.0).score(rows)
+    algorithm(name, kl=0.0).assign_credit(rows)
     assert [row.advantages.any() for row in rows] == [False] * 4 + [True] * 2
     assert all(np.isfinite(row.advantages).all() for row in rows)
 
@@ -117,7 +117,7 @@ def test_one_answer_in_all_or_one_without_tokens_is_no_accident(name):
     for rows in ([answer(1.0, mask=(0, 1))], [answer(1.0, mask=(0, 0))], [answer(1.0, mask=(0,)), answer(0.0)]):
         for row in rows:
             row.values = np.zeros(len(row), dtype=np.float32)
-        algorithm(name, kl=0.0).score(rows)
+        algorithm(name, kl=0.0).assign_credit(rows)
         for row in rows:
             assert np.isfinite(row.advantages).all() and not row.advantages[~row.mask].any()
 
@@ -125,7 +125,7 @@ def test_one_answer_in_all_or_one_without_tokens_is_no_accident(name):
 def test_an_answer_without_counted_tokens_still_counts_in_its_group():
     """Answers cut off at the limit may be left out of the loss; the others are judged against them all the same."""
     rows = [answer(1.0), answer(0.0, mask=(0, 0, 0)), answer(0.0, mask=(0, 0))]
-    algorithm("grpo", scale_by_std=False).score(rows)
+    algorithm("grpo", scale_by_std=False).assign_credit(rows)
     assert rows[0].advantages.tolist() == pytest.approx([0, 2 / 3, 2 / 3])
     assert not rows[1].advantages.any()
 
@@ -156,13 +156,13 @@ def test_nothing_is_to_come_where_there_is_nothing():
 @given(numbers, st.floats(0.5, 10), st.floats(-50, 50), st.randoms())
 def test_standardized_numbers_know_neither_unit_nor_origin_nor_order(values, scale, shift, random):
     x = np.array(values, dtype=np.float64)
-    found = standardized(x, 0.0)
+    found = standardize(x, 0.0)
     assert np.isfinite(found).all()
     if np.ptp(x) > 1e-3:
-        assert standardized(x * scale + shift, 0.0) == pytest.approx(found, abs=1e-6)
+        assert standardize(x * scale + shift, 0.0) == pytest.approx(found, abs=1e-6)
         assert found.mean() == pytest.approx(0, abs=1e-6) and found.std(ddof=1) == pytest.approx(1)
         order = random.sample(range(len(x)), len(x))
-        assert standardized(x[order], 0.0) == pytest.approx(found[order], abs=1e-9)
+        assert standardize(x[order], 0.0) == pytest.approx(found[order], abs=1e-9)
     elif np.ptp(x) == 0:
         assert not found.any()
 
@@ -176,8 +176,8 @@ def test_the_weight_of_the_kl_follows_its_target():
         rows = drawn(rng)
         kls = [float((row.old_logprobs - row.ref_logprobs)[row.mask].sum()) for row in rows]
         kl = sum(kls) / len(kls)
-        algo.score(rows)
-        algo.observe({}, len(rows))
+        algo.assign_credit(rows)
+        algo.after_step({}, len(rows))
         weight *= 1 + max(-0.2, min(0.2, kl / 2.0 - 1)) * len(rows) / 100
         assert algo.kl_weight == pytest.approx(weight, rel=1e-5), step
     resumed = algorithm("ppo", kl=0.1, kl_target=(2.0, 10_000))
@@ -193,17 +193,17 @@ def test_the_weight_of_the_kl_follows_its_target():
 
 
 def drawn_and_scored(algo):
-    return algo.score(drawn(np.random.default_rng(0)))
+    return algo.assign_credit(drawn(np.random.default_rng(0)))
 
 
 def test_a_weight_without_a_target_stays_and_one_can_never_turn_negative():
     fixed = algorithm("grpo", kl=0.1)
     drawn_and_scored(fixed)
-    fixed.observe({}, 1000)
+    fixed.after_step({}, 1000)
     assert fixed.kl_weight == 0.1
     hasty = algorithm("grpo", kl=0.1, kl_target=(1e6, 1))
     drawn_and_scored(hasty)
-    hasty.observe({}, 1000)
+    hasty.after_step({}, 1000)
     assert hasty.kl_weight == pytest.approx(0.08)
 
 
@@ -237,13 +237,13 @@ def test_what_the_loop_asks_for():
     assert algorithm("grpo", mini_batch_size=4).several_updates() and not algorithm("grpo").several_updates()
     assert algorithm("grpo", average="sample").unit == algorithm("gspo").unit == "sample"
     assert algorithm("ppo").needs() == {"ref_logprobs", "values"} and algorithm("ppo", kl=0.0).needs() == {"values"}
-    assert algorithm("ppo", critic="there").critic_path() == "there"
+    assert algorithm("ppo", critic="there").critic().path == "there"
     frozen = algorithm("ppo", freeze_actor_steps=2)
-    assert [frozen.actor_frozen(step) for step in (1, 2, 3)] == [True, True, False]
-    assert {name: algorithm(name).fewest_samples() for name in ONLINE} == {
+    assert [frozen.policy_frozen(step) for step in (1, 2, 3)] == [True, True, False]
+    assert {name: algorithm(name).min_samples_per_prompt() for name in ONLINE} == {
         **dict.fromkeys(GROUPED, 2),
         **dict.fromkeys(["ppo", "reinforce", "remax"], 1),
     }
-    assert algorithm("reinforce", baseline=True).fewest_samples() == 2
-    assert algorithm("grpo", entropy=0.1).request(len).entropy_gradient
-    assert not algorithm("grpo").request(len).entropy_gradient
+    assert algorithm("reinforce", baseline=True).min_samples_per_prompt() == 2
+    assert algorithm("grpo", entropy=0.1).forward_request(len).entropy_gradient
+    assert not algorithm("grpo").forward_request(len).entropy_gradient

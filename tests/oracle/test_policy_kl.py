@@ -6,6 +6,7 @@ import torch
 
 from posttrain.core import ops
 from posttrain.core.types import Outputs, Sample
+from posttrain.nn import logprobs as chunked
 
 from .batches import batch_of
 from .test_policy_losses import algorithm
@@ -57,8 +58,8 @@ def test_gradients_in_expectation():
         return logits.grad
 
     assert torch.allclose(expected_gradient("k1"), torch.zeros(PLACES, WORDS, dtype=torch.float64), atol=1e-12)
-    assert torch.allclose(expected_gradient("k2"), gradient_of(lambda p, q: ops.kl(p, q)), atol=1e-12)
-    assert torch.allclose(expected_gradient("k3"), gradient_of(lambda p, q: ops.kl(q, p)), atol=1e-12)
+    assert torch.allclose(expected_gradient("k2"), gradient_of(lambda p, q: chunked.kl(p, q)), atol=1e-12)
+    assert torch.allclose(expected_gradient("k3"), gradient_of(lambda p, q: chunked.kl(q, p)), atol=1e-12)
 
 
 def test_in_the_reward_only_k1_follows_the_kl():
@@ -73,7 +74,7 @@ def test_in_the_reward_only_k1_follows_the_kl():
         return logits.grad
 
     logits = policy.clone().requires_grad_()
-    forwards, backwards = (ops.kl(*pair).sum() for pair in in_both_orders(logits, reference))
+    forwards, backwards = (chunked.kl(*pair).sum() for pair in in_both_orders(logits, reference))
     (to,) = torch.autograd.grad(forwards, logits, retain_graph=True)
     (fro,) = torch.autograd.grad(backwards, logits)
     assert torch.allclose(expected_gradient("k1"), to, atol=1e-12)
@@ -130,7 +131,7 @@ def test_without_a_reward_the_policy_returns_to_the_reference(name, options):
     start = exact_kl(policy, reference)
     for _ in range(25):
         rows, words = draw(policy, reference, 256, 8, generator)
-        batch = batch_of(algo.score(rows))
+        batch = batch_of(algo.assign_credit(rows))
         logits = policy.clone().requires_grad_()
         picked = logits.log_softmax(-1)[torch.arange(PLACES), words]  # [answers, places]
         logprobs = torch.nn.functional.pad(picked, (1, 0)).flatten()

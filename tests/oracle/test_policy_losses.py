@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithms import ALGORITHMS
+from posttrain.algorithms import ALGORITHMS, RolloutSettings
 from posttrain.core.types import Outputs
 
 from . import slow, slow_policy
@@ -53,9 +53,7 @@ def label(value):
 
 def algorithm(name, **options):
     cls = ALGORITHMS[name]
-    algo = cls(cls.Config(**options))
-    algo.max_answer_tokens = LONGEST
-    return algo
+    return cls(cls.Config(**options), RolloutSettings(max_completion_tokens=LONGEST))
 
 
 def stream(rng, sample, low=-1.0, high=1.0):
@@ -146,7 +144,7 @@ def test_the_first_grpo_of_mindrlhf_is_a_choice_of_options(seed):
 
     assert loss.item() == pytest.approx(formula(now), rel=1e-9)
     same_gradient(out.logprobs.grad, formula, now, rows, batch)
-    algo.credit(rows)
+    algo.compute_advantages(rows)
     for group in slow_policy.groups_of(rows):
         expected = slow_policy.standardize([sample.reward for sample in group], 1e-4)
         for sample, gain in zip(group, expected, strict=True):
@@ -252,7 +250,7 @@ def test_a_batch_without_a_counted_token_is_finite_and_has_a_gradient_path(name)
     rng = np.random.default_rng(0)
     algo = algorithm(name, kl=0.1, entropy=0.1)
     rows = [sample for sample in drawn(rng) if not sample.mask.any()]
-    algo.score(rows)
+    algo.assign_credit(rows)
     batch = batch_of(rows)
     out = outputs_near(rng, rows, batch)
     loss = algo.loss(out, batch)

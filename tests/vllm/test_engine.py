@@ -13,7 +13,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import Drawing, Sample
+from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine, parsed
 from posttrain.models import adapters
@@ -81,7 +81,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_logprobs_are_the_trainers(both, settings):
     samples = both.engine.generate(requests(), Sampling(max_tokens=20, **settings))
-    expected = both.learner.logprobs(samples, drawing=Drawing(**settings))
+    expected = both.learner.logprobs(samples, distribution=SamplingDistribution(**settings))
     assert len({tuple(s.tokens) for s in samples}) == len(samples)
     for sample, logprobs in zip(samples, expected, strict=True):
         assert np.abs(sample.logprobs - logprobs).max() < 1e-4
@@ -251,7 +251,9 @@ def test_adapters_alone_are_sent(tmp_path):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         engine.load(adapters.adapter_tensors(learner.model).items(), version)
         samples = engine.generate(requests(), Sampling(max_tokens=12, temperature=0.8))
-        for sample, logprobs in zip(samples, learner.logprobs(samples, drawing=Drawing(temperature=0.8)), strict=True):
+        for sample, logprobs in zip(
+            samples, learner.logprobs(samples, distribution=SamplingDistribution(temperature=0.8)), strict=True
+        ):
             assert sample.version == version and np.abs(sample.logprobs - logprobs).max() < 2e-4
         assert engine.check(samples, learner.logprobs(samples), 2e-4) < 2e-4
         before[version] = [sample.tokens.tolist() for sample in samples]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.config.sections import ModelConfig
-from posttrain.core.types import Request as Wanted
+from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine

@@ -5,11 +5,12 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from posttrain.core import ops
+from posttrain.nn import logprobs as chunked
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(ops, "LOGITS_PER_CHUNK", 3 * 17)  # 3 positions of a vocabulary of 17
+    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 3 * 17)  # 3 positions of a vocabulary of 17
 
 
 def head_of(weight):
@@ -23,7 +24,7 @@ def test_token_logprobs_and_entropy_equal_the_full_softmax(small_chunks):
     targets = torch.randint(0, 17, (10,))
     upstream = torch.randn(10, dtype=torch.float64)
 
-    logprobs, entropy = ops.token_logprobs(hidden, targets, head_of(weight), 17)
+    logprobs, entropy = chunked.token_logprobs(hidden, targets, head_of(weight), 17)
     found = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
 
     full = (hidden @ weight.T).log_softmax(-1)
@@ -40,7 +41,7 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(small_chunks):
     weight = torch.randn(17, 8, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        logprobs, _ = ops.token_logprobs(hidden, torch.randint(0, 17, (30,)), head_of(weight), 17)
+        logprobs, _ = chunked.token_logprobs(hidden, torch.randint(0, 17, (30,)), head_of(weight), 17)
     assert logprobs.shape == (30,)
     assert kept and max(kept) <= weight.numel(), "logits of a chunk were kept instead of being made again"
 
@@ -50,7 +51,7 @@ def test_divergence_equals_a_slow_loop(small_chunks, kind):
     torch.manual_seed(1)
     hidden, teacher_hidden = torch.randn(7, 4).double(), torch.randn(7, 4).double()
     weight, teacher_weight = torch.randn(17, 4).double(), torch.randn(17, 4).double()
-    found = ops.token_divergence(
+    found = chunked.token_divergence(
         hidden, teacher_hidden, head_of(weight), head_of(teacher_weight), 17, kind, jsd_beta=0.3, temperature=2.0
     )
     for i in range(7):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.types import Request as Wanted
+from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -24,9 +24,9 @@ def trunk(request):
 
 
 def engine_for(trunk, beams):
-    def logprobs(samples, *, drawing):
+    def logprobs(samples, *, distribution):
         with torch.no_grad():
-            out = forward(trunk, collate(samples), Wanted(drawing=drawing)).logprobs
+            out = forward(trunk, collate(samples), Wanted(distribution=distribution)).logprobs
         return [part.numpy() for part in out.split([len(sample) for sample in samples])]
 
     return BeamEngine(trunk, tiny_tokenizer(), beams, logprobs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.types import Request as Wanted
+from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kernels import reference

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.types import Request as Wanted
+from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
 from posttrain.engines import local

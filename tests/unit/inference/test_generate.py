@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.types import Drawing, Sample
+from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling
 from posttrain.inference.completion_files import read_answers
@@ -68,7 +68,7 @@ def test_log_probabilities_are_the_models_own(config):
         prompt = model.encode(row["prompt"]).tokens
         tokens = np.array([*prompt, *row["tokens"]], dtype=np.int32)
         sample = Sample(tokens=tokens, mask=np.arange(len(tokens)) >= len(prompt))
-        (logprobs,) = model.learner.logprobs([sample], drawing=Drawing(temperature=0.5))
+        (logprobs,) = model.learner.logprobs([sample], distribution=SamplingDistribution(temperature=0.5))
         assert row["logprob"] == pytest.approx(float(logprobs.sum()), abs=1e-3)
         assert row["completion"] == model.tokenizer.decode(row["tokens"], skip_special_tokens=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
-from posttrain.core.types import Request, Sample
+from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate
 from posttrain.models import memory
 from posttrain.models.loading import load_model, trainable_parameters
@@ -36,7 +36,7 @@ def measured(config: ModelConfig, head: str = "token") -> Standing:
     """Bytes that a real model, its gradients and its optimizer hold."""
     model = load_model(config, head, device=CPU, trainable=True, seed=0)
     optimizer = Optimizer(trainable_parameters(model), UpdateConfig(ema_decay=0.9))
-    out = forward(Trunk.of(model), collate([sample(8), sample(5)]), Request(names=frozenset({NAMES[head]})))
+    out = forward(Trunk.of(model), collate([sample(8), sample(5)]), ForwardRequest(names=frozenset({NAMES[head]})))
     (out.logprobs if head == "token" else out.scores).sum().backward()
     masters = optimizer.masters
     gradients = [master.grad for master in masters.values()]
@@ -115,7 +115,7 @@ def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = Fal
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = forward(trunk, collate(samples), Request())
+        out = forward(trunk, collate(samples), ForwardRequest())
     assert out.logprobs is not None
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -132,7 +132,7 @@ def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing
     folder = tiny_folder(name, tmp_path, **changes)
     config = ModelConfig(path=str(folder), dtype=dtype, checkpoint_activations=checkpointing)
     samples = [sample(64), sample(64)]
-    counted = memory.passing(memory.empty_model(config, "token", DTYPES[dtype]), samples, Request())
+    counted = memory.passing(memory.empty_model(config, "token", DTYPES[dtype]), samples, ForwardRequest())
     assert counted.kept == pytest.approx(really_kept(config, samples), rel=0.3 if checkpointing else 0.15)
     assert counted.peak > counted.kept > 0
     assert counted.forward_only < counted.peak
@@ -142,15 +142,15 @@ def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing
 def test_a_pass_leaves_the_model_as_it_was(name, tmp_path):
     config = ModelConfig(path=str(tiny_folder(name, tmp_path)), dtype="float32")
     model = memory.empty_model(config, "token", torch.float32)
-    first = memory.passing(model, [sample(16)], Request())
-    assert memory.passing(model, [sample(16)], Request()) == first
+    first = memory.passing(model, [sample(16)], ForwardRequest())
+    assert memory.passing(model, [sample(16)], ForwardRequest()) == first
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
 
 
 def test_logits_do_not_grow_with_tokens(tmp_path):
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path, vocab_size=2**16)))
     model = memory.empty_model(config, "token", torch.float32)
-    short, long = (memory.passing(model, [sample(n)], Request()) for n in (512, 4096))
+    short, long = (memory.passing(model, [sample(n)], ForwardRequest()) for n in (512, 4096))
     assert long.kept > 6 * short.kept
     chunk = 4 * 2**25
     assert short.peak - short.kept > 2 * chunk, "a chunk of logits and its gradient"
@@ -162,11 +162,11 @@ def test_every_output_can_be_counted(tmp_path):
     config = ModelConfig(path=folder)
     token, score = (memory.empty_model(config, head, torch.bfloat16) for head in NAMES)
     teacher = memory.empty_model(config, "token", torch.bfloat16, trainable=False)
-    plain = memory.passing(token, [sample(32)], Request())
-    divergence = memory.passing(token, [sample(32)], Request(names=frozenset({"divergence"})), teacher)
+    plain = memory.passing(token, [sample(32)], ForwardRequest())
+    divergence = memory.passing(token, [sample(32)], ForwardRequest(names=frozenset({"divergence"})), teacher)
     assert divergence.forward_only > plain.forward_only
-    assert memory.passing(score, [sample(32)], Request(names=frozenset({"scores"}))).kept > 0
-    choices = Request(names=frozenset({"choices"}), choice_ids=(1, 2), router_loss=0.01)
+    assert memory.passing(score, [sample(32)], ForwardRequest(names=frozenset({"scores"}))).kept > 0
+    choices = ForwardRequest(names=frozenset({"choices"}), choice_ids=(1, 2), router_loss=0.01)
     assert memory.passing(token, [sample(32)], choices).kept > 0
 
 
@@ -196,13 +196,15 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
     for number, own in enumerate(samples):
         own.tokens[:] = number  # else they begin alike and are computed once
     model = memory.empty_model(config, "token", torch.bfloat16)
-    passing = memory.passing(model, samples[:4], Request(), kernels=True)
+    passing = memory.passing(model, samples[:4], ForwardRequest(), kernels=True)
     needs = Needs(standing=memory.standing(model, average=False), passing=passing)
     gc.collect()  # what earlier tests left
     before = torch.accelerator.memory_allocated(default_device())
     learner = Learner(config, UpdateConfig(tokens_per_device=8192))
     learner.trunk.passes = None  # what graphs hold is not counted as allocated
-    objective = Objective(request=Request(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
+    objective = Objective(
+        request=ForwardRequest(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token"
+    )
     for _ in range(2):
         torch.accelerator.reset_peak_memory_stats()
         learner.forward_backward(samples, objective, denominator=1, tokens=1)
@@ -220,7 +222,7 @@ def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing,
     config = ModelConfig(path=str(folder), dtype="bfloat16", checkpoint_activations=checkpointing)
     samples = [sample(64), sample(64)]
     empty = memory.empty_model(config, "token", torch.bfloat16)
-    plain, fused = (memory.passing(empty, samples, Request(), kernels=kernels) for kernels in (False, True))
+    plain, fused = (memory.passing(empty, samples, ForwardRequest(), kernels=kernels) for kernels in (False, True))
     assert fused.kept == pytest.approx(really_kept(config, samples, fused=True), rel=0.3 if checkpointing else 0.15)
     assert checkpointing or fused.kept < 0.7 * plain.kept
     assert plain.peak > fused.peak > fused.kept > 0
@@ -236,7 +238,7 @@ def test_what_an_optimizer_will_still_take(tmp_path):
     count = sum(parameter.numel() for parameter in model.parameters())
     assert optimizer.bytes_to_come(CPU) == 12 * count, "gradients and two averages"
     assert optimizer.bytes_to_come(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
-    forward(Trunk.of(model), collate([sample(8)]), Request()).logprobs.sum().backward()
+    forward(Trunk.of(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
     assert optimizer.bytes_to_come(CPU) == 8 * count
     optimizer.step(1e-3)
     assert optimizer.bytes_to_come(CPU) == 4 * count

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import Request, Sample
+from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, forward, prove
@@ -29,7 +29,7 @@ def packed(model):
 def test_packed_logprobs_and_gradients_equal_the_stock_model_alone(name, lengths):
     model = tiny_model(name).eval()
     rows = samples(lengths)
-    out = forward(packed(model), collate(rows), Request(names=frozenset({"logprobs", "entropy"})))
+    out = forward(packed(model), collate(rows), ForwardRequest(names=frozenset({"logprobs", "entropy"})))
     out.logprobs.sum().backward()
     found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -74,7 +74,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
     def gradients():
         model.zero_grad()
-        forward(trunk, collate(samples()), Request()).logprobs.sum().backward()
+        forward(trunk, collate(samples()), ForwardRequest()).logprobs.sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     plain = gradients()

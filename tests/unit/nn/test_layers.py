@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from posttrain.config.sections import ModelConfig
-from posttrain.core.types import Batch, Drawing, Request, Sample
+from posttrain.core.types import Batch, ForwardRequest, Sample, SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.models import adapters
 from posttrain.nn import attention, layers
@@ -78,7 +78,11 @@ def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0)
 
 def loss_of(trunk: Trunk, batch: Batch) -> torch.Tensor:
     names = frozenset({"logprobs", "entropy"})
-    out = forward(trunk, batch, Request(names=names, drawing=Drawing(temperature=0.7), entropy_gradient=True))
+    out = forward(
+        trunk,
+        batch,
+        ForwardRequest(names=names, distribution=SamplingDistribution(temperature=0.7), entropy_gradient=True),
+    )
     return (out.logprobs * torch.arange(len(batch.tokens)).to(out.logprobs)).sum() + out.entropy.square().sum()
 
 

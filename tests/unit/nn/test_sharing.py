@@ -9,7 +9,7 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.types import Request, Sample
+from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.nn import attention
 from posttrain.nn.forward import Trunk, forward, kernel_shares, prove
@@ -71,7 +71,7 @@ def compare(trunk, samples, request, share=1):
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_and_gradients_equal_the_unshared(name):
     router_loss = 0.1 if name == "mixtral" else 0.0
-    request = Request(
+    request = ForwardRequest(
         names=frozenset({"logprobs", "entropy", "choices"}),
         choice_ids=(5, 9, 11),
         entropy_gradient=True,
@@ -82,7 +82,7 @@ def test_logprobs_and_gradients_equal_the_unshared(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_scores_and_values_equal_the_unshared(name):
-    compare(packed(tiny_model(name, head="score")), rows(), Request(names=frozenset({"scores", "values"})))
+    compare(packed(tiny_model(name, head="score")), rows(), ForwardRequest(names=frozenset({"scores", "values"})))
 
 
 def test_attention_sinks_are_kept():
@@ -111,7 +111,7 @@ group = st.tuples(st.integers(1, 24), st.lists(st.integers(0, 20), min_size=1, m
 @given(st.lists(group, min_size=1, max_size=4), st.integers(0, 12), st.integers(1, 16), st.integers(20, 150))
 def test_any_groups_in_any_packs(groups, alike, share, budget):
     trunk, samples = packed(tiny_model("mistral")), rows(groups, alike=alike)
-    request = Request()
+    request = ForwardRequest()
     expected = forward(trunk, collate(samples), request).logprobs.split([len(s) for s in samples])
     seen = []
     for members in pack_into_micro_batches(samples, budget, min_shared_prefix=share):
@@ -142,7 +142,7 @@ def test_an_answer_sees_its_prompt_and_itself_alone():
 
 def test_checkpointed_activations_and_shared_prefixes_go_together():
     model = tiny_model("qwen2").train()
-    trunk, request, batch = packed(model), Request(), collate(rows(), min_shared_prefix=1)
+    trunk, request, batch = packed(model), ForwardRequest(), collate(rows(), min_shared_prefix=1)
     expected = outcome(trunk, batch, request)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(outcome(trunk, batch, request), expected, 0.0)
@@ -190,7 +190,7 @@ def test_what_the_ragged_kernel_is_told(name, monkeypatch):
     trunk.ragged_kernel = True
     prove(trunk)
     assert trunk.shares
-    compare(trunk, rows(), Request())
+    compare(trunk, rows(), ForwardRequest())
 
 
 def test_a_kernel_that_puts_its_queries_elsewhere_is_not_used_to_share(monkeypatch):
@@ -208,7 +208,7 @@ def test_flash_kernel_sees_shared_keys(name):
     """In half precision, next to the float32 of the plain route: shared is as near to it as unshared."""
     head = {"head_dim": 16, "hidden_size": 64}
     model = tiny_model(name, **head).cuda()
-    samples, request = rows([(40, (9, 33, 1, 0)), (70, (20, 5)), (12, (8,))]), Request()
+    samples, request = rows([(40, (9, 33, 1, 0)), (70, (20, 5)), (12, (8,))]), ForwardRequest()
     exact = outcome(packed(model), collate(samples, "cuda"), request)
     trunk = packed(model.to(torch.bfloat16))
     assert trunk.ragged_kernel

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.config.sections import ModelConfig, UpdateConfig
-from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
 from posttrain.nn import layers, training_graphs
 from posttrain.nn.forward import Trunk
@@ -194,7 +194,7 @@ def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
 
 
 def total() -> Objective:
-    return Objective(request=Request(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
+    return Objective(request=ForwardRequest(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token")
 
 
 def trained(learner: Learner, passes: int, offset: int = 0) -> list[float]:

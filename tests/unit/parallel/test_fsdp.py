@@ -58,7 +58,7 @@ def samples():
 
 def learn(learner, steps=3):
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
-    objective = algo.objective(algo.request(int))
+    objective = algo.objective(algo.forward_request(int))
     made, found = samples(), []
     for _ in range(steps):
         sums = learner.forward_backward(made, objective, count(made, "token"), 1)

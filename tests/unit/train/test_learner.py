@@ -12,7 +12,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.tensor_files import load_tensors
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Loss, Objective, Request, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.models import memory
@@ -52,7 +52,7 @@ def samples(seed=0, lengths=LENGTHS):
 
 def objective(verb="sft", router_loss=0.0):
     algo = ALGORITHMS[verb](ALGORITHMS[verb].Config())
-    request = Request(names=frozenset(algo.outputs()), router_loss=router_loss)
+    request = ForwardRequest(names=frozenset(algo.outputs()), router_loss=router_loss)
     return algo.objective(request)
 
 
@@ -264,7 +264,7 @@ def scoring():
     def loss(out, batch):
         return Loss(total=(out.scores**2).sum() / 2)
 
-    return Objective(request=Request(names=frozenset({"scores"})), loss=loss, unit="sample")
+    return Objective(request=ForwardRequest(names=frozenset({"scores"})), loss=loss, unit="sample")
 
 
 def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
@@ -340,7 +340,7 @@ def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path)
         return Loss(total=(out.values[batch.counted] - 1).square().sum())
 
     learner, made = start(), samples()
-    wanted = Objective(request=Request(names=frozenset({"values"})), loss=squares, unit="token")
+    wanted = Objective(request=ForwardRequest(names=frozenset({"values"})), loss=squares, unit="token")
     before = learner.evaluate(made, wanted)["loss"][0]
     for _ in range(3):
         learner.forward_backward(made, wanted, count(made, "token"), 1)
@@ -357,7 +357,7 @@ def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
     learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), sampler_copy=True)
     mine = [parameter.detach().clone() for parameter in learner.sampler.model.parameters()]
     made = samples()
-    wanted = Objective(request=Request(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
+    wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
     learner.forward_backward(made, wanted, count(made, "token"), 1)
     learner.step(1e-2)
     theirs = list(learner.sampler.model.parameters())
@@ -372,7 +372,7 @@ def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
 def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
     learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig())
     made = samples()
-    wanted = Objective(request=Request(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
+    wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
     learner.forward_backward(made, wanted, count(made, "token"), 1)
     learner.step(1e-2)
     places = [parameter.data_ptr() for parameter in learner.model.parameters()]
@@ -419,7 +419,7 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
 def test_choices_are_shares_among_a_few_tokens_or_among_all(folder, among_all):
     learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
     made = samples()
-    request = Request(names=frozenset({"choices"}), choice_ids=(5, 9), among_all=among_all)
+    request = ForwardRequest(names=frozenset({"choices"}), choice_ids=(5, 9), among_all=among_all)
     found = forward(learner.trunk, collate(made), request).choices
     expected = []
     stock = AutoModelForCausalLM.from_pretrained(folder("llama"))

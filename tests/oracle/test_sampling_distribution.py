@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from posttrain.core import ops
-from posttrain.core.types import Drawing, Request
+from posttrain.core.types import ForwardRequest, SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
+from posttrain.nn import logprobs as chunked
 from posttrain.nn.forward import Trunk, forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -19,63 +20,63 @@ from . import slow
 
 ROWS, WORDS = 9, 7
 
-DRAWINGS = [
-    Drawing(),
-    Drawing(temperature=0.6),
-    Drawing(temperature=1.7),
-    Drawing(top_k=3),
-    Drawing(top_k=1),
-    Drawing(top_k=50),
-    Drawing(top_p=0.8),
-    Drawing(top_p=0.01),
-    Drawing(min_p=0.2),
-    Drawing(min_p=1.0),
-    Drawing(temperature=0.8, top_p=0.9, top_k=5, min_p=0.05),
-    Drawing(temperature=2.0, top_p=0.7, top_k=6, min_p=0.3),
+DISTRIBUTIONS = [
+    SamplingDistribution(),
+    SamplingDistribution(temperature=0.6),
+    SamplingDistribution(temperature=1.7),
+    SamplingDistribution(top_k=3),
+    SamplingDistribution(top_k=1),
+    SamplingDistribution(top_k=50),
+    SamplingDistribution(top_p=0.8),
+    SamplingDistribution(top_p=0.01),
+    SamplingDistribution(min_p=0.2),
+    SamplingDistribution(min_p=1.0),
+    SamplingDistribution(temperature=0.8, top_p=0.9, top_k=5, min_p=0.05),
+    SamplingDistribution(temperature=2.0, top_p=0.7, top_k=6, min_p=0.3),
 ]
 
 
-def kept_words(row, drawing):
+def kept_words(row, distribution):
     """Indices that can be drawn: one test after the other, each on the renormalised rest, top_logprobs first."""
-    weights = {word: math.exp(x / drawing.temperature) for word, x in enumerate(row)}
+    weights = {word: math.exp(x / distribution.temperature) for word, x in enumerate(row)}
     order = sorted(weights, key=lambda word: -weights[word])
-    if drawing.top_k:
-        order = order[: drawing.top_k]
+    if distribution.top_k:
+        order = order[: distribution.top_k]
     total, passed, left = sum(weights[word] for word in order), 0.0, []
     for word in order:
-        if passed < drawing.top_p:
+        if passed < distribution.top_p:
             left.append(word)
         passed += weights[word] / total
     best = weights[left[0]]
-    return [word for word in left if weights[word] >= drawing.min_p * best * (1 - 1e-12)]
+    return [word for word in left if weights[word] >= distribution.min_p * best * (1 - 1e-12)]
 
 
-def distribution(row, kept, temperature):
+def probabilities(row, kept, temperature):
     total = sum(math.exp(row[word] / temperature) for word in kept)
     return {word: math.exp(row[word] / temperature) / total for word in kept}
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS, ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=str)
 @pytest.mark.parametrize("seed", range(2))
-def test_against_a_slow_loop(drawing, seed, monkeypatch):
+def test_against_a_slow_loop(distribution, seed, monkeypatch):
     """Half of the targets may lie outside of what would be drawn now; they stay finite."""
-    monkeypatch.setattr(ops, "LOGITS_PER_CHUNK", 2 * WORDS)
+    monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 2 * WORDS)
     rng = np.random.default_rng(seed)
     logits = torch.tensor(rng.normal(0, 2, (ROWS, WORDS))).requires_grad_()
     targets = rng.integers(0, WORDS, ROWS).tolist()
-    logprobs, entropy = ops.token_logprobs(
-        logits, torch.tensor(targets), lambda x: x, WORDS, drawing, entropy_gradient=True
+    logprobs, entropy = chunked.token_logprobs(
+        logits, torch.tensor(targets), lambda x: x, WORDS, distribution, entropy_gradient=True
     )
     rows = logits.tolist()
-    kept = [sorted({*kept_words(row, drawing), target}) for row, target in zip(rows, targets, strict=True)]
+    kept = [sorted({*kept_words(row, distribution), target}) for row, target in zip(rows, targets, strict=True)]
     upstream = rng.normal(0, 1, (2, ROWS))
 
     def slow_logprobs(values):
         both = zip(values, kept, targets, strict=True)
-        return [math.log(distribution(row, words, drawing.temperature)[target]) for row, words, target in both]
+        return [math.log(probabilities(row, words, distribution.temperature)[target]) for row, words, target in both]
 
     def slow_entropy(values):
-        drawn = [distribution(row, words, drawing.temperature) for row, words in zip(values, kept, strict=True)]
+        drawn = [probabilities(row, words, distribution.temperature) for row, words in zip(values, kept, strict=True)]
         return [-sum(p * math.log(p) for p in one.values()) for one in drawn]
 
     assert logprobs.tolist() == pytest.approx(slow_logprobs(rows), rel=1e-9, abs=1e-12)
@@ -91,48 +92,56 @@ def test_against_a_slow_loop(drawing, seed, monkeypatch):
         assert logits.grad[i, j].item() == pytest.approx(expected[i, j], rel=1e-7, abs=1e-8)
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS, ids=str)
-def test_what_can_be_drawn_and_how_likely(drawing):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=str)
+def test_what_can_be_drawn_and_how_likely(distribution):
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.normal(0, 2, (40, WORDS)))
-    found = ops.tempered(logits, drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p).softmax(-1)
-    for row, probabilities in zip(logits.tolist(), found.tolist(), strict=True):
-        expected = distribution(row, kept_words(row, drawing), drawing.temperature)
-        assert probabilities == pytest.approx([expected.get(word, 0.0) for word in range(WORDS)], abs=1e-12)
+    found = ops.tempered(
+        logits, distribution.temperature, distribution.top_k, distribution.top_p, distribution.min_p
+    ).softmax(-1)
+    for row, drawn in zip(logits.tolist(), found.tolist(), strict=True):
+        expected = probabilities(row, kept_words(row, distribution), distribution.temperature)
+        assert drawn == pytest.approx([expected.get(word, 0.0) for word in range(WORDS)], abs=1e-12)
 
 
-@pytest.mark.parametrize("drawing", [Drawing(top_k=2), Drawing(top_p=0.5), Drawing(min_p=1.0)], ids=str)
-def test_equally_likely_tokens_stay_or_go_together(drawing):
+@pytest.mark.parametrize(
+    "distribution",
+    [SamplingDistribution(top_k=2), SamplingDistribution(top_p=0.5), SamplingDistribution(min_p=1.0)],
+    ids=str,
+)
+def test_equally_likely_tokens_stay_or_go_together(distribution):
     """In bfloat16 ties are common; sampler and trainer must not break them differently."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
-    kept = ops.tempered(logits, 1.0, drawing.top_k, drawing.top_p, drawing.min_p).isfinite()
+    kept = ops.tempered(logits, 1.0, distribution.top_k, distribution.top_p, distribution.min_p).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
     for target in (1, 2, 3):
-        logprobs, _ = ops.token_logprobs(logits, torch.tensor([target]), lambda x: x, 5, drawing)
+        logprobs, _ = chunked.token_logprobs(logits, torch.tensor([target]), lambda x: x, 5, distribution)
         assert logprobs.item() == pytest.approx(-math.log(3))
 
 
 def test_no_position_at_all():
-    drawing = Drawing(temperature=0.8, top_p=0.9, top_k=3, min_p=0.1)
+    distribution = SamplingDistribution(temperature=0.8, top_p=0.9, top_k=3, min_p=0.1)
     hidden = torch.zeros(0, WORDS, requires_grad=True)
-    logprobs, entropy = ops.token_logprobs(hidden, torch.zeros(0, dtype=torch.long), lambda x: x, WORDS, drawing, True)
+    logprobs, entropy = chunked.token_logprobs(
+        hidden, torch.zeros(0, dtype=torch.long), lambda x: x, WORDS, distribution, True
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.shape == entropy.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize(
-    "drawing",
+    "distribution",
     [
-        Drawing(),
-        Drawing(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01),
-        Drawing(temperature=1.5, top_k=7),
-        Drawing(top_p=0.6),
-        Drawing(min_p=0.3),
+        SamplingDistribution(),
+        SamplingDistribution(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01),
+        SamplingDistribution(temperature=1.5, top_k=7),
+        SamplingDistribution(top_p=0.6),
+        SamplingDistribution(min_p=0.3),
     ],
     ids=str,
 )
-def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, drawing):
+def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, distribution):
     model = tiny_model(name)
     model.set_attn_implementation(attention.NAME)
     trunk = Trunk.of(model)
@@ -140,15 +149,15 @@ def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, drawing):
     prompts = [rng.integers(8, 60, n).astype(np.int32) for n in (5, 11, 3, 20)]
     sampling = Sampling(
         max_tokens=16,
-        temperature=drawing.temperature,
-        top_p=drawing.top_p,
-        top_k=drawing.top_k,
-        min_p=drawing.min_p,
+        temperature=distribution.temperature,
+        top_p=distribution.top_p,
+        top_k=distribution.top_k,
+        min_p=distribution.min_p,
     )
     requests = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
     samples = LocalEngine(trunk, tiny_tokenizer(), slots=3).generate(requests, sampling)
     batch = collate(samples)
-    wanted = Request(names=frozenset({"logprobs", "entropy"}), drawing=drawing)
+    wanted = ForwardRequest(names=frozenset({"logprobs", "entropy"}), distribution=distribution)
     with torch.no_grad():
         out = forward(trunk, batch, wanted)
     ratio = (out.logprobs - batch.logprobs)[batch.counted].exp()

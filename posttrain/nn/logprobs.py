@@ -1,0 +1,109 @@
+"""Log-probabilities and divergences of tokens, computed without holding all logits.
+
+Logits are computed for one chunk of positions at a time and freed; the backward pass computes them again. So memory
+does not grow with tokens x vocabulary. nn/layers.py has a faster route for plain heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.core import ops
+from posttrain.core.types import SamplingDistribution
+
+LogitsHead = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [n, H] -> float32 logits [n, V]."""
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+LOGITS_PER_CHUNK = 2**25  # float32: 128 MiB per chunk
+
+
+def chunk_length(vocabulary: int) -> int:
+    """Returns the number of positions whose logits are held at once."""
+    return max(1, LOGITS_PER_CHUNK // vocabulary)
+
+
+def in_chunks(
+    function: Callable[..., tuple[torch.Tensor, ...]], length: int, *streams: torch.Tensor
+) -> list[torch.Tensor]:
+    """Applies `function` to chunks of the streams and joins the results; the backward pass recomputes activations."""
+    pieces = zip(*(stream.split(length) for stream in streams), strict=True)
+    if torch.is_grad_enabled():
+        results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    else:
+        results = [function(*piece) for piece in pieces]
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: LogitsHead,
+    vocabulary: int,
+    distribution: SamplingDistribution = SamplingDistribution(),  # noqa: B008  frozen
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log-probability of each target, and the entropy of its distribution (detached by default): both [n].
+
+    Both are of the distribution that is sampled from. The current weights decide which tokens truncation leaves, and a
+    target is always among them: otherwise weights that changed since it was sampled could give it probability 0.
+    """
+
+    def chunk(states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = logits = ops.tempered(head(states), distribution.temperature)
+        with torch.no_grad():
+            least = ops.least_kept(logits, distribution.top_k, distribution.top_p, distribution.min_p)
+        if least is not None:
+            out = (logits < least).scatter_(-1, wanted[:, None], False)
+            kept = logits.masked_fill(out, -torch.inf)
+        normalizer = kept.logsumexp(-1)
+        picked = kept.gather(-1, wanted[:, None])[:, 0] - normalizer
+        with nullcontext() if entropy_gradient else torch.no_grad():  # logits: 0 times -inf would be NaN
+            entropy = normalizer - ((kept - normalizer[:, None]).exp() * logits).sum(-1)
+        return picked, entropy
+
+    logprobs, entropy = in_chunks(chunk, chunk_length(vocabulary), hidden, targets)
+    return logprobs, entropy
+
+
+def token_divergence(
+    hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    head: LogitsHead,
+    teacher_head: LogitsHead,
+    vocabulary: int,
+    kind: Divergence,
+    jsd_beta: float,
+    temperature: float,
+) -> torch.Tensor:
+    """Returns the divergence between the teacher's and the student's next-token distributions at each position: [n].
+
+    forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher); jsd mixes m = beta teacher +
+    (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m).
+    """
+
+    def chunk(states: torch.Tensor, teacher_states: torch.Tensor) -> tuple[torch.Tensor]:
+        student = (head(states) / temperature).log_softmax(-1)
+        with torch.no_grad():
+            teacher = (teacher_head(teacher_states) / temperature).log_softmax(-1)
+        if kind == "forward_kl":
+            return (kl(teacher, student),)
+        if kind == "reverse_kl":
+            return (kl(student, teacher),)
+        mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
+        return (jsd_beta * kl(teacher, mixture) + (1 - jsd_beta) * kl(student, mixture),)
+
+    (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, teacher_hidden)
+    return divergence
+
+
+def kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+    """Returns KL(p || q) over the last axis."""
+    return (logp.exp() * (logp - logq)).sum(-1)
