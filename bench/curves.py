@@ -25,7 +25,7 @@ from posttrain.core.types import Objective, Sample, count
 from posttrain.engines.base import Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk
+from posttrain.nn.forward import ModelRunner
 from posttrain.train.learner import Learner
 
 BATCHES, LENGTHS = ((512, 64, 8, 1), (256, 2048, 8192)) if GPU else ((16, 4, 1), (64, 256))
@@ -65,7 +65,8 @@ def generation(name: str) -> Rows:
     model.set_attn_implementation(attention.NAME)
     rows: Rows = []
     for length in LENGTHS:
-        engine = LocalEngine(Trunk.of(model), None, slots=max(BATCHES))  # its cache is as long as is needed here
+        # The engine's cache is as long as is needed here.
+        engine = LocalEngine(ModelRunner.from_model(model), None, slots=max(BATCHES))
         for batch in BATCHES:
             rate = rate_at(engine, name, batch, length)
             print(f"generation {name}, {batch} sequences of {length} tokens: {rate:,.0f} tokens/s", flush=True)

@@ -26,7 +26,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models.pico import build_tokenizer
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 
 PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts are ragged, and so long on average
 GROUP = 8
@@ -111,10 +111,10 @@ def on_cpu(name: str, options: Options) -> None:
     if options.model:  # running whole sequences again and again would take longer than all the rest
         return
     model.set_attn_implementation(attention.NAME)
-    engine = LocalEngine(Trunk.of(model), tokenizer)
+    engine = LocalEngine(ModelRunner.from_model(model), tokenizer)
     few = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
     cached = min(common.timed(lambda: ours(engine, few)) for _ in range(ROUNDS))
-    again = common.timed(lambda: recomputed(engine.trunk, prompts[:8]))
+    again = common.timed(lambda: recomputed(engine.runner, prompts[:8]))
     what = f"generation {name}, 8 prompts, {ANSWER} new tokens"
     result = Result(what=what, ours=f"{8 * ANSWER / cached:,.0f} tokens/s", ratio=again / cached)
     result.peer = f"without a cache {8 * ANSWER / again:,.0f} tokens/s"
@@ -134,7 +134,7 @@ def compare(
     name: str, model: Any, tokenizer: Any, requests: list[GenerationRequest], group: int, beside: Any, options: Options
 ) -> None:
     common.limits()
-    engine = LocalEngine(Trunk.of(model), tokenizer, slots=len(requests), frozen=True)
+    engine = LocalEngine(ModelRunner.from_model(model), tokenizer, slots=len(requests), frozen=True)
     best = dict.fromkeys(("ours", "HF", "vLLM"), float("inf"))
     for last in [False] * (ROUNDS - 1) + [True]:  # in turns, so that a busy machine is busy for both
         model.set_attn_implementation(attention.NAME)
@@ -168,13 +168,13 @@ def compare(
 
 
 @torch.inference_mode()
-def recomputed(trunk: Trunk, prompts: list[np.ndarray]) -> None:
+def recomputed(runner: ModelRunner, prompts: list[np.ndarray]) -> None:
     """No cache: the whole sequence runs through the model for each new token."""
     rows = [prompt.tolist() for prompt in prompts]
     for _ in range(ANSWER):
         samples = [Sample(tokens=np.array(row, dtype=np.int32), mask=np.zeros(len(row), dtype=bool)) for row in rows]
         batch = collate(samples)
-        logits = trunk.logits(trunk.hidden(batch).last_hidden_state[0, batch.starts[1:].long() - 1])
+        logits = runner.logits(runner.run_layers(batch).last_hidden_state[0, batch.starts[1:].long() - 1])
         for row, token in zip(rows, torch.multinomial(logits.softmax(-1), 1)[:, 0].tolist(), strict=True):
             row.append(token)
 
@@ -207,7 +207,7 @@ def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
     shape = SHAPES[name]
     model = common.random_weights(shape)
     model.set_attn_implementation(attention.NAME)
-    engine = LocalEngine(Trunk.of(model), None, slots=shape.sequences)
+    engine = LocalEngine(ModelRunner.from_model(model), None, slots=shape.sequences)
     first = requests_of(shape, GROUP, 0)
     ready = common.timed(lambda: engine.generate(first, Sampling(max_tokens=4)))
     print(f"generation {name}: first 4 tokens of {shape.sequences} sequences after {ready:.1f} s, graphs included")
@@ -245,7 +245,7 @@ def compare_with_training(name: str, engine: LocalEngine, requests: list[Generat
     """How far the sampler's log-probabilities are from the trainer's."""
     samples = engine.generate(requests, Sampling(max_tokens=ANSWER))[:16]
     with torch.no_grad():
-        again = forward(engine.trunk, collate(samples, engine.device), Wanted()).logprobs.cpu().numpy()
+        again = forward(engine.runner, collate(samples, engine.device), Wanted()).logprobs.cpu().numpy()
     error = np.abs(again - np.concatenate([sample.logprobs for sample in samples]))
     error = error[np.concatenate([sample.mask for sample in samples])]
     print(f"generation {name}, |log-probability - the trainer's|: mean {error.mean():.4f}, largest {error.max():.3f}")

@@ -187,7 +187,7 @@ def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": s.question}], **PROMPT) for s in asked]
     requests = [GenerationRequest(prompt=np.array(p, dtype=np.int32), seed=seed + i) for i, p in enumerate(prompts)]
     sampling = Sampling(max_tokens=24, stop_ids=(tokenizer.eos_token_id,))
-    samples = LocalEngine(learner.trunk, tokenizer, slots=256).generate(requests, sampling)
+    samples = LocalEngine(learner.runner, tokenizer, slots=256).generate(requests, sampling)
     return [tokenizer.decode(sample.tokens[sample.mask], skip_special_tokens=True) for sample in samples]
 
 

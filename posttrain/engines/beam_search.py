@@ -13,7 +13,7 @@ import torch
 from posttrain.core.types import Floats, Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, trunk_needs_eager
+from posttrain.nn.forward import ModelRunner, needs_eager_attention
 
 
 class Looks(Protocol):
@@ -25,8 +25,8 @@ class Looks(Protocol):
 class BeamEngine:
     """The requests of a group get the best of `beams` answers, from the best down; beams are drawn at a temperature."""
 
-    def __init__(self, trunk: Trunk, tokenizer: Any, beams: int, logprobs: Looks) -> None:
-        self.trunk, self.tokenizer, self.beams, self.logprobs = trunk, tokenizer, beams, logprobs
+    def __init__(self, runner: ModelRunner, tokenizer: Any, beams: int, logprobs: Looks) -> None:
+        self.runner, self.tokenizer, self.beams, self.logprobs = runner, tokenizer, beams, logprobs
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
@@ -51,7 +51,7 @@ class BeamEngine:
         """Answers to one prompt."""
         assert len(group) <= self.beams, f"{len(group)} answers of {self.beams} beams"
         prompt = group[0].prompt
-        model = self.trunk.model
+        model = self.runner.model
         ids = torch.as_tensor(prompt, device=next(model.parameters()).device).long()[None]
         options: dict[str, Any] = {"stop_strings": list(sampling.stop_texts)} if sampling.stop_texts else {}
         if sampling.temperature:
@@ -105,7 +105,7 @@ def own_attention(model: Any) -> Iterator[None]:
     """The model's own code, which knows what beams do to a cache."""
     was_training = model.training
     model.eval()
-    model.set_attn_implementation("eager" if trunk_needs_eager(model) else "sdpa")
+    model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
     try:
         yield
     finally:

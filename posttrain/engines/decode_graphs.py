@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from posttrain.nn.training_graphs import CAPTURING
+from posttrain.nn.training_graphs import CAPTURE_LOCK
 
 
 class Graphs:
@@ -28,7 +28,7 @@ class Graphs:
         if key not in self.captured:
             graph = torch.cuda.CUDAGraph()
             # A trainer may be at work, on another thread.
-            with CAPTURING, torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with CAPTURE_LOCK, torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 function()
             self.captured[key] = graph
         self.captured[key].replay()

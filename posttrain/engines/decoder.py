@@ -19,7 +19,7 @@ from posttrain.core.types import Batch
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import SlotCache
 from posttrain.nn import attention
-from posttrain.nn.layers import head_norms, knows, lay_together, window_of
+from posttrain.nn.layers import head_norms, join_storage, supports_fused_layers, window_of
 
 Attend = Callable[[int, "Layer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """(layer's index, layer, queries and keys and values, cos and sin) -> [n, heads, d]."""
@@ -38,8 +38,8 @@ class Joined:
         linears: list[Any] = [module for module in modules if type(module) is torch.nn.Linear]
         biased = [linear.bias is not None for linear in linears]
         if len(linears) == len(modules) and len(set(biased)) == 1:  # adapters and quantized maps keep their own code
-            self.weight = lay_together([linear.weight for linear in linears])
-            self.bias = lay_together([linear.bias for linear in linears]) if biased[0] else None
+            self.weight = join_storage([linear.weight for linear in linears])
+            self.bias = join_storage([linear.bias for linear in linears]) if biased[0] else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
@@ -84,9 +84,9 @@ class FusedDecoder:
         self.maps = [*chain.from_iterable(of_layers), self.head]
 
     @staticmethod
-    def knows(model: Any) -> bool:
+    def supports(model: Any) -> bool:
         """Whether the model has the shape that is walked here."""
-        return knows(model)
+        return supports_fused_layers(model)
 
     def parts(self, layer: Any) -> Layer:
         own, mlp = layer.self_attn, layer.mlp

@@ -12,12 +12,12 @@ import torch
 from posttrain.core.devices import copy_to_device
 from posttrain.engines.kernels import reference
 from posttrain.nn.attention import plain_attention
-from posttrain.nn.kernels import reference as layer_steps
+from posttrain.nn.kernels import reference as layer_kernels
 
 
-def steps_for(device: torch.device) -> ModuleType:
+def decode_kernels_for(device: torch.device) -> ModuleType:
     """Where the small steps of decoding come from: as those of a layer, see nn/kernels/reference.py."""
-    if layer_steps.steps_for(device) is layer_steps:
+    if layer_kernels.kernels_for(device) is layer_kernels:
         return reference
     from posttrain.engines.kernels import triton
 

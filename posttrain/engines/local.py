@@ -22,10 +22,10 @@ from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion
 from posttrain.engines.decode_graphs import Graphs
 from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.kernels import reference
-from posttrain.engines.kv_cache import SlotCache, bytes_per_position, steps_for
+from posttrain.engines.kv_cache import SlotCache, bytes_per_position, decode_kernels_for
 from posttrain.engines.scheduler import BatchScheduler, Hear
 from posttrain.engines.slots import Slots
-from posttrain.nn.forward import Trunk
+from posttrain.nn.forward import ModelRunner
 
 MEMORY_SHARE = 0.8  # of the free memory of a GPU, for the cache
 MORE_SLOTS, MORE_SHARE = 2048, 0.25  # a small model fills a GPU with so many; of its memory, for more than the usual
@@ -45,7 +45,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        trunk: Trunk,
+        runner: ModelRunner,
         tokenizer: Any,
         *,
         slots: int | None = None,
@@ -53,8 +53,8 @@ class LocalEngine:
         frozen: bool = False,
     ) -> None:
         """`leave`: bytes of the device that others will want; `frozen`: there are none, and weights never change."""
-        self.trunk, self.tokenizer, self.leave, self.frozen = trunk, tokenizer, leave, frozen
-        self.device = next(trunk.model.parameters()).device
+        self.runner, self.tokenizer, self.leave, self.frozen = runner, tokenizer, leave, frozen
+        self.device = next(runner.model.parameters()).device
         self.most = slots or default_slots(self.device)
         self.may_take_more = slots is None
         self.addresses: tuple[int, ...] = ()
@@ -76,8 +76,8 @@ class LocalEngine:
         """One sample a request, in order. Tokens, log-probabilities and mask cover prompt and answer."""
         if not requests:
             return []
-        was_training = self.trunk.model.training
-        self.trunk.model.eval()
+        was_training = self.runner.model.training
+        self.runner.model.eval()
         try:
             with torch.inference_mode():
                 self.prepare(requests, sampling)
@@ -107,7 +107,7 @@ class LocalEngine:
                 collect()
                 return [ended[index] for index in range(len(requests))]
         finally:
-            self.trunk.model.train(was_training)
+            self.runner.model.train(was_training)
             if self.device.type == "cpu" and not self.frozen:
                 self.sleep()
 
@@ -138,7 +138,7 @@ class LocalEngine:
         if self.frozen and self.decoder.packed:
             return
         self.decoder.unpack()
-        weights = list(self.trunk.model.parameters())
+        weights = list(self.runner.model.parameters())
         if can_pack(weights) and sum(weight.nbytes for weight in weights) < host_memory() * PACKING_SHARE:
             self.decoder.pack()
 
@@ -151,7 +151,9 @@ class LocalEngine:
         most = most_slots(self.device, self.bytes_per_slot(capacity)) if self.may_take_more else self.most
         self.make_room(min(most, max(slots, self.bucket(len(requests)))), capacity, answer)
         assert self.slots is not None
-        self.slots.begin(sampling.max_tokens, self.trunk.vocabulary if sampling.repetition_penalty != 1.0 else None)
+        self.slots.begin(
+            sampling.max_tokens, self.runner.vocabulary_size if sampling.repetition_penalty != 1.0 else None
+        )
 
     def make_room(self, count: int, capacity: int, answer: int) -> None:
         """So many slots with so many positions each, for answers of so many tokens."""
@@ -173,12 +175,12 @@ class LocalEngine:
 
     def find_weights(self) -> None:
         """Look where the weights lie. An optimizer writes them in place; if they have moved, graphs are worthless."""
-        model = self.trunk.model
+        model = self.runner.model
         addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
         if addresses == self.addresses:
             return
-        if FusedDecoder.knows(model):
-            self.decoder = FusedDecoder(model, steps_for(self.device))
+        if FusedDecoder.supports(model):
+            self.decoder = FusedDecoder(model, decode_kernels_for(self.device))
         else:
             self.decoder = None
         if not self.addresses and self.device.type == "cuda" and not self.can_capture():
@@ -188,9 +190,9 @@ class LocalEngine:
 
     def can_capture(self) -> bool:
         """Whether a step can become a graph: our own code and kernels on a GPU, and no weights to unpack on the way."""
-        if self.device.type != "cuda" or self.decoder is None or steps_for(self.device) is reference:
+        if self.device.type != "cuda" or self.decoder is None or decode_kernels_for(self.device) is reference:
             return False
-        return not getattr(self.trunk.model, "is_quantized", False)
+        return not getattr(self.runner.model, "is_quantized", False)
 
     def affordable(self, count: int, capacity: int) -> int:
         """As many slots as memory has room for."""
@@ -208,8 +210,10 @@ class LocalEngine:
 
     def bytes_per_slot(self, capacity: int) -> int:
         """Keys, values and logits."""
-        dtype = next(self.trunk.model.parameters()).dtype
-        return capacity * bytes_per_position(self.trunk.model.config, dtype) + LOGIT_BYTES * self.trunk.vocabulary
+        dtype = next(self.runner.model.parameters()).dtype
+        return (
+            capacity * bytes_per_position(self.runner.model.config, dtype) + LOGIT_BYTES * self.runner.vocabulary_size
+        )
 
     def bucket(self, count: int) -> int:
         """How many slots a step computes for so many sequences: a graph serves one size, so there are few sizes."""

@@ -15,7 +15,7 @@ from posttrain.core.devices import copy_to_device
 from posttrain.core.types import Floats, Ints, Sample
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.engines.kv_cache import steps_for
+from posttrain.engines.kv_cache import decode_kernels_for
 from posttrain.nn import attention
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ class BatchScheduler:
         """`mixed`: answers of all kinds side by side; those that are heard have log-probabilities."""
         assert engine.cache is not None and engine.slots is not None
         self.engine, self.hear, self.mixed = engine, hear, mixed
-        self.trunk, self.cache, self.slots, self.device = engine.trunk, engine.cache, engine.slots, engine.device
-        self.draw = steps_for(self.device).draw
+        self.runner, self.cache, self.slots, self.device = engine.runner, engine.cache, engine.slots, engine.device
+        self.draw = decode_kernels_for(self.device).draw
         self.version = 0  # of the weights
         self.submitted = 0
         self.waiting: deque[ActiveRequest] = deque()
@@ -178,7 +178,7 @@ class BatchScheduler:
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         """Its number: from 0, in the order of submission."""
         if sampling.repetition_penalty != 1.0:
-            self.slots.note(self.trunk.vocabulary)
+            self.slots.note(self.runner.vocabulary_size)
         self.read = self.read or bool(sampling.stop_texts)
         index = self.submitted
         self.submitted += 1
@@ -274,10 +274,10 @@ class BatchScheduler:
         self.cache.begin_prefill(batch.lengths, [slots for _, slots in part])
         last = batch.starts[1:].long() - 1
         if self.engine.decoder is not None:
-            packing = attention.layout(batch, ragged_kernel=self.trunk.ragged_kernel)
+            packing = attention.packing_for(batch, varlen_kernel=self.runner.varlen_kernel)
             hidden = self.engine.decoder.prefill(batch, packing, self.cache, last)
         else:
-            hidden = self.trunk.hidden(batch, cache=self.cache).last_hidden_state[0][last]
+            hidden = self.runner.run_layers(batch, cache=self.cache).last_hidden_state[0][last]
         repeats = copy_to_device(torch.tensor([len(slots) for _, slots in part]), self.device)
         return hidden.repeat_interleave(repeats, 0, output_size=sum(len(slots) for _, slots in part))
 
@@ -318,12 +318,12 @@ class BatchScheduler:
         tokens = self.slots.token[:count]
         if self.engine.decoder is not None:
             return self.logits_of(self.engine.decoder.decode(tokens, positions, self.cache))
-        layers = getattr(self.trunk.model, self.trunk.model.base_model_prefix)
+        layers = getattr(self.runner.model, self.runner.model.base_model_prefix)
         out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
         return self.logits_of(out.last_hidden_state[0])
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.trunk.logits(hidden) if self.engine.decoder is None else self.engine.decoder.logits(hidden)
+        return self.runner.logits(hidden) if self.engine.decoder is None else self.engine.decoder.logits(hidden)
 
     def keep(self, logits: torch.Tensor) -> None:
         """Where they are found again after a captured step."""

@@ -32,9 +32,9 @@ class ServedModel:
         self.name = model.path
         self.learner = Learner(model, UpdateConfig(), trainable=False, template=data.template)
         self.tokenizer: Any = self.learner.tokenizer
-        self.engine = LocalEngine(self.learner.trunk, self.tokenizer, frozen=True)
+        self.engine = LocalEngine(self.learner.runner, self.tokenizer, frozen=True)
         self.stop_ids = tuple(self.learner.stop_ids())
-        self.encoder = Encoder(self.tokenizer, data, "prompt", self.learner.trunk.vocabulary)
+        self.encoder = Encoder(self.tokenizer, data, "prompt", self.learner.runner.vocabulary_size)
 
     @property
     def context(self) -> int | None:

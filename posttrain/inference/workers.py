@@ -175,7 +175,7 @@ class Answerer:
 def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Engine:
     served = ServedModel(model, DataConfig(template=template))
     if beams := beams_of(engine):
-        return BeamEngine(served.learner.trunk, served.tokenizer, beams, served.learner.logprobs)
+        return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine
 
 

@@ -34,9 +34,9 @@ from posttrain.core.types import Batch, ForwardRequest, Head, Sample
 from posttrain.data.packing import collate
 from posttrain.models import adapters, loading
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
-from posttrain.nn.layers import MASTER, PlainHead, speed_up
+from posttrain.nn.layers import MASTER, PlainHead, use_fused_layers
 from posttrain.nn.optimizer import accumulate_into
 from posttrain.parallel.expert import experts_of
 
@@ -247,8 +247,8 @@ def passing(
         model.to(torch.float32)
         return Passing(kept=2 * half.kept, peak=2 * half.peak, forward_only=2 * half.forward_only)
     batch = on_meta(collate(samples))
-    trunk, teacher_trunk = (None if m is None else trunk_of(m, kernels, divided) for m in (model, teacher))
-    assert trunk is not None
+    runner, teacher_runner = (None if m is None else runner_on_meta(m, kernels, divided) for m in (model, teacher))
+    assert runner is not None
     # From the second pack of a step on, gradients are there already and are added to.
     gradients, hooks = [], []
     for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -262,9 +262,9 @@ def passing(
     meter = Meter([*model.parameters(), *model.buffers(), *gradients])
     with meter:
         with torch.no_grad():
-            forward(trunk, batch, request, teacher_trunk)
+            forward(runner, batch, request, teacher_runner)
         forward_only, meter.peak = meter.peak, meter.now
-        out = forward(trunk, batch, request, teacher_trunk)
+        out = forward(runner, batch, request, teacher_runner)
         total = torch.stack([value.sum() for value in vars_of(out).values() if value.requires_grad]).sum()
         kept = meter.now
         total.backward()
@@ -285,11 +285,11 @@ def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) 
     return 0
 
 
-def trunk_of(model: Any, kernels: bool, divided: bool) -> Trunk:
+def runner_on_meta(model: Any, kernels: bool, divided: bool) -> ModelRunner:
     if not kernels:
-        return Trunk(model, ragged_kernel=False)
-    speed_up(model, meta, together=not divided)
-    return Trunk(model, ragged_kernel=False, plain_head=PlainHead.of(model, meta))
+        return ModelRunner(model, varlen_kernel=False)
+    use_fused_layers(model, meta, together=not divided)
+    return ModelRunner(model, varlen_kernel=False, plain_head=PlainHead.from_model(model, meta))
 
 
 def vars_of(values: Any) -> dict[str, torch.Tensor]:

@@ -18,52 +18,52 @@ from posttrain.core.types import Batch, ForwardRequest, Objective, Outputs, Samp
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
-from posttrain.nn.layers import PlainHead, Slopes, speed_up
-from posttrain.nn.training_graphs import Passes
+from posttrain.nn.layers import PlainHead, Slopes, use_fused_layers
+from posttrain.nn.training_graphs import TrainingGraphs
 from posttrain.parallel.context import Context, Own
 
-ROW_MULTIPLE = 256  # rows are padded to a multiple of so many tokens where a device is quicker for it
+TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device is faster for that
 
 
 @dataclass(slots=True, eq=False)
-class Trunk:
+class ModelRunner:
     """A model as the forward pass sees it: its layers, its head, and how its attention is run."""
 
     model: Any
-    ragged_kernel: bool
-    shares: bool = False  # whether a beginning that samples have in common may be computed once; see prove
+    varlen_kernel: bool
+    shares_prefixes: bool = False  # whether shared prefixes may be computed once; set by verify_against_stock
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
     plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
-    passes: Passes | None = None  # where training passes are worth CUDA graphs
+    graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
     context: Context | None = None  # where several ranks divide the tokens of a pack
 
     @classmethod
-    def of(cls, model: Any) -> Trunk:
+    def from_model(cls, model: Any) -> ModelRunner:
         """Its layers run the kernels of nn/layers.py from now on, where those know them."""
-        speed_up(model)
-        return cls(model, attention.has_ragged_kernel(model), plain_head=PlainHead.of(model))
+        use_fused_layers(model)
+        return cls(model, attention.supports_varlen_kernel(model), plain_head=PlainHead.from_model(model))
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         return self.model.get_output_embeddings().weight.shape[0]
 
-    def hidden(self, batch: Batch, **extra: Any) -> Any:
+    def run_layers(self, batch: Batch, **extra: Any) -> Any:
         """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share.
 
         With a context it is this rank's slice of that, and padded.
         """
-        if self.passes is not None and torch.is_grad_enabled() and not extra:
-            replayed = self.passes.hidden(batch)
-            if replayed is not None:
-                return SimpleNamespace(last_hidden_state=replayed[None])
+        if self.graphs is not None and torch.is_grad_enabled() and not extra:
+            hidden = self.graphs.last_hidden_state(batch)
+            if hidden is not None:
+                return SimpleNamespace(last_hidden_state=hidden[None])
         layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
-        whole = 1 if extra else ROW_MULTIPLE  # what a router thinks of padding must not count
-        packing = attention.layout(batch, ragged_kernel=self.ragged_kernel, whole=whole)
+        multiple_of = 1 if extra else TOKEN_MULTIPLE  # router outputs for padding must not count
+        packing = attention.packing_for(batch, varlen_kernel=self.varlen_kernel, multiple_of=multiple_of)
         streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
         if self.context is not None:
             packing.context, packing.tokens = self.context, len(streams[0])
-            streams = [self.context.slice(stream, len(row.tokens), ROW_MULTIPLE) for stream in streams]
+            streams = [self.context.slice(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
         if self.context is None:
@@ -89,58 +89,62 @@ class Trunk:
 
 
 def forward(
-    trunk: Trunk, batch: Batch, request: ForwardRequest, teacher: Trunk | None = None, slopes: Slopes | None = None
+    runner: ModelRunner,
+    batch: Batch,
+    request: ForwardRequest,
+    teacher: ModelRunner | None = None,
+    slopes: Slopes | None = None,
 ) -> Outputs:
     """Compute what the request names, at the positions that count and nowhere else."""
     extra = {"output_router_logits": True} if request.router_loss else {}
-    result = trunk.hidden(batch, **extra)
+    result = runner.run_layers(batch, **extra)
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
-    before = cache(lambda: Places.of(trunk, hidden, batch.computed(batch.counted - 1)))
+    before = cache(lambda: Places.of(runner, hidden, batch.computed(batch.counted - 1)))
     if {"logprobs", "entropy"} & request.names:
-        if trunk.context is not None or request.names - {"logprobs", "entropy"}:
+        if runner.context is not None or request.names - {"logprobs", "entropy"}:
             slopes = None  # a loss of more, or of what others compute, is asked when all is known
         targets = before().of_mine(batch.tokens[batch.counted])
-        logprobs, entropy = token_logprobs(trunk, before().states, targets, request, slopes)
+        logprobs, entropy = token_logprobs(runner, before().states, targets, request, slopes)
         out.logprobs, out.entropy = (to_stream(before().all(values), batch) for values in (logprobs, entropy))
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher"
         with torch.no_grad():
-            taught = teacher.hidden(batch).last_hidden_state[0]
+            taught = teacher.run_layers(batch).last_hidden_state[0]
         divergence = chunked.token_divergence(
             before().states,
             taught[before().local],
-            trunk.logits,
+            runner.logits,
             teacher.logits,
-            trunk.vocabulary,
+            runner.vocabulary_size,
             request.divergence,
             request.jsd_beta,
             request.temperature,
         )
         out.divergence = to_stream(before().all(divergence), batch)
     if "choices" in request.names:  # what the model says next, after a counted token
-        at = Places.of(trunk, hidden, batch.computed(batch.counted))
-        logits, wanted = trunk.logits(at.states), list(request.choice_ids)
+        at = Places.of(runner, hidden, batch.computed(batch.counted))
+        logits, wanted = runner.logits(at.states), list(request.choice_ids)
         among = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
         out.choices = at.all(among)
     if "scores" in request.names:
-        last = Places.of(trunk, hidden, batch.computed(batch.starts[1:].long() - 1))
-        out.scores = last.all(trunk.model.score(last.states)[:, 0].float())
+        last = Places.of(runner, hidden, batch.computed(batch.starts[1:].long() - 1))
+        out.scores = last.all(runner.model.score(last.states)[:, 0].float())
     if "values" in request.names:  # of the state before a counted token
-        out.values = to_stream(before().all(trunk.values(before().states)), batch)
+        out.values = to_stream(before().all(runner.values(before().states)), batch)
     if request.router_loss:
-        experts = trunk.model.config.num_experts_per_tok
+        experts = runner.model.config.num_experts_per_tok
         routers = result.router_logits
         sample_of = batch.sample_of
-        if trunk.context is not None:  # sums over samples, of this rank's tokens
+        if runner.context is not None:  # sums over samples, of this rank's tokens
             places = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
-            own = trunk.context.own(places, len(hidden))
-            count = own.counts[trunk.context.rank]
+            own = runner.context.own(places, len(hidden))
+            count = own.counts[runner.context.rank]
             routers, sample_of = [logits[own.local[:count]] for logits in routers], sample_of[own.mine[:count]]
         elif batch.sharing is not None:  # each sample is balanced as if it were alone
             routers = [logits[batch.sharing.place] for logits in routers]
-        together = {} if trunk.context is None else {"add_up": trunk.context.sum}
+        together = {} if runner.context is None else {"add_up": runner.context.sum}
         out.router_loss = ops.router_balance(routers, experts, sample_of, len(batch.lengths), **together)
     return out
 
@@ -155,10 +159,10 @@ class Places:
     own: Own | None
 
     @classmethod
-    def of(cls, trunk: Trunk, hidden: torch.Tensor, places: torch.Tensor) -> Places:
-        own = None if trunk.context is None else trunk.context.own(places, len(hidden))
+    def of(cls, runner: ModelRunner, hidden: torch.Tensor, places: torch.Tensor) -> Places:
+        own = None if runner.context is None else runner.context.own(places, len(hidden))
         local = places if own is None else own.local
-        return cls(hidden[local], local, trunk.context, own)
+        return cls(hidden[local], local, runner.context, own)
 
     def of_mine(self, values: torch.Tensor) -> torch.Tensor:
         """What belongs to these places, of something that belongs to all of them."""
@@ -170,15 +174,19 @@ class Places:
 
 
 def token_logprobs(
-    trunk: Trunk, states: torch.Tensor, targets: torch.Tensor, request: ForwardRequest, slopes: Slopes | None = None
+    runner: ModelRunner,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    request: ForwardRequest,
+    slopes: Slopes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See chunked.token_logprobs; by kernels where there are some."""
-    head, distribution = trunk.plain_head, request.distribution
+    head, distribution = runner.plain_head, request.distribution
     if head is not None and head.serves(distribution):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
         return head.logprobs(states, targets, distribution.temperature, **wanted, slopes=slopes)
     return chunked.token_logprobs(
-        states, targets, trunk.logits, trunk.vocabulary, distribution, entropy_gradient=request.entropy_gradient
+        states, targets, runner.logits, runner.vocabulary_size, distribution, entropy_gradient=request.entropy_gradient
     )
 
 
@@ -187,7 +195,7 @@ def to_stream(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
 
 
-class TokenSlopes:
+class LossGradients:
     """Gradients of a loss before all log-probabilities are known: of one that is `separable`, see Algorithm.
 
     The loss is asked with what is known so far, and 0 for all tokens still to come.
@@ -236,13 +244,13 @@ def check_router(model: Any) -> None:
 
 
 @torch.no_grad()
-def prove(trunk: Trunk) -> None:
+def verify_against_stock(runner: ModelRunner) -> None:
     """Compare the packed forward pass with the model's own on two short samples, before any training.
 
     A leak between packed samples, a head with an unknown scaling or positions that an architecture ignores would
     train the wrong thing without an error; here they stop the run. Where only sharing goes wrong, it is left out.
     """
-    model: Any = trunk.model
+    model: Any = runner.model
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -251,12 +259,12 @@ def prove(trunk: Trunk) -> None:
     was_training = model.training
     model.eval()
     try:
-        model.set_attn_implementation("eager" if trunk_needs_eager(model) else "sdpa")
+        model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
         expected = [stock_hidden(model, document[None].to(device)) for document in documents]
         model.set_attn_implementation(attention.NAME)
         samples = [Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents]
-        found = own_hidden(trunk, collate(samples, device))
-        shared = shared_hidden(trunk, samples, device)
+        found = own_hidden(runner, collate(samples, device))
+        shared = shared_hidden(runner, samples, device)
     finally:
         model.set_attn_implementation(attention.NAME)
         model.train(was_training)
@@ -267,10 +275,10 @@ def prove(trunk: Trunk) -> None:
             f"{type(model).__name__}: the packed forward pass differs from the model's own "
             f"(relative error {error:.3g}). This architecture cannot be trained packed; please report it."
         )
-    trunk.shares = shared is not None and difference(shared, expected) < tolerance
+    runner.shares_prefixes = shared is not None and difference(shared, expected) < tolerance
 
 
-def trunk_needs_eager(model: Any) -> bool:
+def needs_eager_attention(model: Any) -> bool:
     """Families whose scores are capped: transformers computes them right only in its plain attention."""
     return getattr(model.config, "attn_logit_softcapping", None) is not None
 
@@ -279,20 +287,20 @@ def has_language_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
-def shared_hidden(trunk: Trunk, samples: list[Sample], device: torch.device) -> list[torch.Tensor] | None:
+def shared_hidden(runner: ModelRunner, samples: list[Sample], device: torch.device) -> list[torch.Tensor] | None:
     """The same with the samples' common beginning computed once; None where the device's kernel cannot do that."""
     try:
-        if trunk.ragged_kernel and not kernel_shares(next(trunk.model.parameters()).dtype, device):
+        if runner.varlen_kernel and not kernel_shares_prefixes(next(runner.model.parameters()).dtype, device):
             return None
-        return own_hidden(trunk, collate(samples, device, min_shared_prefix=5))
+        return own_hidden(runner, collate(samples, device, min_shared_prefix=5))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a kernel that takes no more keys than queries
-        if trunk.ragged_kernel:
+        if runner.varlen_kernel:
             return None
         raise
 
 
 @torch.enable_grad()
-def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
+def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the ragged kernel, told of more keys than queries, gives the other route's result and gradients.
 
     Which key the first query stands at is the kernel's own convention, so it is tried out and not assumed.
@@ -306,9 +314,9 @@ def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
     q, k, v, weight = (torch.randn(1, n, size, 64, generator=generator).to(device, dtype) for n in (4, 2, 2, 4))
     for window in (None, 7):
         found = []
-        for ragged_kernel in (True, False):
+        for varlen_kernel in (True, False):
             a, b, c = (stream.clone().requires_grad_() for stream in (q, k, v))
-            how: dict[str, Any] = {"packing": attention.layout(batch, ragged_kernel=ragged_kernel)}
+            how: dict[str, Any] = {"packing": attention.packing_for(batch, varlen_kernel=varlen_kernel)}
             out, _ = attention.packed_attention(torch.nn.Module(), a, b, c, None, sliding_window=window, **how)
             found.append([out.detach(), *torch.autograd.grad(out, (a, b, c), weight.transpose(1, 2))])
         errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(*found, strict=True)]
@@ -317,14 +325,14 @@ def kernel_shares(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def own_hidden(trunk: Trunk, batch: Batch) -> list[torch.Tensor]:
+def own_hidden(runner: ModelRunner, batch: Batch) -> list[torch.Tensor]:
     """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
-    hidden = trunk.hidden(batch).last_hidden_state[0]
-    if trunk.context is not None:
-        hidden = trunk.context.whole(hidden, len((batch.sharing or batch).tokens))
+    hidden = runner.run_layers(batch).last_hidden_state[0]
+    if runner.context is not None:
+        hidden = runner.context.whole(hidden, len((batch.sharing or batch).tokens))
     if batch.sharing is not None:
         hidden = hidden[batch.sharing.place]
-    return [trunk.logits(part) if has_language_head(trunk.model) else part for part in hidden.split(batch.lengths)]
+    return [runner.logits(part) if has_language_head(runner.model) else part for part in hidden.split(batch.lengths)]
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -343,4 +351,4 @@ def stock_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-__all__ = ["TokenSlopes", "Trunk", "check_router", "forward", "kernel_shares", "prove"]
+__all__ = ["LossGradients", "ModelRunner", "check_router", "forward", "kernel_shares_prefixes", "verify_against_stock"]

@@ -3,7 +3,7 @@
 Llama, Qwen2, Qwen3 and Mistral share one shape: RMS norms, rotated queries and keys, grouped heads, a gated MLP. On an
 accelerator their layers run the code here instead of their own, on the same weights: maps of one input are one matrix
 product, what lies between the products is one kernel each, and what is cheap to compute again is not kept for the
-backward pass. Every other model runs its own code. `forward.prove` compares the two before any training.
+backward pass. Every other model runs its own code. `forward.verify_against_stock` compares the two before any training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from posttrain.core.types import SamplingDistribution
 from posttrain.nn import attention
-from posttrain.nn.kernels.reference import steps_for
+from posttrain.nn.kernels.reference import kernels_for
 
 FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 log = logging.getLogger("posttrain")
@@ -34,7 +34,7 @@ MASTER = "float32_master"
 """Attribute of a half-precision weight: the float32 tensor that the optimizer updates, whose `grad` adds up."""
 
 
-def knows(model: Any) -> bool:
+def supports_fused_layers(model: Any) -> bool:
     """Whether the model has the shape that is walked here."""
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
@@ -59,22 +59,22 @@ def head_norms(layer: Any) -> tuple[torch.nn.Parameter | None, torch.nn.Paramete
     return own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon
 
 
-def speed_up(model: Any, steps: ModuleType | None = None, *, together: bool = True) -> bool:
-    """Let the layers run the code here where it knows them and there are kernels; `steps` forces the choice.
+def use_fused_layers(model: Any, steps: ModuleType | None = None, *, together: bool = True) -> bool:
+    """Let the layers run the code here where it knows them and there are kernels; `kernels` forces the choice.
 
     `together`: maps of one input become one; weights that are divided among processes stay as they are anyway.
     """
-    if not knows(model) or (steps is None and not attention.has_ragged_kernel(model)):
+    if not supports_fused_layers(model) or (steps is None and not attention.supports_varlen_kernel(model)):
         if next(model.parameters()).device.type == "cuda":
             say_slower(type(model).__name__)
         return False
-    steps = steps or steps_for(next(model.parameters()).device)
+    steps = steps or kernels_for(next(model.parameters()).device)
     for layer in getattr(model, model.base_model_prefix).layers:
         for modules in (maps_to_heads(layer), maps_to_gate(layer)):
             if together and all(is_plain(module) for module in modules):
-                lay_together([module.weight for module in modules])
+                join_storage([module.weight for module in modules])
                 if modules[0].bias is not None:
-                    lay_together([module.bias for module in modules])
+                    join_storage([module.bias for module in modules])
         if not isinstance(layer.forward, partial):
             layer.forward = partial(run_layer, layer, layer.forward, steps)
     return True
@@ -137,9 +137,9 @@ def normed_maps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The modules' maps of the normed sum, side by side, and the sum."""
     weights = [module.weight for module in modules] if all(is_plain(module) for module in modules) else []
-    joined = side_by_side(weights)
+    joined = joined_view(weights)
     biases = [module.bias for module in modules if module.bias is not None] if weights else []
-    bias = side_by_side(biases)
+    bias = joined_view(biases)
     if joined is None or (biases and bias is None):
         normed, total = Normed.apply(x, residual, norm.weight, norm.variance_epsilon, steps)
         return torch.cat([module(normed) for module in modules], -1), total
@@ -150,7 +150,7 @@ def normed_maps(
 # Weights that lie in a row
 
 
-def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def joined_view(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One tensor of which the parameters are parts, or None where they do not lie in a row."""
     if not parameters:
         return None
@@ -164,9 +164,9 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def lay_together(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+def join_storage(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     """The same, after moving them there if they are not. Who writes them in place writes it."""
-    found = side_by_side(parameters)
+    found = joined_view(parameters)
     if found is not None:
         return found
     with torch.inference_mode(False), torch.no_grad():  # training goes on with these weights
@@ -322,7 +322,7 @@ class PlainHead:
     multiple: int = 256  # positions are padded to a multiple, so that products of few different sizes are asked for
 
     @classmethod
-    def of(cls, model: Any, steps: ModuleType | None = None) -> PlainHead | None:
+    def from_model(cls, model: Any, steps: ModuleType | None = None) -> PlainHead | None:
         """None where the model's head is something else, or there are no kernels for the device."""
         head, config = model.get_output_embeddings(), model.config
         scalings = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -330,9 +330,9 @@ class PlainHead:
         if not plain or any(getattr(config, name, None) is not None for name in scalings):
             return None
         on_cpu = head.weight.device.type == "cpu"
-        if steps is None and not on_cpu and not attention.has_ragged_kernel(model):
+        if steps is None and not on_cpu and not attention.supports_varlen_kernel(model):
             return None
-        return cls(head, steps or steps_for(head.weight.device), 1 if on_cpu else 256)
+        return cls(head, steps or kernels_for(head.weight.device), 1 if on_cpu else 256)
 
     def serves(self, distribution: SamplingDistribution) -> bool:
         return not distribution.top_k and distribution.top_p >= 1.0 and not distribution.min_p
@@ -460,7 +460,7 @@ def weight_gradients(
     if len(masters) < len(parameters):
         return list((d_out.t() @ x).split(sizes))
     grads = [master.grad for master in masters]
-    joined = None if any(grad is None for grad in grads) else side_by_side(grads)
+    joined = None if any(grad is None for grad in grads) else joined_view(grads)
     if joined is not None:
         add_product(joined, d_out.t(), x)
         return [None] * len(sizes)
@@ -481,4 +481,4 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
-__all__ = ["MASTER", "PlainHead", "Slopes", "knows", "lay_together", "speed_up"]
+__all__ = ["MASTER", "PlainHead", "Slopes", "join_storage", "supports_fused_layers", "use_fused_layers"]

@@ -158,7 +158,7 @@ class Completions:
 
     def tokens(self, prompt: str | list[int]) -> Ints:
         """Of a text, in which control tokens are control tokens: who sends one has applied a template."""
-        vocabulary = self.model.learner.trunk.vocabulary
+        vocabulary = self.model.learner.runner.vocabulary_size
         ids = self.model.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not ids:
             raise Refusal(400, "the tokenizer has no tokens for the prompt", param="prompt")

@@ -41,7 +41,7 @@ from posttrain.models.loading import (
 )
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
 from posttrain.nn import training_graphs
-from posttrain.nn.forward import TokenSlopes, Trunk, check_router, forward, prove
+from posttrain.nn.forward import LossGradients, ModelRunner, check_router, forward, verify_against_stock
 from posttrain.nn.optimizer import Optimizer
 from posttrain.parallel.fsdp import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
 
@@ -102,26 +102,26 @@ class Learner:
         if self.shards is not None:
             self.skeleton = skeleton_of(self.model) if head == "token" else None
             self.shards.cut(self.model, [taught, None if valued is None else valued.float()])
-        self.trunk = self.proven(self.model)
-        self.teacher: Trunk | None = None
+        self.runner = self.proven(self.model)
+        self.teacher: ModelRunner | None = None
         if taught is not None:
             self.teacher = self.proven(taught)
-            check_teacher(self.trunk, self.teacher)
+            check_teacher(self.runner, self.teacher)
         self.let_go()
-        self.trunk.value_head = valued
+        self.runner.value_head = valued
         self.own_sampler = sampler_copy
-        self.sampler = self.trunk
+        self.sampler = self.runner
         self.replica: VllmReplica | None = None
         if engine[0] == "vllm":
             looks = (self.weights, self.logprobs)
             self.replica = VllmReplica(engine[1:], self.model, self.tokenizer, self.dtype, *looks)
         elif sampler_copy and self.shards is None:
-            self.sampler = Trunk.of(copy.deepcopy(self.model).requires_grad_(False))
+            self.sampler = ModelRunner.from_model(copy.deepcopy(self.model).requires_grad_(False))
         self.engines: dict[int, LocalEngine] = {}
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
         lends = engine[0] == "vllm" or bool(layout and layout.offload)  # memory that is free now and then
         if trainable and self.shards is None and not lends:
-            self.trunk.passes = training_graphs.Passes.of(self.model, update.tokens_per_device)
+            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.tokens_per_device)
         self.config, self.head = model, head
         LEARNERS.add(self)
         self.version = 0  # of the weights
@@ -130,18 +130,18 @@ class Learner:
         if sampler_copy and self.shards is not None and self.replica is None:
             self.refresh_sampler()
 
-    def proven(self, model: Any) -> Trunk:
+    def proven(self, model: Any) -> ModelRunner:
         """The model as passes see it, compared with its own code."""
-        trunk = self.inside(Trunk.of, model)
+        runner = self.inside(ModelRunner.from_model, model)
         if self.shards is not None and self.shards.context is not None:
             self.shards.context.check(model.config.get_text_config(), self.shards.layout.tensor_parallel)
-            trunk.context = self.shards.context
-        self.inside(prove, trunk)
-        return trunk
+            runner.context = self.shards.context
+        self.inside(verify_against_stock, runner)
+        return runner
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """All that is trained, by name."""
-        head = self.trunk.value_head
+        head = self.runner.value_head
         return trainable_parameters(self.model) | ({VALUE_HEAD: head.weight} if head is not None else {})
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
@@ -149,7 +149,7 @@ class Learner:
         if self.replica is not None and not self.own_sampler:
             self.replica.sleep()
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.optimizer.stay_put = self.trunk.passes is not None and self.trunk.passes.alive
+        self.optimizer.stay_put = self.runner.graphs is not None and self.runner.graphs.alive
         self.optimizer.begin()
         totals = Totals()
         with self.decided_dropout():
@@ -185,8 +185,8 @@ class Learner:
         assert self.optimizer is not None, "this learner was loaded for inference"
         pack, slopes, scale = self.company() if batch is None else batch, None, self.optimizer.loss_scale
         if batch is not None and objective.separable:
-            slopes = TokenSlopes(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
-        out = forward(self.trunk, pack, objective.request, self.teacher, slopes)
+            slopes = LossGradients(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
+        out = forward(self.runner, pack, objective.request, self.teacher, slopes)
         if batch is None:
             return touch(torch.zeros((), device=self.device), out)
         loss = objective.loss(out, batch)
@@ -219,7 +219,7 @@ class Learner:
         totals = Totals()
         for batch in self.batches(samples, objective.group_size):
             pack = self.company() if batch is None else batch
-            out = self.inside(forward, self.trunk, pack, objective.request, self.teacher)
+            out = self.inside(forward, self.runner, pack, objective.request, self.teacher)
             if batch is not None:
                 loss = objective.loss(out, batch)
                 totals.add("loss", loss.total)
@@ -262,14 +262,14 @@ class Learner:
                 self.replica.refresh()
             return self.replica.generate(requests, sampling)
         if self.shards is None:
-            trunk = self.trunk if current else self.sampler
+            runner = self.runner if current else self.sampler
         elif self.own_sampler and not current:
-            trunk = self.copies["sampler"].trunk
+            runner = self.copies["sampler"].runner
         else:
-            trunk = self.copied("current")
-        if id(trunk) not in self.engines:
-            self.engines[id(trunk)] = LocalEngine(trunk, self.tokenizer, leave=memory_to_come)
-        return self.engines[id(trunk)].generate(
+            runner = self.copied("current")
+        if id(runner) not in self.engines:
+            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, leave=memory_to_come)
+        return self.engines[id(runner)].generate(
             requests, sampling, between_steps=between_steps, on_completion=on_completion
         )
 
@@ -286,26 +286,26 @@ class Learner:
             return
         if self.shards is not None:
             self.copied("sampler" if self.own_sampler else "current")
-        if self.sampler is self.trunk:
+        if self.sampler is self.runner:
             return
         ours, theirs = self.model.state_dict(), self.sampler.model.state_dict()
         for name, tensor in theirs.items():
             tensor.copy_(ours[name])
 
     @torch.no_grad()
-    def copied(self, name: str) -> Trunk:
+    def copied(self, name: str) -> ModelRunner:
         """A whole copy of the model with the weights of now; all processes that hold it call together."""
         assert self.shards is not None and self.skeleton is not None, "a model with a score head does not generate"
         if name not in self.copies:
             model = filled(self.skeleton, self.device, self.shards.dtype)
-            self.copies[name] = Copy(Trunk.of(model), -1)
+            self.copies[name] = Copy(ModelRunner.from_model(model), -1)
         mine = self.copies[name]
         if mine.version != self.version:
-            theirs = module_tensors(mine.trunk.model)
+            theirs = module_tensors(mine.runner.model)
             for key, live in module_tensors(self.model).items():
                 theirs[key].copy_(gathered(local(live).to(theirs[key].dtype), live))
             mine.version = self.version
-        return mine.trunk
+        return mine.runner
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors by their names in Hugging Face files, adapters merged, always in the same order.
@@ -360,10 +360,10 @@ class Learner:
             pack_into_micro_batches(samples, self.tokens_per_pack, min_shared_prefix=self.shared_tokens)
         ):
             if indices is None:
-                self.inside(forward, self.trunk, self.company(), request)
+                self.inside(forward, self.runner, self.company(), request)
                 continue
             batch = collate([samples[i] for i in indices], self.device, self.shared_tokens)
-            seen.append((indices, self.inside(forward, self.trunk, batch, request), batch))
+            seen.append((indices, self.inside(forward, self.runner, batch, request), batch))
         self.let_go()
         self.model.train(was_training)
         return seen
@@ -403,7 +403,7 @@ class Learner:
     @property
     def shared_tokens(self) -> int:
         """How many tokens neighbours must have in common to compute them once; 0: a model here cannot share."""
-        able = self.trunk.shares and (self.teacher is None or self.teacher.shares)
+        able = self.runner.shares_prefixes and (self.teacher is None or self.teacher.shares_prefixes)
         return SHARED_TOKENS if able else 0
 
     def annotate(self, facts: dict[str, Any]) -> None:
@@ -416,8 +416,8 @@ class Learner:
         assert self.optimizer is not None
         save_model(self.model, self.tokenizer, folder / "model", self.shards)
         self.optimizer.save(folder)
-        if self.trunk.value_head is not None:
-            weight = gathered(local(self.trunk.value_head.weight), self.trunk.value_head.weight)
+        if self.runner.value_head is not None:
+            weight = gathered(local(self.runner.value_head.weight), self.runner.value_head.weight)
             if self.shards is None or self.shards.rank == 0:
                 save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
@@ -425,8 +425,8 @@ class Learner:
         """Of any number of processes, whatever number there is now."""
         assert self.optimizer is not None
         load_weights(self.model, folder / "model")
-        if self.trunk.value_head is not None:
-            weight = self.trunk.value_head.weight
+        if self.runner.value_head is not None:
+            weight = self.runner.value_head.weight
             local(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][part_of(weight)])
         self.optimizer.load(folder)
         self.version += 1
@@ -442,7 +442,7 @@ class Learner:
         in_host_memory = self.shards is not None and "parameters" in self.shards.layout.offload
         if self.device.type == "cpu" or in_host_memory:
             return
-        self.trunk.passes = None  # they would keep memory
+        self.runner.graphs = None  # they would keep memory
         if self.optimizer is not None:
             self.optimizer.places = {}
         if part == "model":
@@ -455,7 +455,7 @@ class Learner:
 class Copy:
     """A whole model to generate with, and the version of its weights."""
 
-    trunk: Trunk
+    runner: ModelRunner
     version: int
 
 
@@ -498,15 +498,15 @@ def memory_to_come() -> int:
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
     passes = [memory.full_pack(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
     wanted = [one.optimizer.bytes_to_come(one.device) for one in trained if one.optimizer]
-    return sum(wanted) + max(0, max(passes, default=0) - training_graphs.memory_held())
+    return sum(wanted) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
 
 
-def check_teacher(student: Trunk, teacher: Trunk) -> None:
+def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
     """Two distributions can be compared only over the same tokens."""
-    if student.vocabulary != teacher.vocabulary:
+    if student.vocabulary_size != teacher.vocabulary_size:
         raise UsageError(
-            f"algo.teacher: its vocabulary has {teacher.vocabulary} tokens, the student's {student.vocabulary}. "
-            "Choose a teacher and a student of one family, with the same vocabulary."
+            f"algo.teacher: its vocabulary has {teacher.vocabulary_size} tokens, the student's "
+            f"{student.vocabulary_size}. Choose a teacher and a student of one family, with the same vocabulary."
         )
 
 

@@ -42,8 +42,8 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
     learner = Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=150), layout=layout)
     if case == "ragged kernel":
         torch.nn.attention.varlen.varlen_attn = twin_of_the_kernel(behind=True)
-        learner.trunk.ragged_kernel = True
-        learner.inside(layers.speed_up, learner.model, reference)
+        learner.runner.varlen_kernel = True
+        learner.inside(layers.use_fused_layers, learner.model, reference)
     made, wanted = samples(case), ForwardRequest(names=frozenset({"logprobs", "entropy"}))
     objective = Objective(request=wanted, loss=lambda out, _: Loss(total=-out.logprobs.sum()), unit="token")
     assert learner.shared_tokens and learner.shared_tokens < 33

@@ -141,9 +141,9 @@ def test_split_packing_and_accumulation_do_not_matter(folder, verb, options, mod
 def test_neither_does_sharing(folder, verb, options, model):
     algo, objective, learner = made(folder, verb, options, model)
     samples = prepared(algo, learner, alike=20)
-    learner.trunk.shares = False
+    learner.runner.shares_prefixes = False
     whole, expected = gradients(learner, objective, [samples], samples)
-    learner.trunk.shares = True
+    learner.runner.shares_prefixes = True
     for budget in (100_000, 120, 60):
         learner.update = UpdateConfig(tokens_per_device=budget)
         batches = learner.batches(samples, objective.group_size)
@@ -159,8 +159,8 @@ def in_small_chunks(algo, objective, learner, monkeypatch):
         )
     samples = prepared(algo, learner)
     learner.update = UpdateConfig(tokens_per_device=60)
-    learner.trunk.plain_head = replace(learner.trunk.plain_head, multiple=8)
-    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 7 * learner.trunk.vocabulary)
+    learner.runner.plain_head = replace(learner.runner.plain_head, multiple=8)
+    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 7 * learner.runner.vocabulary_size)
     return [gradients(learner, replace(objective, separable=once), [samples], samples) for once in (True, False)]
 
 
@@ -184,7 +184,7 @@ def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):
     policy, critic = (Learner(config, update, head=head, trainable=False) for head in ("token", "score"))
 
     def looks(shares):
-        policy.trunk.shares = critic.trunk.shares = shares
+        policy.runner.shares_prefixes = critic.runner.shares_prefixes = shares
         drawn = policy.logprobs(samples, distribution=DRAWN_FROM)
         return [*policy.logprobs(samples), *drawn, *critic.values(samples), np.array(critic.scores(samples))]
 

@@ -13,7 +13,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 from . import slow
@@ -144,7 +144,7 @@ def test_no_position_at_all():
 def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, distribution):
     model = tiny_model(name)
     model.set_attn_implementation(attention.NAME)
-    trunk = Trunk.of(model)
+    runner = ModelRunner.from_model(model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 60, n).astype(np.int32) for n in (5, 11, 3, 20)]
     sampling = Sampling(
@@ -155,11 +155,11 @@ def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, distribution)
         min_p=distribution.min_p,
     )
     requests = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
-    samples = LocalEngine(trunk, tiny_tokenizer(), slots=3).generate(requests, sampling)
+    samples = LocalEngine(runner, tiny_tokenizer(), slots=3).generate(requests, sampling)
     batch = collate(samples)
     wanted = ForwardRequest(names=frozenset({"logprobs", "entropy"}), distribution=distribution)
     with torch.no_grad():
-        out = forward(trunk, batch, wanted)
+        out = forward(runner, batch, wanted)
     ratio = (out.logprobs - batch.logprobs)[batch.counted].exp()
     assert len(ratio) == 64 and float((ratio - 1).abs().max()) < 1e-5
     assert (out.entropy[batch.counted] >= -1e-6).all()

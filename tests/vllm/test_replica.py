@@ -70,7 +70,7 @@ def test_an_update_that_goes_wrong_is_an_error(tmp_path):
 def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
     learner = Learner(model, UpdateConfig(), sampler_copy=ahead, engine=("vllm", "max_num_seqs=8"))
-    local = LocalEngine(learner.trunk, learner.tokenizer)
+    local = LocalEngine(learner.runner, learner.tokenizer)
     sampling = Sampling(max_tokens=12, temperature=0.0)
 
     def tokens(samples):

@@ -12,7 +12,7 @@ from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.models.loading import load_model, load_tokenizer
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 
 
 def main(divided: str, kind: str) -> None:
@@ -29,7 +29,7 @@ def main(divided: str, kind: str) -> None:
     samples = engine.generate(asked, Sampling(max_tokens=6), lambda i, token: heard.setdefault(i, []).append(token))
     assert [heard[i] for i in range(len(asked))] == [sample.tokens[sample.mask].tolist() for sample in samples]
     assert [sample.tokens[:4].tolist() for sample in samples] == [prompt.tolist() for prompt in prompts]
-    expected = forward(Trunk.of(model), collate(samples), Wanted()).logprobs
+    expected = forward(ModelRunner.from_model(model), collate(samples), Wanted()).logprobs
     assert expected is not None
     found = np.concatenate([sample.logprobs for sample in samples if sample.logprobs is not None])
     assert np.abs(expected.detach().numpy() - found).max() < 1e-4

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 
-def steps_for(device: torch.device) -> ModuleType:
+def kernels_for(device: torch.device) -> ModuleType:
     """Who has the steps: kernels.py on a GPU that has Triton, else this module."""
     if device.type != "cuda":
         return sys.modules[__name__]

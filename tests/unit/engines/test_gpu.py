@@ -10,7 +10,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kernels import reference
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 from tests.tiny import NAMES, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_draws(dtype):
 def engine_for(name, dtype, slots=32):
     model = tiny_model(name).to("cuda", dtype).eval()
     model.set_attn_implementation(attention.NAME)
-    return LocalEngine(Trunk.of(model), tiny_tokenizer(), slots=slots)
+    return LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots)
 
 
 def asked(count=100):
@@ -122,11 +122,11 @@ def test_logprobs_equal_the_trainers(name, dtype):
     for turn in range(2):  # the second time by graphs, after the weights have changed in place
         samples = engine.generate(asked(), Sampling(max_tokens=48, stop_ids=tuple(range(8, 20))))
         with torch.no_grad():
-            out = forward(engine.trunk, collate(samples, "cuda"), Wanted())
+            out = forward(engine.runner, collate(samples, "cuda"), Wanted())
         error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in samples]))
         assert error.mean() < (1e-5 if dtype == torch.float32 else 0.01), (name, turn, error.mean(), error.max())
         with torch.no_grad():
-            for parameter in engine.trunk.model.parameters():
+            for parameter in engine.runner.model.parameters():
                 parameter.mul_(1.05)
 
 

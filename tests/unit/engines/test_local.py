@@ -12,13 +12,13 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.local import LocalEngine, rung
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 from tests.tiny import NAMES, tiny_model, tiny_tokenizer
 
 
 def engine_for(model, slots=4):
     model.set_attn_implementation(attention.NAME)
-    return LocalEngine(Trunk.of(model.eval()), tiny_tokenizer(), slots=slots)
+    return LocalEngine(ModelRunner.from_model(model.eval()), tiny_tokenizer(), slots=slots)
 
 
 def prompts(lengths=(5, 11, 3, 8, 20, 1), seed=0):
@@ -67,8 +67,8 @@ def test_logprobs_equal_a_teacher_forced_pass(name, settings):
     engine = engine_for(model)
     requests = [GenerationRequest(prompt=p, group=i, seed=i) for i, p in enumerate(prompts())]
     for sample in engine.generate(requests, Sampling(max_tokens=15, **settings)):
-        hidden = engine.trunk.hidden(collate([sample])).last_hidden_state[0]
-        logprobs = ops.tempered(engine.trunk.logits(hidden[:-1]), **settings).log_softmax(-1)
+        hidden = engine.runner.run_layers(collate([sample])).last_hidden_state[0]
+        logprobs = ops.tempered(engine.runner.logits(hidden[:-1]), **settings).log_softmax(-1)
         expected = logprobs.gather(-1, torch.as_tensor(sample.tokens[1:]).long()[:, None])[:, 0].detach().numpy()
         assert np.abs(sample.logprobs[1:] - expected)[sample.mask[1:]].max() < 1e-5
 
@@ -79,7 +79,7 @@ def test_plain_sampling_agrees_with_the_trainer():
     samples = engine.generate(
         [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())], Sampling(max_tokens=9)
     )
-    out = forward(engine.trunk, collate(samples), Wanted())
+    out = forward(engine.runner, collate(samples), Wanted())
     theirs = np.concatenate([sample.logprobs for sample in samples])
     assert np.abs(out.logprobs.detach().numpy() - theirs).max() < 1e-5
 
@@ -106,10 +106,10 @@ def test_samples_follow_the_distribution():
     drawn = 4000
     samples = engine.generate([GenerationRequest(prompt=prompt, seed=i) for i in range(drawn)], Sampling(max_tokens=1))
     counts = np.bincount([int(sample.tokens[-1]) for sample in samples], minlength=104)
-    hidden = engine.trunk.hidden(collate([Sample(tokens=prompt, mask=np.zeros(6, dtype=bool))])).last_hidden_state[
+    hidden = engine.runner.run_layers(collate([Sample(tokens=prompt, mask=np.zeros(6, dtype=bool))])).last_hidden_state[
         0, -1:
     ]
-    expected = engine.trunk.logits(hidden).softmax(-1)[0].detach().numpy() * drawn
+    expected = engine.runner.logits(hidden).softmax(-1)[0].detach().numpy() * drawn
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert statistic < 103 + 4 * (2 * 103) ** 0.5  # chi-square with 103 degrees of freedom, 4 standard deviations
 
@@ -202,7 +202,7 @@ def test_answers_are_the_same_when_the_host_looks_rarely(name, settings):
     requests = [GenerationRequest(prompt=p, group=i // 6, seed=i) for i, p in enumerate(asked)]
     sampling = Sampling(max_tokens=40, stop_ids=SOME_STOPS, **settings)
     expected = engine_for(model, slots=7).generate(requests, sampling)
-    engine = AsOnAGPU(engine_for(model).trunk, tiny_tokenizer(), slots=32)
+    engine = AsOnAGPU(engine_for(model).runner, tiny_tokenizer(), slots=32)
     found = engine.generate(requests, sampling)
     same = [(a, b) for a, b in zip(found, expected, strict=True) if a.tokens.tolist() == b.tokens.tolist()]
     assert len(same) >= len(found) - 1  # a last bit may put a boundary between two tokens elsewhere
@@ -222,11 +222,11 @@ def test_an_optimizer_step_changes_what_is_generated():
     engine.generate(requests, Sampling(max_tokens=4))
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     batch = collate(engine.generate(requests, Sampling(max_tokens=12)))
-    forward(engine.trunk, batch, Wanted()).logprobs.sum().backward()
+    forward(engine.runner, batch, Wanted()).logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     torch.optim.SGD(model.parameters(), lr=0.05).step()
     after = engine.generate(requests, Sampling(max_tokens=12))
-    out = forward(engine.trunk, collate(after), Wanted())
+    out = forward(engine.runner, collate(after), Wanted())
     assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in after])).max() < 1e-5
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
 
@@ -241,7 +241,7 @@ def test_weights_that_moved_are_found_again():
             parameter.data = parameter.data.clone() * 1.1
     second = engine.generate(requests, Sampling(max_tokens=8))
     assert [s.tokens.tolist() for s in first] != [s.tokens.tolist() for s in second]
-    out = forward(engine.trunk, collate(second), Wanted())
+    out = forward(engine.runner, collate(second), Wanted())
     assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in second])).max() < 1e-5
 
 
@@ -293,7 +293,7 @@ def test_weights_that_change_are_packed_again(monkeypatch):
         (sample,) = engine.generate(
             [GenerationRequest(prompt=prompts()[0], seed=1)], Sampling(max_tokens=6), between_steps=between
         )
-        out = forward(engine.trunk, collate([sample]), Wanted()).logprobs.detach().numpy()
+        out = forward(engine.runner, collate([sample]), Wanted()).logprobs.detach().numpy()
         error = np.abs(out - sample.logprobs)[-6:]
         assert error[-1] < 1e-5 and (error[:-1].max() < 1e-5) == (between is None)
 
@@ -301,7 +301,7 @@ def test_weights_that_change_are_packed_again(monkeypatch):
 def test_packing_leaves_memory_to_others(monkeypatch):
     monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
     engine = engine_for(tiny_model("llama").eval())
-    size = sum(parameter.nbytes for parameter in engine.trunk.model.parameters())
+    size = sum(parameter.nbytes for parameter in engine.runner.model.parameters())
     for memory, packs in ((size * 15, False), (size * 17, True)):
         monkeypatch.setattr(local, "host_memory", lambda memory=memory: memory)
         found = set()
@@ -334,18 +334,18 @@ def test_adapters_take_part():
             torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(0))
     after = engine.generate(requests, Sampling(max_tokens=8))
     assert [s.tokens.tolist() for s in before] != [s.tokens.tolist() for s in after]
-    out = forward(engine.trunk, collate(after), Wanted())
+    out = forward(engine.runner, collate(after), Wanted())
     assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in after])).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_which_models_are_walked_by_our_own_code(name):
-    assert FusedDecoder.knows(tiny_model(name)) == (name in ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"))
+    assert FusedDecoder.supports(tiny_model(name)) == (name in ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"))
 
 
 def test_frequencies_that_depend_on_the_length_are_left_to_the_model():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert not FusedDecoder.knows(tiny_model("llama", rope_parameters=rope))
+    assert not FusedDecoder.supports(tiny_model("llama", rope_parameters=rope))
 
 
 def test_answers_are_told_of_as_soon_as_they_are_complete():

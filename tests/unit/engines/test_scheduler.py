@@ -12,7 +12,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.scheduler import StopTextMatcher
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk
+from posttrain.nn.forward import ModelRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.data.made import byte_level, sentencepiece
 from tests.unit.engines.test_local import AsOnAGPU, engine_for, prompts
@@ -61,7 +61,7 @@ def as_on_a_gpu(model, slots):
             super().make_room(*room)
             self.graphs = self.eager = self.Eager()
 
-    return Engine(Trunk.of(model), tiny_tokenizer(), slots=slots)
+    return Engine(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -158,7 +158,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings)
             ended |= session.step()
     answer, sample = told[number], ended[number]
     assert not told[0].top_logprobs and len(answer.top_logprobs) == len(answer.tokens) == 7
-    logits = engine.trunk.logits(engine.trunk.hidden(collate([sample])).last_hidden_state[0]).detach()
+    logits = engine.runner.logits(engine.runner.run_layers(collate([sample])).last_hidden_state[0]).detach()
     penalty = settings.get("repetition_penalty", 1.0)
     truncation = {name: value for name, value in settings.items() if name != "repetition_penalty"}
     for place, top_logprobs in enumerate(answer.top_logprobs):
@@ -192,7 +192,7 @@ def test_ways_to_draw_do_not_pile_up():
 def test_a_session_on_a_gpu(name):
     model = tiny_model(name).to("cuda")
     model.set_attn_implementation(attention.NAME)
-    engine = LocalEngine(Trunk.of(model), tiny_tokenizer(), slots=8)
+    engine = LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), slots=8)
     expected = [engine.generate([request], sampling)[0] for request, sampling in asked()]
     for arrive_every in (1, 3):
         ended, _ = run_in_company(engine, asked(), arrive_every)

@@ -12,7 +12,7 @@ from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.models import adapters, loading
 from posttrain.models.tensors import module_tensors, plain_tensors
-from posttrain.nn.forward import Trunk, prove
+from posttrain.nn.forward import ModelRunner, verify_against_stock
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_tokenizer
 from tests.unit.models.test_loading import TOKENS, edit_json, load_tiny, output
 
@@ -63,7 +63,7 @@ def test_saved_adapters_come_back_and_merge_into_the_same_model(name, head, tmp_
     assert torch.equal(output(again), output(model))
     merged = load_tiny(tmp_path / "saved", head)
     assert not adapters.is_adapted(merged)
-    prove(Trunk.of(merged))  # our attention has reached its layers
+    verify_against_stock(ModelRunner.from_model(merged))  # our attention has reached its layers
     assert torch.allclose(output(merged), output(model), atol=1e-5, rtol=1e-4)
     plain = load_tiny(folder, head)
     assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}

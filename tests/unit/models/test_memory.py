@@ -15,7 +15,7 @@ from posttrain.models import memory
 from posttrain.models.loading import load_model, trainable_parameters
 from posttrain.models.memory import Needs, Passing, Standing
 from posttrain.nn import layers
-from posttrain.nn.forward import Trunk, forward
+from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import reference
 from posttrain.nn.optimizer import Optimizer
 from tests.tiny import tiny_folder
@@ -36,7 +36,9 @@ def measured(config: ModelConfig, head: str = "token") -> Standing:
     """Bytes that a real model, its gradients and its optimizer hold."""
     model = load_model(config, head, device=CPU, trainable=True, seed=0)
     optimizer = Optimizer(trainable_parameters(model), UpdateConfig(ema_decay=0.9))
-    out = forward(Trunk.of(model), collate([sample(8), sample(5)]), ForwardRequest(names=frozenset({NAMES[head]})))
+    out = forward(
+        ModelRunner.from_model(model), collate([sample(8), sample(5)]), ForwardRequest(names=frozenset({NAMES[head]}))
+    )
     (out.logprobs if head == "token" else out.scores).sum().backward()
     masters = optimizer.masters
     gradients = [master.grad for master in masters.values()]
@@ -103,8 +105,8 @@ def test_four_bits(dtype, tmp_path):
 def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = False) -> int:
     """Bytes that autograd saves in a real forward pass, parameters aside; with an accelerator's layers, or without."""
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
-    trunk = Trunk.of(model)
-    assert not fused or layers.speed_up(model, reference)
+    runner = ModelRunner.from_model(model)
+    assert not fused or layers.use_fused_layers(model, reference)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -115,7 +117,7 @@ def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = Fal
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = forward(trunk, collate(samples), ForwardRequest())
+        out = forward(runner, collate(samples), ForwardRequest())
     assert out.logprobs is not None
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -201,7 +203,7 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
     gc.collect()  # what earlier tests left
     before = torch.accelerator.memory_allocated(default_device())
     learner = Learner(config, UpdateConfig(tokens_per_device=8192))
-    learner.trunk.passes = None  # what graphs hold is not counted as allocated
+    learner.runner.graphs = None  # what graphs hold is not counted as allocated
     objective = Objective(
         request=ForwardRequest(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token"
     )
@@ -238,7 +240,7 @@ def test_what_an_optimizer_will_still_take(tmp_path):
     count = sum(parameter.numel() for parameter in model.parameters())
     assert optimizer.bytes_to_come(CPU) == 12 * count, "gradients and two averages"
     assert optimizer.bytes_to_come(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
-    forward(Trunk.of(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
+    forward(ModelRunner.from_model(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
     assert optimizer.bytes_to_come(CPU) == 8 * count
     optimizer.step(1e-3)
     assert optimizer.bytes_to_come(CPU) == 4 * count

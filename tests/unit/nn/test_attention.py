@@ -8,7 +8,7 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward, prove
+from posttrain.nn.forward import ModelRunner, forward, verify_against_stock
 from tests.tiny import NAMES, tiny_model
 
 LENGTHS = (3, 17, 9, 2, 30, 17, 8)
@@ -21,7 +21,7 @@ def samples(lengths=LENGTHS, seed=0):
 
 def packed(model):
     model.set_attn_implementation(attention.NAME)
-    return Trunk.of(model)
+    return ModelRunner.from_model(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,11 +49,11 @@ def test_packed_logprobs_and_gradients_equal_the_stock_model_alone(name, lengths
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_does_not_leak_into_its_neighbours(name):
-    trunk = packed(tiny_model(name).eval())
+    runner = packed(tiny_model(name).eval())
     rows = samples()
-    before = trunk.hidden(collate(rows)).last_hidden_state[0].split(LENGTHS)
+    before = runner.run_layers(collate(rows)).last_hidden_state[0].split(LENGTHS)
     rows[2].tokens[:] = 7
-    after = trunk.hidden(collate(rows)).last_hidden_state[0].split(LENGTHS)
+    after = runner.run_layers(collate(rows)).last_hidden_state[0].split(LENGTHS)
     for index, (a, b) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(a, b) == (index != 2), f"sample {index}"
 
@@ -61,20 +61,20 @@ def test_a_sample_does_not_leak_into_its_neighbours(name):
 def test_a_window_shorter_than_the_sample_is_kept():
     model = tiny_model("mistral", sliding_window=4).eval()
     rows = samples((20,))
-    last = packed(model).hidden(collate(rows)).last_hidden_state[0, -1]
+    last = packed(model).run_layers(collate(rows)).last_hidden_state[0, -1]
     rows[0].tokens[0] = 9  # out of sight of the last token: 2 layers x 3 back
-    assert torch.equal(packed(model).hidden(collate(rows)).last_hidden_state[0, -1], last)
+    assert torch.equal(packed(model).run_layers(collate(rows)).last_hidden_state[0, -1], last)
     rows[0].tokens[-3] = 9
-    assert not torch.equal(packed(model).hidden(collate(rows)).last_hidden_state[0, -1], last)
+    assert not torch.equal(packed(model).run_layers(collate(rows)).last_hidden_state[0, -1], last)
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
     model = tiny_model("qwen2").train()
-    trunk = packed(model)
+    runner = packed(model)
 
     def gradients():
         model.zero_grad()
-        forward(trunk, collate(samples()), ForwardRequest()).logprobs.sum().backward()
+        forward(runner, collate(samples()), ForwardRequest()).logprobs.sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     plain = gradients()
@@ -85,23 +85,23 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proof_accepts_supported_architectures(name):
-    prove(packed(tiny_model(name)))
+    verify_against_stock(packed(tiny_model(name)))
 
 
 def test_proof_refuses_a_leak(monkeypatch):
-    trunk = packed(tiny_model("llama"))
-    monkeypatch.setattr(attention, "rectangles", lambda lengths, *_: one_rectangle(sum(lengths)))
+    runner = packed(tiny_model("llama"))
+    monkeypatch.setattr(attention, "pad_by_length", lambda lengths, *_: one_rectangle(sum(lengths)))
     with pytest.raises(PosttrainError, match="packed forward pass differs"):
-        prove(trunk)
+        verify_against_stock(runner)
 
 
 def one_rectangle(total):
-    return [attention.Bucket(1, total, None, None)], None
+    return [attention.PaddedGroup(1, total, None, None)], None
 
 
 def test_proof_refuses_an_unknown_scaling_of_the_head():
     model = tiny_model("llama")
-    trunk = packed(model)
+    runner = packed(model)
     stock = model.forward
 
     def scaled(*args, **kwargs):
@@ -111,7 +111,7 @@ def test_proof_refuses_an_unknown_scaling_of_the_head():
 
     model.forward = scaled
     with pytest.raises(PosttrainError, match="packed forward pass differs"):
-        prove(trunk)
+        verify_against_stock(runner)
 
 
 @pytest.mark.gpu
@@ -127,8 +127,8 @@ def test_the_newer_kernel_gives_what_torchs_gives(window):
         torch.randn(int(n.sum()), heads, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
         for n, heads in ((lengths, 12), (key_lengths, 2), (key_lengths, 2))
     ]
-    assert attention.has_newer_kernel(streams[0])
-    assert attention.agree(*streams, ranges, None, window)
+    assert attention.has_flash_attn_4(streams[0])
+    assert attention.kernels_agree(*streams, ranges, None, window)
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2, 3])
@@ -144,13 +144,13 @@ def test_a_kernel_whose_result_or_gradient_is_not_a_number_is_not_trusted(broken
         streams[broken - 1].register_hook(lambda gradient: gradient * torch.nan)
         return torchs(*streams)
 
-    monkeypatch.setattr(attention, "torchs_kernel", torchs)
-    monkeypatch.setattr(attention, "newer_kernel", torchs)
+    monkeypatch.setattr(attention, "torch_varlen_kernel", torchs)
+    monkeypatch.setattr(attention, "flash_attn_4_kernel", torchs)
     starts = torch.tensor([0, 3])  # and one key behind the last
     streams = [*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None]
-    assert attention.agree(*streams)
-    monkeypatch.setattr(attention, "newer_kernel", newer)
-    assert not attention.agree(*streams)
+    assert attention.kernels_agree(*streams)
+    monkeypatch.setattr(attention, "flash_attn_4_kernel", newer)
+    assert not attention.kernels_agree(*streams)
 
 
 def test_what_a_kernel_leaves_behind_the_last_key_is_not_compared(monkeypatch):
@@ -159,25 +159,25 @@ def test_what_a_kernel_leaves_behind_the_last_key_is_not_compared(monkeypatch):
             stream.register_hook(lambda gradient: torch.cat([gradient[:3], gradient[3:] * torch.nan]))
         return q + 2 * k + 3 * v
 
-    monkeypatch.setattr(attention, "torchs_kernel", kernel)
-    monkeypatch.setattr(attention, "newer_kernel", kernel)
+    monkeypatch.setattr(attention, "torch_varlen_kernel", kernel)
+    monkeypatch.setattr(attention, "flash_attn_4_kernel", kernel)
     starts = torch.tensor([0, 3])
-    assert attention.agree(*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None)
+    assert attention.kernels_agree(*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None)
 
 
 def test_the_newer_kernel_is_tried_again_where_samples_are_longer(monkeypatch):
     tried = []
 
-    def agree(q, k, v, ranges, scaling, window):
+    def kernels_agree(q, k, v, ranges, scaling, window):
         tried.append(ranges[2])
         return ranges[2] < 1000
 
-    monkeypatch.setattr(attention, "trusted", {})
-    monkeypatch.setattr(attention, "has_newer_kernel", lambda q: True)
-    monkeypatch.setattr(attention, "agree", agree)
+    monkeypatch.setattr(attention, "verified", {})
+    monkeypatch.setattr(attention, "has_flash_attn_4", lambda q: True)
+    monkeypatch.setattr(attention, "kernels_agree", kernels_agree)
     streams, starts = [torch.zeros(8, 2, 64)] * 3, torch.zeros(2)
     found = [
-        attention.newer_kernel_serves(*streams, (starts, starts, longest, longest), None, None)
+        attention.flash_attn_4_is_verified(*streams, (starts, starts, longest, longest), None, None)
         for longest in (200, 256, 8000, 250, 7000)
     ]
     assert found == [True, True, False, True, False] and tried == [200, 8000]

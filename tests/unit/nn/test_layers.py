@@ -21,7 +21,7 @@ from posttrain.core.types import Batch, ForwardRequest, Sample, SamplingDistribu
 from posttrain.data.packing import collate
 from posttrain.models import adapters
 from posttrain.nn import attention, layers
-from posttrain.nn.forward import Trunk, forward, prove
+from posttrain.nn.forward import ModelRunner, forward, verify_against_stock
 from posttrain.nn.kernels import reference
 from posttrain.nn.optimizer import accumulate_into
 
@@ -64,22 +64,22 @@ def some_samples() -> list[Sample]:
 def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0) -> dict[str, torch.Tensor]:
     """Of a loss that uses log-probabilities and entropies; `by` the steps of a module, or the model's own code."""
     model = copy.deepcopy(model).to(device)
-    trunk = Trunk(model, attention.has_ragged_kernel(model))  # without a plain head
+    runner = ModelRunner(model, attention.supports_varlen_kernel(model))  # without a plain head
     if by is not None:
-        assert layers.speed_up(model, by)
-        trunk.plain_head = layers.PlainHead.of(model, by)
-        assert trunk.plain_head is not None
-    prove(trunk)
-    loss = loss_of(trunk, collate(some_samples(), torch.device(device), shared))
+        assert layers.use_fused_layers(model, by)
+        runner.plain_head = layers.PlainHead.from_model(model, by)
+        assert runner.plain_head is not None
+    verify_against_stock(runner)
+    loss = loss_of(runner, collate(some_samples(), torch.device(device), shared))
     loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss.detach().float().cpu()}
 
 
-def loss_of(trunk: Trunk, batch: Batch) -> torch.Tensor:
+def loss_of(runner: ModelRunner, batch: Batch) -> torch.Tensor:
     names = frozenset({"logprobs", "entropy"})
     out = forward(
-        trunk,
+        runner,
         batch,
         ForwardRequest(names=names, distribution=SamplingDistribution(temperature=0.7), entropy_gradient=True),
     )
@@ -122,14 +122,14 @@ def test_gradients_go_to_the_masters_where_there_are_some(family: str) -> None:
     """Twice, as two packs do: they add up there, also those that come by way of autograd."""
     model = model_of(family)
     expected = gradients(model)
-    layers.speed_up(model, reference)
-    trunk = Trunk(model, ragged_kernel=False, plain_head=layers.PlainHead.of(model, reference))
+    layers.use_fused_layers(model, reference)
+    runner = ModelRunner(model, varlen_kernel=False, plain_head=layers.PlainHead.from_model(model, reference))
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         setattr(parameter, layers.MASTER, masters[name])
         parameter.register_post_accumulate_grad_hook(accumulate_into(masters[name]))
     for _ in range(2):
-        loss_of(trunk, collate(some_samples(), torch.device("cpu"))).backward()
+        loss_of(runner, collate(some_samples(), torch.device("cpu"))).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     found = {name: master.grad / 2 for name, master in masters.items()} | {"loss": expected["loss"]}
     assert largest_error(found, expected) < 3e-6
@@ -146,15 +146,15 @@ def test_recomputed_activations_change_nothing() -> None:
 def test_weights_that_lie_in_a_row_are_the_modules_own() -> None:
     model = model_of("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    layers.speed_up(model, reference)
+    layers.use_fused_layers(model, reference)
     own = model.model.layers[0].self_attn
-    joined = layers.side_by_side([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight])
+    joined = layers.joined_view([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight])
     assert joined is not None
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with torch.no_grad():
         own.k_proj.weight.fill_(7.0)
     assert (joined[len(own.q_proj.weight) :][: len(own.k_proj.weight)] == 7.0).all()
-    assert layers.side_by_side([own.k_proj.weight, own.q_proj.weight]) is None
+    assert layers.joined_view([own.k_proj.weight, own.q_proj.weight]) is None
 
 
 def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
@@ -162,15 +162,15 @@ def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
     stream = torch.randn(6, 2, 3, requires_grad=True)
     gradient = torch.randn(10, 2, 3)
     (expected,) = torch.autograd.grad(stream[keys], stream, gradient)
-    found = reference.gather_backward(gradient, *attention.where_each_is(keys, 6))
+    found = reference.gather_backward(gradient, *attention.index_uses(keys, 6))
     assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_a_head_with_something_behind_it_is_left_alone() -> None:
     model = model_of("llama")
-    assert layers.PlainHead.of(model) is not None
+    assert layers.PlainHead.from_model(model) is not None
     model.config.logit_scale = 0.5
-    assert layers.PlainHead.of(model) is None
+    assert layers.PlainHead.from_model(model) is None
 
 
 @pytest.mark.gpu
@@ -204,7 +204,7 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
     angles, norms = (drawn(rows, head), drawn(rows, head)), (drawn(head), drawn(head))
     logits, targets = 3 * drawn(50, 151_936), torch.arange(50, device="cuda") * 3000
     known = [stream.float() for stream in (drawn(50), drawn(50))]
-    seen = attention.where_each_is(torch.arange(rows, device="cuda").repeat(3)[500:], rows)
+    seen = attention.index_uses(torch.arange(rows, device="cuda").repeat(3)[500:], rows)
     cases = {
         "gather_backward": lambda by: (by.gather_backward(queries.repeat(3, 1, 1)[500:], *seen),),
         "add_norm": lambda by: by.add_norm(x, gradient, weight, 1e-6),

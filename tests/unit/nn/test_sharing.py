@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.nn import attention
-from posttrain.nn.forward import Trunk, forward, kernel_shares, prove
+from posttrain.nn.forward import ModelRunner, forward, kernel_shares_prefixes, verify_against_stock
 from tests.tiny import NAMES, tiny_model
 
 # Prompts shorter and longer than the windows of the tiny models (8), a group of one, an answer that is empty,
@@ -35,13 +35,13 @@ def rows(groups=GROUPS, seed=0, alike=0):
 
 def packed(model):
     model.set_attn_implementation(attention.NAME)
-    return Trunk.of(model)
+    return ModelRunner.from_model(model)
 
 
-def outcome(trunk, batch, request):
+def outcome(runner, batch, request):
     """Outputs and gradients of a weighted sum of all of them."""
-    trunk.model.zero_grad()
-    out = forward(trunk, batch, request)
+    runner.model.zero_grad()
+    out = forward(runner, batch, request)
     total = torch.zeros((), device=batch.tokens.device)
     found = {name: getattr(out, name) for name in (*request.names, "router_loss") if getattr(out, name) is not None}
     for value in found.values():
@@ -49,7 +49,7 @@ def outcome(trunk, batch, request):
         total = total + (weights * value).sum()
     total.backward()
     return {name: value.detach() for name, value in found.items()}, {
-        name: p.grad.clone() for name, p in trunk.model.named_parameters() if p.grad is not None
+        name: p.grad.clone() for name, p in runner.model.named_parameters() if p.grad is not None
     }
 
 
@@ -61,11 +61,11 @@ def assert_same(found, expected, tolerance=1e-6):
             assert float((ours[name] - value).abs().max()) <= tolerance * scale, name
 
 
-def compare(trunk, samples, request, share=1):
+def compare(runner, samples, request, share=1):
     shared, plain = (collate(samples, min_shared_prefix=share), collate(samples))
     assert shared.sharing is not None and plain.sharing is None
     assert len(shared.sharing.tokens) < len(plain.tokens)
-    assert_same(outcome(trunk, shared, request), outcome(trunk, plain, request))
+    assert_same(outcome(runner, shared, request), outcome(runner, plain, request))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +98,7 @@ def test_attention_sinks_are_kept():
     for window in (None, 2):
         results = []
         for batch, streams in ((plain, (q, k, v)), (shared, [stream[:, :, at] for stream in (q, k, v)])):
-            packing = attention.layout(batch, ragged_kernel=False)
+            packing = attention.packing_for(batch, varlen_kernel=False)
             how = {"packing": packing, "sliding_window": window, "softcap": 3.0, "s_aux": sinks}
             results.append(attention.packed_attention(torch.nn.Module(), *streams, None, **how)[0][0])
         assert torch.allclose(results[1][shared.sharing.place], results[0], atol=1e-6)
@@ -110,26 +110,26 @@ group = st.tuples(st.integers(1, 24), st.lists(st.integers(0, 20), min_size=1, m
 @settings(max_examples=25, deadline=None)
 @given(st.lists(group, min_size=1, max_size=4), st.integers(0, 12), st.integers(1, 16), st.integers(20, 150))
 def test_any_groups_in_any_packs(groups, alike, share, budget):
-    trunk, samples = packed(tiny_model("mistral")), rows(groups, alike=alike)
+    runner, samples = packed(tiny_model("mistral")), rows(groups, alike=alike)
     request = ForwardRequest()
-    expected = forward(trunk, collate(samples), request).logprobs.split([len(s) for s in samples])
+    expected = forward(runner, collate(samples), request).logprobs.split([len(s) for s in samples])
     seen = []
     for members in pack_into_micro_batches(samples, budget, min_shared_prefix=share):
         batch = collate([samples[i] for i in members], min_shared_prefix=share)
         computed = len(batch.tokens if batch.sharing is None else batch.sharing.tokens)
         assert computed <= budget or len(members) == 1
-        for i, stream in zip(members, forward(trunk, batch, request).logprobs.split(batch.lengths), strict=True):
+        for i, stream in zip(members, forward(runner, batch, request).logprobs.split(batch.lengths), strict=True):
             assert torch.allclose(stream, expected[i], atol=5e-6)
         seen += members
     assert sorted(seen) == list(range(len(samples)))
 
 
 def test_an_answer_sees_its_prompt_and_itself_alone():
-    trunk, samples = packed(tiny_model("llama")), rows([(20, (6, 8, 7))])
+    runner, samples = packed(tiny_model("llama")), rows([(20, (6, 8, 7))])
 
     def states():
         batch = collate(samples, min_shared_prefix=1)
-        return trunk.hidden(batch).last_hidden_state[0][batch.sharing.place].split(batch.lengths)
+        return runner.run_layers(batch).last_hidden_state[0][batch.sharing.place].split(batch.lengths)
 
     before = states()
     samples[1].tokens[20:] = 60
@@ -142,35 +142,35 @@ def test_an_answer_sees_its_prompt_and_itself_alone():
 
 def test_checkpointed_activations_and_shared_prefixes_go_together():
     model = tiny_model("qwen2").train()
-    trunk, request, batch = packed(model), ForwardRequest(), collate(rows(), min_shared_prefix=1)
-    expected = outcome(trunk, batch, request)
+    runner, request, batch = packed(model), ForwardRequest(), collate(rows(), min_shared_prefix=1)
+    expected = outcome(runner, batch, request)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same(outcome(trunk, batch, request), expected, 0.0)
+    assert_same(outcome(runner, batch, request), expected, 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proof_allows_sharing(name):
-    trunk = packed(tiny_model(name))
-    assert not trunk.shares
-    prove(trunk)
-    assert trunk.shares
+    runner = packed(tiny_model(name))
+    assert not runner.shares_prefixes
+    verify_against_stock(runner)
+    assert runner.shares_prefixes
 
 
 def test_proof_forbids_sharing_that_goes_wrong(monkeypatch):
-    trunk = packed(tiny_model("llama"))
-    right = attention.visible_behind
-    monkeypatch.setattr(attention, "visible_behind", lambda before, *rest: right(before * 0, *rest))
-    prove(trunk)
-    assert not trunk.shares
+    runner = packed(tiny_model("llama"))
+    right = attention.causal_mask_after_prefix
+    monkeypatch.setattr(attention, "causal_mask_after_prefix", lambda before, *rest: right(before * 0, *rest))
+    verify_against_stock(runner)
+    assert not runner.shares_prefixes
 
 
 def twin_of_the_kernel(behind):
     """varlen_attn in plain words; `behind`: queries stand at the last of their keys, as the flash kernel has it."""
 
-    def varlen_attn(q, k, v, starts, key_starts, most, most_keys, *, scale, window_size, enable_gqa=True):
+    def varlen_attn(q, k, v, starts, key_starts, most, max_keys, *, scale, window_size, enable_gqa=True):
         parts = []
         for (a, b), (c, d) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
-            assert b - a <= most and d - c <= most_keys
+            assert b - a <= most and d - c <= max_keys
             back = torch.arange(b - a)[:, None] - torch.arange(d - c) + ((d - c) - (b - a)) * behind
             mask = (back >= 0) & (back <= (window_size[0] if window_size[0] >= 0 else 10**6))
             streams = (q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1))
@@ -186,20 +186,20 @@ def twin_of_the_kernel(behind):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_what_the_ragged_kernel_is_told(name, monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", twin_of_the_kernel(behind=True))
-    trunk = packed(tiny_model(name))
-    trunk.ragged_kernel = True
-    prove(trunk)
-    assert trunk.shares
-    compare(trunk, rows(), ForwardRequest())
+    runner = packed(tiny_model(name))
+    runner.varlen_kernel = True
+    verify_against_stock(runner)
+    assert runner.shares_prefixes
+    compare(runner, rows(), ForwardRequest())
 
 
 def test_a_kernel_that_puts_its_queries_elsewhere_is_not_used_to_share(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", twin_of_the_kernel(behind=False))
-    trunk = packed(tiny_model("llama"))
-    trunk.ragged_kernel = True
-    assert not kernel_shares(torch.float32, torch.device("cpu"))
-    prove(trunk)
-    assert not trunk.shares
+    runner = packed(tiny_model("llama"))
+    runner.varlen_kernel = True
+    assert not kernel_shares_prefixes(torch.float32, torch.device("cpu"))
+    verify_against_stock(runner)
+    assert not runner.shares_prefixes
 
 
 @pytest.mark.gpu
@@ -210,13 +210,13 @@ def test_flash_kernel_sees_shared_keys(name):
     model = tiny_model(name, **head).cuda()
     samples, request = rows([(40, (9, 33, 1, 0)), (70, (20, 5)), (12, (8,))]), ForwardRequest()
     exact = outcome(packed(model), collate(samples, "cuda"), request)
-    trunk = packed(model.to(torch.bfloat16))
-    assert trunk.ragged_kernel
-    prove(trunk)
-    assert trunk.shares
+    runner = packed(model.to(torch.bfloat16))
+    assert runner.varlen_kernel
+    verify_against_stock(runner)
+    assert runner.shares_prefixes
 
     def error(batch):
-        found, gradients = outcome(trunk, batch, request)
+        found, gradients = outcome(runner, batch, request)
         pairs = [(found["logprobs"], exact[0]["logprobs"]), *((gradients[n], exact[1][n]) for n in gradients)]
         return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
 

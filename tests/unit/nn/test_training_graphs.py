@@ -13,9 +13,9 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
 from posttrain.nn import layers, training_graphs
-from posttrain.nn.forward import Trunk
+from posttrain.nn.forward import ModelRunner
 from posttrain.nn.kernels import reference
-from posttrain.nn.training_graphs import Passes, Room
+from posttrain.nn.training_graphs import GraphShape, TrainingGraphs
 from posttrain.parallel.fsdp import Layout
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
@@ -43,62 +43,62 @@ def kernel(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
 
 
-def trunk_of(model) -> Trunk:
-    layers.speed_up(model, reference)
-    return Trunk(model, True, shares=True, plain_head=layers.PlainHead.of(model, reference))
+def runner_for(model) -> ModelRunner:
+    layers.use_fused_layers(model, reference)
+    return ModelRunner(model, True, shares_prefixes=True, plain_head=layers.PlainHead.from_model(model, reference))
 
 
-def outcome(trunk: Trunk, batch) -> dict[str, torch.Tensor]:
-    trunk.model.zero_grad()
-    hidden = trunk.hidden(batch).last_hidden_state[0]
+def outcome(runner: ModelRunner, batch) -> dict[str, torch.Tensor]:
+    runner.model.zero_grad()
+    hidden = runner.run_layers(batch).last_hidden_state[0]
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
     (hidden * weights).sum().backward()
-    return {n: p.grad.clone() for n, p in trunk.model.named_parameters() if p.grad is not None} | {"": hidden.detach()}
+    return {n: p.grad.clone() for n, p in runner.model.named_parameters() if p.grad is not None} | {"": hidden.detach()}
 
 
 @pytest.mark.parametrize("share", [0, 8])
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "qwen3", "mistral"])
 def test_gradients_are_those_of_plain_passes(family, share, kernel):
     model = model_of(family).train()
-    trunk = trunk_of(model)
+    runner = runner_for(model)
     batches = [collate(rows(g, seed), "cpu", share) for g, seed in ((GROUPS, 0), (SLIGHTLY_LESS, 1), (GROUPS, 2))]
-    expected = [outcome(trunk, batch) for batch in batches]
-    trunk.passes = Passes(model)
-    assert trunk.passes.hidden(batches[0]) is None, "a size that may never come again is not worth a graph"
+    expected = [outcome(runner, batch) for batch in batches]
+    runner.graphs = TrainingGraphs(model)
+    assert runner.graphs.last_hidden_state(batches[0]) is None, "a size that may never come again is not worth a graph"
     for batch, wanted in zip(batches, expected, strict=True):
-        found = outcome(trunk, batch)
+        found = outcome(runner, batch)
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
-    assert len(trunk.passes.passes) == 1, "all of them fit into one"
-    assert trunk.passes.number == 3
+    assert len(runner.graphs.by_shape) == 1, "all of them fit into one"
+    assert runner.graphs.number == 3
 
 
 def pack_of(*lengths: int):
     return collate([Sample(tokens=np.ones(n, np.int32), mask=np.arange(n) > 0) for n in lengths], "cpu")
 
 
-def test_what_fits_into_a_room():
-    room = Room(tokens=1024, pieces=16, longest=128)
-    assert room.holds(pack_of(*[128] * 8))
-    assert not room.holds(pack_of(*[128] * 8, 1)), "too many tokens"
-    assert not room.holds(pack_of(129)), "too long"
-    assert room.holds(pack_of(*[60] * 12)), "12 samples, 304 tokens of padding are 3"
-    assert not room.holds(pack_of(*[10] * 9)), "9 samples, 934 tokens of padding are 8"
+def test_what_fits_into_a_shape():
+    shape = GraphShape(tokens=1024, pieces=16, max_length=128)
+    assert shape.holds(pack_of(*[128] * 8))
+    assert not shape.holds(pack_of(*[128] * 8, 1)), "too many tokens"
+    assert not shape.holds(pack_of(129)), "too long"
+    assert shape.holds(pack_of(*[60] * 12)), "12 samples, 304 tokens of padding are 3"
+    assert not shape.holds(pack_of(*[10] * 9)), "9 samples, 934 tokens of padding are 8"
     shared = collate(rows(GROUPS), "cpu", 8)
     assert shared.sharing is not None
-    assert not Room(1024, 64, 128).holds(shared), "another attention"
-    assert not Room(1024, 64, 128, keys=4096, most_keys=128).holds(pack_of(128))
+    assert not GraphShape(1024, 64, 128).holds(shared), "another attention"
+    assert not GraphShape(1024, 64, 128, keys=4096, max_keys=128).holds(pack_of(128))
     keys = sum(shared.sharing.key_lengths) + 1024 - len(shared.sharing.tokens)
-    assert Room(1024, 64, 128, keys=keys, most_keys=128).holds(shared)
-    assert not Room(1024, 64, 128, keys=keys - 1, most_keys=128).holds(shared)
-    assert not Room(1024, 64, 128, keys=keys, most_keys=max(shared.sharing.key_lengths) - 1).holds(shared)
+    assert GraphShape(1024, 64, 128, keys=keys, max_keys=128).holds(shared)
+    assert not GraphShape(1024, 64, 128, keys=keys - 1, max_keys=128).holds(shared)
+    assert not GraphShape(1024, 64, 128, keys=keys, max_keys=max(shared.sharing.key_lengths) - 1).holds(shared)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 2**32), st.booleans())
-def test_whatever_a_room_holds_can_be_filled_in(lengths, seed, share):
-    """Into the room that was made for it, and into those that were made for others."""
+def test_whatever_a_shape_holds_can_be_filled_in(lengths, seed, share):
+    """Into the shape that was made for it, and into those that were made for others."""
     rng = np.random.default_rng(seed)
 
     def batch_of(scale: float):
@@ -106,58 +106,58 @@ def test_whatever_a_room_holds_can_be_filled_in(lengths, seed, share):
         return collate(rows(groups, seed), "cpu", 8 if share else 0)
 
     batches = [batch_of(scale) for scale in (1.0, *rng.uniform(0.6, 1.0, 3))]
-    room = Room.of(batches[0])
-    one = training_graphs.Pass(TINY, room)
-    assert room.holds(batches[0])
-    for batch in filter(room.holds, batches):
+    shape = GraphShape.from_batch(batches[0])
+    one = training_graphs.TrainingGraph(TINY, shape)
+    assert shape.holds(batches[0])
+    for batch in filter(shape.holds, batches):
         one.fill(batch)
         starts = one.packing.starts
-        assert int(starts[-1]) == room.tokens
+        assert int(starts[-1]) == shape.tokens
         assert int(starts.diff().min()) >= 0
-        assert int(starts.diff().max()) <= room.longest
-        if room.keys:
+        assert int(starts.diff().max()) <= shape.max_length
+        if shape.keys:
             many = one.packing.key_starts.diff()
             assert torch.all(many >= starts.diff())
-            assert int(many.max()) <= room.most_keys
+            assert int(many.max()) <= shape.max_keys
 
 
 def test_a_pass_must_go_back_before_the_next_goes_forward(kernel):
     model = model_of("llama").train()
-    passes = Passes(model)
+    graphs = TrainingGraphs(model)
     batch = collate(rows(GROUPS), "cpu")
-    assert passes.hidden(batch) is None
-    first = passes.hidden(batch)
+    assert graphs.last_hidden_state(batch) is None
+    first = graphs.last_hidden_state(batch)
     assert first is not None
-    passes.hidden(batch)
-    with pytest.raises(AssertionError, match="another pack"):
+    graphs.last_hidden_state(batch)
+    with pytest.raises(AssertionError, match="a second forward pass"):
         first.sum().backward()
 
 
 def test_weights_that_have_moved_are_found_again(kernel):
     model = model_of("llama").train()
-    trunk = trunk_of(model)
-    trunk.passes = Passes(model)
+    runner = runner_for(model)
+    runner.graphs = TrainingGraphs(model)
     batch = collate(rows(GROUPS), "cpu")
     for _ in range(3):
-        outcome(trunk, batch)
-    before = list(trunk.passes.passes.values())
+        outcome(runner, batch)
+    before = list(runner.graphs.by_shape.values())
     model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
-    outcome(trunk, batch)
-    assert list(trunk.passes.passes.values()) != before
+    outcome(runner, batch)
+    assert list(runner.graphs.by_shape.values()) != before
 
 
 def test_a_larger_pack_begins_anew_and_the_smaller_ones_follow(kernel):
     """Graphs share memory: what a small one has taken is too small for a large one, but not the other way round."""
     model = model_of("llama").train()
-    trunk = trunk_of(model)
+    runner = runner_for(model)
     small, large = collate(rows(GROUPS), "cpu"), collate(rows(GROUPS * 8), "cpu")
-    expected = outcome(trunk, small)
-    trunk.passes = Passes(model)
+    expected = outcome(runner, small)
+    runner.graphs = TrainingGraphs(model)
     sizes = []
     for batch in (small, small, large, large, small, large, small):
-        found = outcome(trunk, batch)
-        sizes.append(sorted(room.tokens for room in trunk.passes.passes))
-    tokens = [Room.of(batch).tokens for batch in (small, large)]
+        found = outcome(runner, batch)
+        sizes.append(sorted(shape.tokens for shape in runner.graphs.by_shape))
+    tokens = [GraphShape.from_batch(batch).tokens for batch in (small, large)]
     assert sizes == [[], tokens[:1], tokens[:1], tokens[1:], tokens, tokens, tokens]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
@@ -165,19 +165,19 @@ def test_a_larger_pack_begins_anew_and_the_smaller_ones_follow(kernel):
 
 def test_a_pack_that_is_too_large_costs_the_smaller_ones_nothing(kernel, monkeypatch):
     def capture(self, pool):
-        if self.room.tokens > 1000:
+        if self.shape.tokens > 1000:
             raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(training_graphs.Pass, "capture", capture)
-    trunk = trunk_of(model_of("llama").train())
-    trunk.passes = Passes(trunk.model)
-    trunk.passes.on_gpu, trunk.passes.forget = True, lambda: trunk.passes.passes.clear()
+    monkeypatch.setattr(training_graphs.TrainingGraph, "capture", capture)
+    runner = runner_for(model_of("llama").train())
+    runner.graphs = TrainingGraphs(runner.model)
+    runner.graphs.on_gpu, runner.graphs.clear = True, lambda: runner.graphs.by_shape.clear()
     small, large = collate(rows(GROUPS), "cpu"), collate(rows(GROUPS * 8), "cpu")
     served = []
     for batch in (small, small, large, large, large, small, large, small):
-        served.append(trunk.passes.pass_for(batch) is not None)
+        served.append(runner.graphs.graph_for(batch) is not None)
     assert served == [False, True, False, False, False, True, False, True]
-    assert trunk.passes.alive and not trunk.passes.full
+    assert runner.graphs.alive and not runner.graphs.full
 
 
 @pytest.mark.gpu
@@ -188,8 +188,8 @@ def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
         made = rows(GROUPS * copies)
         learner.forward_backward(made, total(), count(made, "token"), 1)
         learner.step(1e-3)
-        held.append(training_graphs.memory_held())
-    assert learner.trunk.passes is not None and len(learner.trunk.passes.passes) >= 4
+        held.append(training_graphs.graph_memory_bytes())
+    assert learner.runner.graphs is not None and len(learner.runner.graphs.by_shape) >= 4
     assert 0 < max(held) < 1.3 * held[6]
 
 
@@ -211,11 +211,11 @@ def test_a_learner_trains_as_without(tmp_path, kernel):
     folder = str(tiny_folder("llama", tmp_path))
     plain, fast = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=256)) for _ in range(2))
     for learner in (plain, fast):
-        layers.speed_up(learner.model, reference)
-        learner.trunk.ragged_kernel = True
-    fast.trunk.passes = Passes(fast.model)
+        layers.use_fused_layers(learner.model, reference)
+        learner.runner.varlen_kernel = True
+    fast.runner.graphs = TrainingGraphs(fast.model)
     np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=1e-5)
-    assert fast.trunk.passes.passes
+    assert fast.runner.graphs.by_shape
     for one, other in zip(fast.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
@@ -224,7 +224,7 @@ def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path,
     learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
     optimizer = learner.optimizer
     assert optimizer is not None
-    learner.trunk.passes = Passes(learner.model)
+    learner.runner.graphs = TrainingGraphs(learner.model)
     made = rows(GROUPS)
     learner.forward_backward(made, total(), count(made, "token"), 1)
     first = {name: (master.grad.data_ptr(), master.grad.clone()) for name, master in optimizer.masters.items()}
@@ -245,11 +245,11 @@ def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path,
 
 def test_a_run_that_lends_memory_has_no_graphs(tmp_path, monkeypatch):
     """What is free while a part is away would be gone when it comes back."""
-    monkeypatch.setattr(Passes, "of", classmethod(lambda cls, model, tokens: cls(model)))
+    monkeypatch.setattr(TrainingGraphs, "from_model", classmethod(lambda cls, model, tokens: cls(model)))
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    assert Learner(config, UpdateConfig()).trunk.passes is not None
-    assert Learner(config, UpdateConfig(), trainable=False).trunk.passes is None
-    assert Learner(config, UpdateConfig(), layout=Layout(offload=frozenset({"optimizer"}))).trunk.passes is None
+    assert Learner(config, UpdateConfig()).runner.graphs is not None
+    assert Learner(config, UpdateConfig(), trainable=False).runner.graphs is None
+    assert Learner(config, UpdateConfig(), layout=Layout(offload=frozenset({"optimizer"}))).runner.graphs is None
 
 
 @pytest.mark.gpu
@@ -259,12 +259,12 @@ def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
     """Both in half precision, against float32, after steps that the graphs must have seen."""
     folder = str(tiny_folder(name, tmp_path))
     fast, plain = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=2048)) for _ in range(2))
-    plain.trunk.passes = None
-    assert fast.trunk.passes is not None
+    plain.runner.graphs = None
+    assert fast.runner.graphs is not None
     for learner in (fast, plain):
-        learner.trunk.shares = learner.trunk.shares and share
+        learner.runner.shares_prefixes = learner.runner.shares_prefixes and share
     np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=0.01)
-    assert fast.trunk.passes.passes and fast.trunk.passes.number >= 5
+    assert fast.runner.graphs.by_shape and fast.runner.graphs.number >= 5
     exact = Learner(ModelConfig(path=folder, dtype="float32"), UpdateConfig())
     made = rows(GROUPS, seed=99)
     for learner in (plain, exact):  # the same weights for all
@@ -285,6 +285,6 @@ def test_without_memory_to_spare_there_are_no_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(training_graphs, "SPARE_MEMORY", 1e9)
     learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
     losses = trained(learner, 6)
-    assert learner.trunk.passes is not None and not learner.trunk.passes.alive
+    assert learner.runner.graphs is not None and not learner.runner.graphs.alive
     assert losses[-1] < losses[0]
     assert learner.optimizer is not None and not learner.optimizer.places

@@ -97,10 +97,10 @@ def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, option
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path, hidden_size=64)), **options)
     alone, shared = (Learner(model, UpdateConfig(), layout=layout) for layout in (None, Layout(always=True)))
     assert shared.shards is not None and all(p.dtype == torch.float32 for p in shared.parameters().values())
-    assert shared.trunk.ragged_kernel == alone.trunk.ragged_kernel
+    assert shared.runner.varlen_kernel == alone.runner.varlen_kernel
     seen = []
     shared.model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out.dtype))
-    shared.inside(lambda: shared.trunk.logits(torch.zeros(1, 64, dtype=torch.bfloat16, device=shared.device)))
+    shared.inside(lambda: shared.runner.logits(torch.zeros(1, 64, dtype=torch.bfloat16, device=shared.device)))
     assert seen == [torch.bfloat16]
     shared.let_go()
     for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(shared), learn(alone), strict=True):

@@ -420,7 +420,7 @@ def test_choices_are_shares_among_a_few_tokens_or_among_all(folder, among_all):
     learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
     made = samples()
     request = ForwardRequest(names=frozenset({"choices"}), choice_ids=(5, 9), among_all=among_all)
-    found = forward(learner.trunk, collate(made), request).choices
+    found = forward(learner.runner, collate(made), request).choices
     expected = []
     stock = AutoModelForCausalLM.from_pretrained(folder("llama"))
     for sample in made:
