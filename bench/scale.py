@@ -126,10 +126,10 @@ def move(model: ModelConfig, folder: Path) -> None:
         actor.start("actor", Learner, model, UpdateConfig(), trainable=False)
         sender = actor.start("sender", WeightSender, RoleRef("actor"))
         slots = places.rollout_slots(lambda pool: pool.start("rollout", RolloutWorker, model, ("local",), "", 0))
-        samplers = RolloutWorkers(slots, sender, places.rendezvous)
-        for _ in range(3):
-            samplers.refresh_sampler()
-            moved = samplers.moved
+        workers = RolloutWorkers(slots, sender, places.rendezvous)
+        for version in range(3):
+            workers.update(version)
+            moved = workers.last_transfer
             print(
                 f"scale: 135M, 2 FSDP ranks -> a rollout worker: {moved.bytes / 1e6:.0f} MB in {moved.seconds:.2f} s",
                 flush=True,

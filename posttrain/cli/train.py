@@ -11,8 +11,8 @@ def run(verb: str, args: list[str]) -> int:
     if launched_size() > 1:
         from posttrain.cluster import launched
 
-        if launched.is_follower():  # of torchrun or srun: rank 0 reads the options
-            launched.follow()
+        if launched.is_launched_worker():  # of torchrun or srun: rank 0 reads the options
+            launched.serve_controller()
             return 0
     config = read(verb, args)
     from posttrain.train import train_from

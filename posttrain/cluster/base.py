@@ -1,4 +1,4 @@
-"""Workers: plain objects, one a device, called together. The loops hold this handle and never know the transport."""
+"""The handles through which a loop calls its workers. They are the same for every transport."""
 
 from __future__ import annotations
 
@@ -10,39 +10,46 @@ T = TypeVar("T")
 
 
 class PendingCall(Protocol):
-    """A call that was sent."""
+    """A call that was sent to the workers."""
 
     def result(self) -> list[Any]:
-        """The answers by rank, at the latest when the pool's deadline is over; else WorkerError, or what was raised."""
+        """Wait for the results of all ranks, in order of rank.
+
+        Raises WorkerError if a worker fails, is lost or exceeds the pool's timeout; an error that is meant for users
+        is raised as it is.
+        """
 
 
 class Workers(Protocol):
-    """Calls a method on every worker and returns the answers in order of rank."""
+    """The objects of one role, one per worker. A call runs on all of them and returns results in order of rank."""
 
     size: int
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same arguments for all."""
+        """Call a method with the same arguments on every worker."""
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """A first argument of its own for each."""
+        """Call a method whose first argument differs per worker: `shards[rank]`."""
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        """`call` that does not wait."""
+        """Send what `call` sends, without waiting for the results."""
 
     def close(self) -> None:
-        """Let go of the objects; the pool's processes stay."""
+        """Delete the objects; the processes of the pool keep running."""
 
 
 class Pool(Protocol):
-    """Worker processes that hold objects by role; those of one pool are torch.distributed's default group."""
+    """Worker processes that hold objects by role. The workers of a pool form torch.distributed's default group.
+
+    LocalPool is this process; worker_pool.WorkerPool manages other processes.
+    """
 
     size: int
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Workers:
-        """Build an object in each worker. host.RoleRef(role) in the arguments stands for one that is there already.
+        """Build an object in each worker. RoleRef(role) among the arguments stands for an object built before.
 
-        It may return before they are there; then the first call waits for them, and raises what went wrong.
+        May return before the objects exist; then the first call waits for them and raises what went wrong.
         """
 
     def close(self) -> None:
@@ -50,7 +57,7 @@ class Pool(Protocol):
 
 
 def split_evenly(items: Sequence[T], parts: int, group_size: int = 1) -> list[list[T]]:
-    """Consecutive whole groups, as evenly as they go."""
+    """Split into consecutive parts of nearly equal size, without splitting a group."""
     groups = len(items) // group_size
     edges = [group_size * (groups * part // parts) for part in range(parts + 1)]
     return [list(items[a:b]) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The direct call: one worker, in this process."""
+"""A pool of one worker: the controller's own process. Calls are plain method calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LocalPool:
 
 
 class LocalWorkers:
-    """A worker object behind the handle that the other transports share."""
+    """The object of one role in this process, behind the interface that all transports share."""
 
     size = 1
 
@@ -43,14 +43,14 @@ class LocalWorkers:
         return CompletedCall(self.call(method, *args, **kwargs))
 
     def close(self) -> None:
-        self.host.forget(self.role)
+        self.host.remove(self.role)
 
 
 class CompletedCall:
-    """A call whose answers are there."""
+    """A call whose results are known."""
 
-    def __init__(self, answers: list[Any]) -> None:
-        self.answers = answers
+    def __init__(self, results: list[Any]) -> None:
+        self.results = results
 
     def result(self) -> list[Any]:
-        return self.answers
+        return self.results

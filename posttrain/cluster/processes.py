@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, which the command starts and watches."""
+"""Workers as processes of this machine, started and watched by the controller."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from posttrain.cluster.worker_pool import Channel, WorkerPool
 from posttrain.core.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-LAUNCHERS: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHERS += ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+LAUNCHER_VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LAUNCHER_VARIABLES += ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 class RendezvousStore:
-    """A store in the controller where workers find each other. Listens on one address alone."""
+    """A torch.distributed store in the controller, through which workers form groups. Listens on one address only."""
 
-    def __init__(self, seconds: float, address: str = LOOPBACK) -> None:
+    def __init__(self, timeout_seconds: float, address: str = LOOPBACK) -> None:
         import torch.distributed as dist
 
         listener = socket.socket()
@@ -38,68 +38,70 @@ class RendezvousStore:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=timeout_seconds),
         )
         self.numbers = count(1)
 
-    def name(self) -> str:
-        """Of a group that nobody has met in yet."""
+    def new_group_name(self) -> str:
+        """Return a name that no group has used."""
         return f"group-{next(self.numbers)}"
 
 
 class ProcessPool(WorkerPool):
-    """`size` processes, one a device; on a CPU each gets its share of the cores."""
+    """`size` processes, one per device; on a CPU each gets its share of the cores."""
 
     def __init__(
         self,
         size: int,
         logs: Path,
         *,
-        seconds: float,
-        meeting: RendezvousStore,
-        first: int = 0,
-        step: Callable[[], int] = lambda: 0,
+        timeout_seconds: float,
+        rendezvous: RendezvousStore,
+        first_number: int = 0,
+        current_step: Callable[[], int] = lambda: 0,
         devices: Sequence[str] | None = None,
         threads: int = 0,
     ) -> None:
-        """`first`: number of the first in the names of logs; `devices`: what each sees of CUDA_VISIBLE_DEVICES."""
+        """`first_number`: N in worker-N.log of the first one; `devices`: CUDA_VISIBLE_DEVICES of each worker."""
         logs.mkdir(parents=True, exist_ok=True)
-        # The system kills a worker when the thread that started it ends, so that thread must last as long as the pool.
+        # Linux kills a worker when the thread that started it ends, so that thread must live as long as the pool.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
         channels: list[Channel] = []
         try:
             for rank in range(size):
                 device = devices[rank] if devices else None
-                log = logs / f"worker-{first + rank}.log"
-                process, connection = self.starter.submit(launch, log, device, threads).result()
-                channels.append(Channel(first + rank, rank, connection, log, process))
+                log = logs / f"worker-{first_number + rank}.log"
+                process, connection = self.starter.submit(start_process, log, device, threads).result()
+                channels.append(Channel(first_number + rank, rank, connection, log, process))
         finally:
-            super().__init__(channels, seconds, step)
-        name = meeting.name()
-        greet(self, [GroupSpec(rank, size, meeting.address, name, seconds, threads) for rank in range(size)])
+            super().__init__(channels, timeout_seconds, current_step)
+        name = rendezvous.new_group_name()
+        groups = [GroupSpec(rank, size, rendezvous.address, name, timeout_seconds, threads) for rank in range(size)]
+        form_group(self, groups)
 
-    def end(self, seconds: float) -> None:
-        super().end(seconds)
+    def shut_down(self, seconds: float) -> None:
+        super().shut_down(seconds)
         self.starter.shutdown(wait=False)
 
 
-def greet(crew: WorkerPool, groups: Sequence[GroupSpec]) -> None:
-    """Tell each worker who it is and whom to meet."""
+def form_group(pool: WorkerPool, groups: Sequence[GroupSpec]) -> None:
+    """Let the workers import the controller's script and join their process group."""
     main = spawn.get_preparation_data("worker")
-    main.pop("authkey")  # of other connections
+    main.pop("authkey")  # belongs to other connections
 
-    def know(hosts: Sequence[str]) -> None:
-        for channel, host in zip(crew.channels, hosts, strict=True):
+    def note_hosts(hosts: Sequence[str]) -> None:
+        for channel, host in zip(pool.channels, hosts, strict=True):
             channel.host = channel.host or host
 
-    crew.begin("prepare", [(None if channel.runs_script() else main,) for channel in crew.channels], "new")
-    crew.begin("join", [(group,) for group in groups], "new", know)
+    scripts = [None if channel.runs_controller_script() else main for channel in pool.channels]
+    pool.set_up("prepare", [(script,) for script in scripts], "new")
+    pool.set_up("join", [(group,) for group in groups], "new", note_hosts)
 
 
-def launch(
+def start_process(
     log: Path, device: str | None, threads: int, loopback: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a worker process; what it prints goes into its log."""
+    """Start a worker process; its output is appended to its log."""
     ours, theirs = socket.socketpair()
     with log.open("ab") as output, theirs:
         process = subprocess.Popen(
@@ -108,43 +110,50 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
-            env=environment(device, threads, loopback),
-            start_new_session=True,  # Ctrl-C is for the controller; and what a worker starts is killed with it
+            env=worker_environment(device, threads, loopback),
+            start_new_session=True,  # Ctrl-C reaches the controller only; a worker's children are killed with it
         )
     return process, Connection(ours.detach())
 
 
-def environment(device: str | None, threads: int, loopback: bool) -> dict[str, str]:
-    """The controller's, without what a launcher told it about itself. `loopback`: the workers listen nowhere else."""
+def worker_environment(device: str | None, threads: int, loopback: bool) -> dict[str, str]:
+    """The controller's environment without its launcher's variables. `loopback`: workers listen nowhere else."""
     package = str(Path(__file__).parents[2])
     paths = [package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if loopback else {}
-    found["PYTHONUNBUFFERED"] = "1"
-    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
+    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if loopback else {}
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     if threads:
-        found.setdefault("OMP_NUM_THREADS", str(threads))
+        variables.setdefault("OMP_NUM_THREADS", str(threads))
     if device is not None:
-        found["CUDA_VISIBLE_DEVICES"] = device
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = device
+    return variables
 
 
-def share_of_cores(workers: int) -> int:
-    """Threads for each of so many workers of this machine."""
+def threads_per_worker(workers: int) -> int:
+    """CPU threads for each of `workers` processes on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def devices_here(count: int) -> list[str] | None:
-    """What each of `count` workers is to see; None on a machine without accelerators."""
+def visible_devices() -> list[str] | None:
+    """Names of this machine's CUDA devices, as CUDA_VISIBLE_DEVICES spells them; None if there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    there = [name for name in chosen.split(",") if name] or [str(i) for i in range(torch.cuda.device_count())]
-    if count > len(there):
+    return [name for name in chosen.split(",") if name] or [str(i) for i in range(torch.cuda.device_count())]
+
+
+def devices_for_workers(count: int) -> list[str] | None:
+    """The device of each of `count` workers; None on a machine without accelerators."""
+    devices = visible_devices()
+    if devices is None:
+        return None
+    if count > len(devices):
         raise UsageError(
-            f"cluster.devices is {count}, but this machine has {len(there)}. Lower it, or start one process a device "
-            "on several machines: posttrain slurm, torchrun or cluster.ray."
+            f"cluster.devices is {count}, but this machine has {len(devices)}. Lower it, or start one process per "
+            "device on several machines: posttrain slurm, torchrun or cluster.ray."
         )
-    return there[:count]
+    return devices[:count]

@@ -1,8 +1,9 @@
-"""A worker process: reads calls from its connection, runs them, answers. It lives as long as the connection.
+"""A worker process: reads calls from its connection, runs them and sends the results. It ends with the connection.
 
-Calls run one after the other, in the order they were sent, which is the same for all workers of a pool: so those that
-wait for each other cannot do so crosswise. Only `generate`, called from the thread that makes batches ahead, runs
-beside them: it needs nobody else. Where both use one model they take turns: see samplers.ModelLock.
+Calls run one after another, in the order in which they were sent. That order is the same for all workers of a pool, so
+workers that wait for each other in collective operations cannot deadlock. Only `generate`, called from the thread that
+makes batches ahead, runs in parallel with other calls: it needs no other worker. Where both use one model,
+train.rollout_workers.ModelLock alternates between them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,45 +25,46 @@ from posttrain.cluster.worker_host import WorkerHost, die_with_parent
 from posttrain.core.errors import PosttrainError
 
 Queue = queue.SimpleQueue[tuple[messages.Header, Any]]
+Reply = Callable[[str, int, Any], None]
 
 is_worker = False
-"""Whether this process serves a controller; then it must not train by itself."""
+"""Whether this process serves a controller; then it must not start a run of its own."""
 
 
 def serve(connection: Connection, host: WorkerHost) -> None:
-    """Answer calls until the controller says `end`; without a controller the process ends at once."""
+    """Run calls until the controller sends `end`. If the controller is gone, the process exits at once."""
     global is_worker
     is_worker = True
     queues: dict[bool, Queue] = {False: queue.SimpleQueue(), True: queue.SimpleQueue()}
     lock = threading.Lock()
 
-    def answer(kind: str, number: int, body: Any) -> None:
+    def reply(kind: str, number: int, body: Any) -> None:
         with lock:
             messages.send(connection, kind, number, body)
 
     def read() -> None:
         while True:
             try:
-                head, body = messages.receive(connection)
-            except (EOFError, OSError):  # the controller is gone, and nobody else will end this process
+                header, body = messages.receive(connection)
+            except (EOFError, OSError):  # the controller is gone; nothing else would end this process
                 os._exit(1)
-            if head.kind == "ping":
-                answer("pong", head.number, None)
-            elif head.kind == "log":
-                log_into(body)
-            elif head.kind == "stacks":
+            if header.kind == "ping":
+                reply("pong", header.number, None)
+            elif header.kind == "log":
+                redirect_output(body)
+            elif header.kind == "stacks":
                 faulthandler.dump_traceback(all_threads=True)
             else:
-                queues[head.side].put((head, body))
-                if head.kind == "end":
+                queues[header.side].put((header, body))
+                if header.kind == "end":
                     return
 
     def work(side: bool) -> None:
         while True:
-            head, body = queues[side].get()
-            if head.kind == "end":
+            header, body = queues[side].get()
+            if header.kind == "end":
                 return
-            perform(host, head, body, answer)
+            perform(host, header, body, reply)
 
     threading.Thread(target=read, name="calls", daemon=True).start()
     threading.Thread(target=work, args=(True,), name="side", daemon=True).start()
@@ -70,29 +72,33 @@ def serve(connection: Connection, host: WorkerHost) -> None:
     is_worker = False
 
 
-def log_into(file: str) -> None:
-    """What this process prints from now on goes there."""
+def redirect_output(file: str) -> None:
+    """Append standard output and standard error of this process to a log file from now on."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
 
 
-def perform(host: WorkerHost, head: messages.Header, body: Any, answer: Any) -> None:
+def perform(host: WorkerHost, header: messages.Header, body: Any, reply: Reply) -> None:
+    """Run one call and send its result or its error."""
     try:
         if isinstance(body, messages.Unreadable):
             raise TypeError(f"the call cannot be read here: {body.reason}")
-        answer("answer", head.number, host.run(*body))
+        reply("result", header.number, host.run(*body))
     except BaseException as error:
         traceback.print_exc()  # into the worker's log
         sys.stderr.flush()
-        answer("error", head.number, described(error))
+        reply("error", header.number, describe_error(error))
         if not isinstance(error, Exception):
             raise
 
 
-def described(error: BaseException) -> tuple[str, str, float]:
-    """Class of an error that is meant for users, its text, and when it came up (other machines know that time too)."""
+def describe_error(error: BaseException) -> tuple[str, str, float]:
+    """Return (class name if the error is meant for users, else ""; text; time), in a form that can be sent.
+
+    The time is wall-clock time: it is compared with that of workers on other machines.
+    """
     if isinstance(error, PosttrainError):
         return type(error).__name__, str(error), time.time()
     lines = str(error).strip().splitlines()
@@ -100,7 +106,7 @@ def described(error: BaseException) -> tuple[str, str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m posttrain.cluster.worker DESCRIPTOR PARENT`: started by runtime.processes."""
+    """`python -m posttrain.cluster.worker DESCRIPTOR PARENT`, started by cluster.processes."""
     descriptor, parent = map(int, argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the controller, which saves first
         signal.signal(number, signal.SIG_IGN)
@@ -113,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Under its proper name, so that `is_worker` is the one that others import.
+    # Import under the module's own name: `is_worker` of __main__ would be another variable.
     from posttrain.cluster import worker
 
     code = worker.main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for threads of libraries
+    os._exit(code)  # does not wait for threads of libraries

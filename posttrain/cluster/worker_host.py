@@ -23,18 +23,18 @@ class RoleRef:
 
 @dataclass(slots=True, frozen=True)
 class GroupSpec:
-    """The workers of a pool, as torch.distributed's default group."""
+    """How a worker joins torch.distributed's default group, which all workers of its pool form."""
 
     rank: int
     size: int
-    store: tuple[str, int]  # where the controller's TCPStore listens
-    name: str  # of no other group of this store
-    seconds: float  # that an exchange may take
-    threads: int = 0  # of this worker on a CPU; 0: as torch decides
+    store: tuple[str, int]  # address and port of the controller's TCPStore
+    name: str  # unique in that store
+    timeout_seconds: float  # of a collective operation
+    threads: int = 0  # CPU threads of this worker; 0: torch's default
 
 
 class WorkerHost:
-    """What a worker holds. `run` calls a method of one of its objects, or one of its own (role "")."""
+    """Holds a worker's objects. `run` calls a method of one of them, or of the host itself (role "")."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -43,12 +43,12 @@ class WorkerHost:
         return getattr(self.objects[role] if role else self, method)(*args, **kwargs)
 
     def prepare(self, main: dict[str, Any] | None) -> None:
-        """Know what the controller's own script defines, such as an algorithm: objects that are sent refer to it."""
+        """Import the controller's script as multiprocessing does: objects that are sent may refer to its classes."""
         if main is not None:
             spawn.prepare(main)
 
     def join(self, group: GroupSpec) -> str:
-        """Meet the other workers; returns this machine's name."""
+        """Join the process group; returns the host name."""
         if group.threads:
             import torch
 
@@ -57,7 +57,7 @@ class WorkerHost:
             import torch
             import torch.distributed as dist
 
-            limit = timedelta(seconds=group.seconds)
+            limit = timedelta(seconds=group.timeout_seconds)
             store = dist.TCPStore(*group.store, is_master=False, timeout=limit)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             named = dist.PrefixStore(group.name, store)
@@ -65,7 +65,7 @@ class WorkerHost:
         return socket.gethostname()
 
     def leave(self) -> None:
-        """Part from the others, so that the process can join another group."""
+        """Delete all objects and leave the process group, so that this process can join another one."""
         import torch.distributed as dist
 
         self.close()
@@ -73,42 +73,42 @@ class WorkerHost:
             dist.destroy_process_group()
 
     def start(self, role: str, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Build an object and hold it under its role."""
+        """Build the object of a role."""
         quiet_libraries()
-        found = [self.objects[value.role] if isinstance(value, RoleRef) else value for value in args]
-        self.objects[role] = factory(*found, **kwargs)
+        resolved = [self.objects[value.role] if isinstance(value, RoleRef) else value for value in args]
+        self.objects[role] = factory(*resolved, **kwargs)
 
-    def forget(self, role: str) -> None:
-        """Let go of an object and of what it held on the device."""
+    def remove(self, role: str) -> None:
+        """Close and delete the object of a role and free its device memory."""
         import gc
 
         import torch
 
-        found = self.objects.pop(role)
-        if hasattr(found, "close"):
-            found.close()
-        del found
+        removed = self.objects.pop(role)
+        if hasattr(removed, "close"):
+            removed.close()
+        del removed
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Let go of all objects. What they held in this process's memory is found in time; a device is wanted now."""
+        """Close and delete all objects. Host memory is freed in time by itself; device memory is needed at once."""
         import torch
 
         for role in list(self.objects):
             if torch.cuda.is_initialized():
-                self.forget(role)
-            elif hasattr(found := self.objects.pop(role), "close"):
-                found.close()
+                self.remove(role)
+            elif hasattr(removed := self.objects.pop(role), "close"):
+                removed.close()
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the system to kill this process when the thread that started it is gone; Linux knows how."""
+    """Ask Linux to kill this process when the thread that started it ends."""
     import ctypes
     import signal
 
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)

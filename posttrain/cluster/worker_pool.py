@@ -1,8 +1,8 @@
-"""The controller's side of a pool of processes: calls, deadlines, and who is to blame when one fails.
+"""The controller's side of a pool of worker processes: calls, timeouts, and which worker caused a failure.
 
-One thread reads what all workers send, so that two threads of the controller may have calls under way, and so that a
-process that dies is noticed at once. The first failure ends the whole pool: its workers wait for each other, and what
-one of them lost the others cannot go on without.
+One thread reads the messages of all workers, so that two threads of the controller may have calls in flight and a
+process that dies is noticed at once. The first failure ends the whole pool: its workers wait for each other in
+collective operations, so the others cannot continue without the one that failed.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ from posttrain.cluster import messages
 from posttrain.core import errors
 from posttrain.core.errors import PosttrainError, WorkerError
 
-GRACE = 1.0  # seconds after the first bad news in which an earlier one may still arrive
-PING_SECONDS = 2.0  # in which a process that runs at all answers
-STACK_SECONDS = 0.5  # to write stacks into the logs
-LOOK_SECONDS = 0.5  # between looks at whether the processes are there
-CLOSE_SECONDS = 3.0  # to end by itself
-CUT_SHORT_SECONDS = 0.1
+GRACE_SECONDS = 1.0  # after the first failure report: the report of an earlier failure may still be on its way
+PING_SECONDS = 2.0  # a process that runs at all answers a ping within this time
+STACK_SECONDS = 0.5  # to write stack traces into the logs
+POLL_SECONDS = 0.5  # between checks whether the processes still exist
+CLOSE_SECONDS = 3.0  # for a worker to end by itself
+CLOSE_WHILE_STARTING_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """The connection to one worker, and what is known of it."""
+    """The connection to one worker."""
 
     number: int  # N of worker-N.log
     rank: int
     connection: Connection
     log: Path
-    process: subprocess.Popen[bytes] | None = None  # where it is a child of ours
+    process: subprocess.Popen[bytes] | None = None  # None: not started by this process
     host: str = ""
-    gone: str = ""  # why there is nobody at the other end
+    lost: str = ""  # why nothing more can be received; empty while the connection is open
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, kind: str, number: int, body: Any = None, *, side: bool = False) -> None:
         with self.lock:
             messages.send(self.connection, kind, number, body, side=side)
 
-    def runs_script(self) -> bool:
-        """What a launcher started runs the controller's script already."""
+    def runs_controller_script(self) -> bool:
+        """Whether the worker has imported the controller's script: torchrun and srun start it in every process."""
         return self.process is None
 
-    def ended(self) -> bool:
-        """Whether the process is known to be gone."""
+    def has_exited(self) -> bool:
+        """Whether the process is known to have ended."""
         return self.process is not None and self.process.poll() is not None
 
     def exit_reason(self) -> str:
-        """How the process ended; empty where that is not known."""
+        """How the process ended, as the end of a sentence; empty if unknown."""
         if self.process is None:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(timeout=1)
             if code == -signal.SIGKILL:
-                return "was killed by SIGKILL: by hand, or by the system for want of memory"
+                return "was killed by SIGKILL, by hand or by the kernel because memory ran out"
             return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return ""
 
-    def finish(self, until: float) -> None:
-        """Let the process end by itself until then; kill it, with all that it started."""
+    def terminate(self, deadline: float) -> None:
+        """Let the process end by itself until the deadline; then kill it and all processes that it started."""
         if self.process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, until - time.monotonic()))
+            self.process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -82,255 +82,264 @@ class Channel:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call under way."""
+    """A call in flight."""
 
-    crew: WorkerPool
+    pool: WorkerPool
     role: str
     method: str
     number: int
-    began: float = field(default_factory=time.monotonic)
-    answers: dict[int, Any] = field(default_factory=dict)
-    faults: dict[int, tuple[str, str, float]] = field(default_factory=dict)  # rank -> see worker.described
+    started: float = field(default_factory=time.monotonic)
+    results: dict[int, Any] = field(default_factory=dict)  # by rank
+    errors: dict[int, tuple[str, str, float]] = field(default_factory=dict)  # by rank: see worker.describe_error
 
     def result(self) -> list[Any]:
-        self.crew.wait(self)
-        return [self.answers[rank] for rank in range(self.crew.size)]
+        self.pool.wait(self)
+        return [self.results[rank] for rank in range(self.pool.size)]
 
 
 class WorkerPool:
-    """Worker processes of one pool, however they were started; they all serve one controller."""
+    """Worker processes that serve this controller, however they were started."""
 
-    def __init__(self, channels: Sequence[Channel], seconds: float, step: Callable[[], int] = lambda: 0) -> None:
-        """`seconds`: the deadline of every wait; `step`: the run's step now, for messages."""
-        self.channels, self.seconds, self.step = list(channels), seconds, step
+    def __init__(
+        self, channels: Sequence[Channel], timeout_seconds: float, current_step: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`timeout_seconds`: of every call; `current_step`: the run's step, named in error messages."""
+        self.channels, self.timeout_seconds, self.current_step = list(channels), timeout_seconds, current_step
         self.size = len(self.channels)
-        self.news = threading.Condition()
-        self.order = threading.Lock()  # calls reach all workers in the same order
+        self.changed = threading.Condition()  # a message arrived, or a worker was lost
+        self.send_lock = threading.Lock()  # calls reach all workers in the same order
         self.calls: dict[int, Call] = {}
         self.pongs: set[int] = set()
         self.number = 0
-        self.beginner = ThreadPoolExecutor(1, thread_name_prefix="beginnings")
-        self.beginnings: list[Future[None]] = []
-        self.broken: PosttrainError | None = None
+        self.setup_thread = ThreadPoolExecutor(1, thread_name_prefix="worker setup")
+        self.setups: list[Future[None]] = []
+        self.failure: PosttrainError | None = None
         self.closed = False
         for channel in self.channels:
-            messages.bound(channel.connection, max(seconds, 1.0))
-        self.reader = threading.Thread(target=self.read, name="answers", daemon=True)
+            messages.set_timeout(channel.connection, max(timeout_seconds, 1.0))
+        self.reader = threading.Thread(target=self.read, name="worker results", daemon=True)
         self.reader.start()
 
     # Calls
 
     def start(self, role: str, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> PoolWorkers:
-        """Without waiting, so that pools load at the same time; what goes wrong is raised by the next call."""
-        self.begin("start", [(role, factory, args, kwargs)] * self.size, role)
+        """Build the objects of a role without waiting, so that pools load in parallel; the next call raises errors."""
+        self.set_up("start", [(role, factory, args, kwargs)] * self.size, role)
         return PoolWorkers(self, role)
 
-    def begin(
+    def set_up(
         self,
         method: str,
         args: Sequence[tuple[Any, ...]],
-        blamed: str,
-        done: Callable[[list[Any]], None] = lambda answers: None,
+        role: str,
+        done: Callable[[list[Any]], None] = lambda results: None,
     ) -> None:
-        """Call a method of the workers themselves as soon as what was begun before is there; its answers go to `done`.
+        """Call a method of the worker hosts in the background, after all earlier set-up calls; `done` gets the results.
 
-        One at a time: two threads of a worker that import the same library, one reading a call, trip over each other.
+        One at a time: in a worker, two threads that import the same library (one of them while it unpickles a call)
+        interfere with each other.
         """
-        self.beginnings.append(self.beginner.submit(lambda: done(self.submit("", method, args, blamed).result())))
+        self.setups.append(self.setup_thread.submit(lambda: done(self.submit("", method, args, role).result())))
 
-    def settle(self) -> None:
-        """Wait until all that was begun is there; raises what kept it from being so."""
-        for beginning in self.beginnings:
-            beginning.result()
+    def wait_until_set_up(self) -> None:
+        """Wait for all set-up calls; raises the error of the first that failed."""
+        for setup in self.setups:
+            setup.result()
 
-    def submit(self, role: str, method: str, args: Sequence[tuple[Any, ...]], blamed: str = "", **kwargs: Any) -> Call:
-        """Send a call: `args` for each rank. `blamed`: the role to name in errors, if not the one that is called."""
-        with self.order:
-            self.check()
+    def submit(
+        self, role: str, method: str, args: Sequence[tuple[Any, ...]], named_role: str = "", **kwargs: Any
+    ) -> Call:
+        """Send a call with `args[rank]` for each rank. `named_role`: to name in errors instead of `role`."""
+        with self.send_lock:
+            self.check_usable()
             self.number += 1
-            call = Call(self, blamed or role, method, self.number)
-            with self.news:
+            call = Call(self, named_role or role, method, self.number)
+            with self.changed:
                 self.calls[call.number] = call
-            # Only generating needs no other worker, and so may happen beside what they do together.
+            # Only `generate` needs no other worker, so only it may run in parallel with other calls.
             side = method == "generate" and threading.current_thread() is not threading.main_thread()
             for channel, own in zip(self.channels, args, strict=True):
                 try:
                     channel.send("call", call.number, (role, method, own, kwargs), side=side)
-                except OSError as error:  # it is gone, or was stopped and reads no more
-                    self.lose(channel, "reads no more" if isinstance(error, BlockingIOError) else "")
+                except OSError as error:  # the process is gone, or stopped and does not read
+                    self.mark_lost(channel, "no longer reads messages" if isinstance(error, BlockingIOError) else "")
         return call
 
     def wait(self, call: Call) -> None:
-        """Until all have answered; raises at the first failure, or when the deadline is over."""
-        until = call.began + self.seconds
-        with self.news:
-            while not self.failed(call) and len(call.answers) < self.size and time.monotonic() < until:
-                self.news.wait(until - time.monotonic())
+        """Wait for the results of all ranks; raises at the first failure or at the timeout."""
+        deadline = call.started + self.timeout_seconds
+        with self.changed:
+            while not self.has_failed(call) and len(call.results) < self.size and time.monotonic() < deadline:
+                self.changed.wait(deadline - time.monotonic())
             del self.calls[call.number]
-            if len(call.answers) == self.size:
+            if len(call.results) == self.size:
                 return
-            if self.failed(call):  # what came first may be the consequence of what comes next
-                self.news.wait_for(lambda: self.all_told(call), GRACE)
-        raise self.break_down(call)
+            if self.has_failed(call):  # the first report may be a consequence of one that is still on its way
+                self.changed.wait_for(lambda: self.all_reported(call), GRACE_SECONDS)
+        raise self.fail(call)
 
-    def failed(self, call: Call) -> bool:
-        return bool(call.faults) or self.broken is not None or any(channel.gone for channel in self.channels)
+    def has_failed(self, call: Call) -> bool:
+        return bool(call.errors) or self.failure is not None or any(channel.lost for channel in self.channels)
 
-    def all_told(self, call: Call) -> bool:
-        told = call.answers.keys() | call.faults.keys()
-        return all(channel.gone or channel.rank in told for channel in self.channels)
+    def all_reported(self, call: Call) -> bool:
+        reported = call.results.keys() | call.errors.keys()
+        return all(channel.lost or channel.rank in reported for channel in self.channels)
 
-    def check(self) -> None:
-        if self.broken is not None:
-            raise self.broken
+    def check_usable(self) -> None:
+        if self.failure is not None:
+            raise self.failure
         assert not self.closed, "the pool is closed"
 
-    # News
+    # Messages from the workers
 
     def read(self) -> None:
-        """Until all connections are closed."""
-        looked = time.monotonic()
-        while open_ones := [channel for channel in self.channels if not channel.gone]:
-            ready = set(connections.wait([channel.connection for channel in open_ones], LOOK_SECONDS))
-            look = time.monotonic() - looked >= LOOK_SECONDS
-            looked = time.monotonic() if look else looked
-            for channel in open_ones:
+        """Read messages until all connections are closed."""
+        last_poll = time.monotonic()
+        while open_channels := [channel for channel in self.channels if not channel.lost]:
+            ready = set(connections.wait([channel.connection for channel in open_channels], POLL_SECONDS))
+            poll = time.monotonic() - last_poll >= POLL_SECONDS
+            last_poll = time.monotonic() if poll else last_poll
+            for channel in open_channels:
                 if channel.connection not in ready:
-                    # What it started may hold its end of the connection open.
-                    if look and channel.ended():
-                        self.lose(channel)
+                    # A child of a dead worker may keep the worker's end of the connection open.
+                    if poll and channel.has_exited():
+                        self.mark_lost(channel)
                     continue
                 try:
-                    head, body = messages.receive(channel.connection)
+                    header, body = messages.receive(channel.connection)
                 except (EOFError, OSError):
-                    self.lose(channel)
+                    self.mark_lost(channel)
                     continue
-                with self.news:
-                    self.take(channel, head, body)
-                    self.news.notify_all()
+                with self.changed:
+                    self.handle(channel, header, body)
+                    self.changed.notify_all()
 
-    def take(self, channel: Channel, head: messages.Header, body: Any) -> None:
-        if head.kind == "pong":
+    def handle(self, channel: Channel, header: messages.Header, body: Any) -> None:
+        """Record a message with the call that it belongs to."""
+        if header.kind == "pong":
             self.pongs.add(channel.rank)
             return
-        call = self.calls.get(head.number)
-        if call is None:  # nobody waits for it any more
+        call = self.calls.get(header.number)
+        if call is None:  # its caller no longer waits
             return
         if isinstance(body, messages.Unreadable):
-            call.faults[channel.rank] = ("", f"its answer cannot be read: {body.reason}", time.time())
-        elif head.kind == "error":
-            call.faults[channel.rank] = body
+            call.errors[channel.rank] = ("", f"its result cannot be read: {body.reason}", time.time())
+        elif header.kind == "error":
+            call.errors[channel.rank] = body
         else:
-            call.answers[channel.rank] = body
+            call.results[channel.rank] = body
 
-    def lose(self, channel: Channel, why: str = "") -> None:
+    def mark_lost(self, channel: Channel, reason: str = "") -> None:
         if self.closed:
-            channel.gone = "closed"
+            channel.lost = "closed"
             return
-        with self.news:
-            channel.gone = channel.gone or why or "closed its connection"
-            self.news.notify_all()
+        with self.changed:
+            channel.lost = channel.lost or reason or "closed its connection"
+            self.changed.notify_all()
 
     # Failure
 
-    def break_down(self, call: Call) -> PosttrainError:
-        """End the pool; the error that says who failed first."""
-        with self.order:
-            if self.broken is None and self.closed:
-                return WorkerError(f"{call.method} of {call.role} was given up", lost=False)
-            if self.broken is None:
-                self.broken = self.blame(call)
+    def fail(self, call: Call) -> PosttrainError:
+        """End the pool; returns the error that names the worker that failed first."""
+        with self.send_lock:
+            if self.failure is None and self.closed:
+                return WorkerError(f"{call.method} of {call.role} was cancelled: the pool is closed", lost=False)
+            if self.failure is None:
+                self.failure = self.first_failure(call)
                 self.write_stacks()
-                self.end(0.0)
-            return self.broken
+                self.shut_down(0.0)
+            return self.failure
 
-    def blame(self, call: Call) -> PosttrainError:
-        """A process that is gone comes before those that miss it; then the first that raised; then who is silent."""
+    def first_failure(self, call: Call) -> PosttrainError:
+        """A lost process comes first: others fail because they miss it. Then the earliest error, then a timeout."""
         for channel in self.channels:
-            if channel.gone:
-                return WorkerError(self.about(channel, call, channel.exit_reason() or channel.gone), lost=True)
-        if call.faults:
-            rank = min(call.faults, key=lambda rank: call.faults[rank][2])
-            kind, text, _ = call.faults[rank]
-            if kind:  # meant for users as it is, whichever worker found out
+            if channel.lost:
+                return WorkerError(self.describe(channel, call, channel.exit_reason() or channel.lost), lost=True)
+        if call.errors:
+            rank = min(call.errors, key=lambda rank: call.errors[rank][2])
+            kind, text, _ = call.errors[rank]
+            if kind:  # meant for users as it is, whichever worker raised it
                 known: Any = getattr(errors, kind)
                 return known(text)
-            return WorkerError(self.about(self.channels[rank], call, f"failed: {text}"), lost=False)
-        late = [channel for channel in self.channels if channel.rank not in call.answers]
-        silent = self.silent(late)
-        worst = silent[0] if silent else late[0]
-        how = f"did not answer to {call.method} within {self.seconds:g} s (cluster.limits)"
-        how += ", nor to a ping: it is stopped or stuck" if silent else "; it is still at work"
+            return WorkerError(self.describe(self.channels[rank], call, f"failed: {text}"), lost=False)
+        late = [channel for channel in self.channels if channel.rank not in call.results]
+        unresponsive = self.unresponsive(late)
+        worst = unresponsive[0] if unresponsive else late[0]
+        what = f"did not finish {call.method} within {self.timeout_seconds:g} s (cluster.limits)"
+        what += " and does not answer a ping: it is stopped or stuck" if unresponsive else "; it is still running"
         others = [str(channel.rank) for channel in late if channel is not worst]
-        waiting = f". Waiting with it: {', '.join(others)}" if others else ""
-        return WorkerError(self.about(worst, call, how + waiting), lost=True)
+        waiting = f". Ranks that did not finish either: {', '.join(others)}" if others else ""
+        return WorkerError(self.describe(worst, call, what + waiting), lost=True)
 
-    def silent(self, channels: Sequence[Channel]) -> list[Channel]:
+    def unresponsive(self, channels: Sequence[Channel]) -> list[Channel]:
+        """Ping these workers; returns those that do not answer."""
         self.pongs.clear()
         for channel in channels:
             with contextlib.suppress(OSError):
                 channel.send("ping", 0)
-        with self.news:
-            self.news.wait_for(lambda: self.pongs >= {channel.rank for channel in channels}, PING_SECONDS)
+        with self.changed:
+            self.changed.wait_for(lambda: self.pongs >= {channel.rank for channel in channels}, PING_SECONDS)
         return [channel for channel in channels if channel.rank not in self.pongs]
 
-    def about(self, channel: Channel, call: Call, what: str) -> str:
-        step = f", step {self.step()}" if self.step() else ""
+    def describe(self, channel: Channel, call: Call, what: str) -> str:
+        """A sentence with role, rank, host, step, what happened, and the log."""
+        step = f", step {self.current_step()}" if self.current_step() else ""
         host, role = channel.host or "this host", call.role.partition(".")[0]  # actor.sender is a part of the actor
         return f"{role} worker, rank {channel.rank} (on {host}{step}) {what}. Its log: {channel.log}"
 
     def write_stacks(self) -> None:
-        """Where each worker is, into its log."""
+        """Let each worker write the stack traces of its threads into its log."""
         for channel in self.channels:
             if channel.process is not None and channel.process.poll() is None:
                 channel.process.send_signal(signal.SIGUSR1)
-            elif channel.process is None and not channel.gone:
+            elif channel.process is None and not channel.lost:
                 with contextlib.suppress(OSError):
                     channel.send("stacks", 0)
         time.sleep(STACK_SECONDS)
 
     def close(self) -> None:
-        with self.order:
+        with self.send_lock:
             if not self.closed:
-                # One that still loads would end only after that, and has nothing to lose.
-                self.end(CLOSE_SECONDS if all(beginning.done() for beginning in self.beginnings) else CUT_SHORT_SECONDS)
+                # A worker that is still loading would end only afterwards, and it has no state to save.
+                set_up = all(setup.done() for setup in self.setups)
+                self.shut_down(CLOSE_SECONDS if set_up else CLOSE_WHILE_STARTING_SECONDS)
 
-    def end(self, seconds: float) -> None:
-        """Ask all to end, and after so long kill those that did not."""
+    def shut_down(self, seconds: float) -> None:
+        """Ask all workers to end and kill those that have not done so after `seconds`."""
         self.closed = True
         for channel in self.channels if seconds else ():
-            if not channel.gone:
+            if not channel.lost:
                 with contextlib.suppress(OSError):
                     channel.send("end", 0)
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for channel in self.channels:
-            channel.finish(until)
+            channel.terminate(deadline)
         self.reader.join(CLOSE_SECONDS)
         for channel in self.channels:
-            channel.gone = channel.gone or "closed"
+            channel.lost = channel.lost or "closed"
             channel.connection.close()
-        self.beginner.shutdown(wait=False)
-        with self.news:
-            self.news.notify_all()
+        self.setup_thread.shutdown(wait=False)
+        with self.changed:
+            self.changed.notify_all()
 
 
 class PoolWorkers:
-    """The objects of one role."""
+    """The objects of one role in the workers of a pool."""
 
-    def __init__(self, crew: WorkerPool, role: str) -> None:
-        self.crew, self.role, self.size = crew, role, crew.size
+    def __init__(self, pool: WorkerPool, role: str) -> None:
+        self.pool, self.role, self.size = pool, role, pool.size
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self.submit(method, *args, **kwargs).result()
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        self.crew.settle()
-        return self.crew.submit(self.role, method, [(shard, *args) for shard in shards], **kwargs).result()
+        self.pool.wait_until_set_up()
+        return self.pool.submit(self.role, method, [(shard, *args) for shard in shards], **kwargs).result()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Call:
-        self.crew.settle()
-        return self.crew.submit(self.role, method, [args] * self.size, **kwargs)
+        self.pool.wait_until_set_up()
+        return self.pool.submit(self.role, method, [args] * self.size, **kwargs)
 
     def close(self) -> None:
-        self.crew.settle()
-        self.crew.submit("", "forget", [(self.role,)] * self.size, self.role).result()
+        self.pool.wait_until_set_up()
+        self.pool.submit("", "remove", [(self.role,)] * self.size, self.role).result()

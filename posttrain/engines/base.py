@@ -51,6 +51,15 @@ BetweenSteps = Callable[[], int]
 """Called between two steps, when no sequence is being computed: weights may change in it. Returns their version."""
 
 
+class Generator(Protocol):
+    """Generates samples: the policy, rollout workers, an engine."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
+    ) -> list[Sample]:
+        """Return one sample per request, in order. `on_completion` may be called with some before all are finished."""
+
+
 class Engine(Protocol):
     """Generates with the weights it has."""
 

@@ -38,7 +38,7 @@ from posttrain.inference.model import (
     stop_ids_of,
 )
 from posttrain.inference.progress import Progress
-from posttrain.inference.workers import beams_of, check_workers, deciding, speaker, tensor_parallel
+from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
 from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
 from posttrain.rollout.rollouts import seed_for
 from posttrain.train.run import fingerprint
@@ -91,10 +91,10 @@ def generate(config: Generation, report: Callable[[Progress], None] = lambda _: 
         size = prompts_at_once(config)
         batches = [prompts[start : start + size] for start in range(done // config.n, len(prompts), size)]
         logs, devices = out.with_name(f"{out.name}.logs"), devices_for(batches, config)
-        with speaker(config.model, config.data.template, config.engine, devices, logs) as who:
+        with open_generator(config.model, config.data.template, config.engine, devices, logs) as generator:
             started = time.monotonic()
             asked = (requests_for(batch, config) for batch in batches)
-            answers = who.answers(asked, replace(config.sampling, stop_ids=stops))
+            answers = generator.generate_batches(asked, replace(config.sampling, stop_ids=stops))
             for batch, samples in zip(batches, answers, strict=True):
                 rows = list(as_rows(tokenizer, batch, samples, config, plain))
                 append(file, "".join(as_lines(rows)))

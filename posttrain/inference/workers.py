@@ -1,13 +1,11 @@
-"""Who answers a file of prompts: this process, or workers with a whole model each, on the local engine or on vLLM."""
+"""Generators for a file of prompts: this process, or workers with a whole model each; local engine or vLLM."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -16,12 +14,11 @@ from typing import Protocol
 import torch
 
 from posttrain.cluster import worker
-from posttrain.cluster.base import PendingCall
 from posttrain.cluster.placement import Placement
-from posttrain.cluster.worker_slots import WorkerSlot
+from posttrain.cluster.worker_slots import ReplaceableWorkers, SlotCall
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, launched_size
 from posttrain.core.devices import default_device
-from posttrain.core.errors import UsageError, WorkerError
+from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Engine, GenerationRequest, Sampling
@@ -30,7 +27,6 @@ from posttrain.engines.vllm import engine as vllm
 from posttrain.inference.model import ServedModel, base_of
 from posttrain.models.loading import compute_dtype, is_adapter, load_model, load_tokenizer, read_config, resolve_path
 from posttrain.models.tensors import plain_tensors
-from posttrain.train.rollout_workers import ATTEMPTS
 
 DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
 SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once
@@ -39,43 +35,45 @@ RESOURCES = {"gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
 RESOURCES |= {TENSOR_PARALLEL, "enforce_eager", "block_size"}
 """vLLM's options that answers do not depend on."""
 
-log = logging.getLogger("posttrain")
 
+class BatchGenerator(Protocol):
+    """Generates for batches of requests."""
 
-class Speaker(Protocol):
-    """Answers batches of requests."""
-
-    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
-        """Of each batch, in order."""
+    def generate_batches(
+        self, batches: Iterable[list[GenerationRequest]], sampling: Sampling
+    ) -> Iterator[list[Sample]]:
+        """Yield the samples of each batch, in order."""
 
 
 @contextmanager
-def speaker(
+def open_generator(
     model: ModelConfig, template: str, engine: Sequence[str], cluster: ClusterConfig, logs: Path
-) -> Iterator[Speaker]:
-    """Whoever answers, as long as it is needed. `logs`: of workers; they stay if one of them was lost."""
+) -> Iterator[BatchGenerator]:
+    """Open a generator in this process or on workers. `logs`: of workers; they are kept if a worker was lost."""
     if cluster.devices == 1 and not cluster.ray and engine[0] == "local":
-        here = Here(local_engine(model, template, engine))
+        local = LocalGenerator(local_engine(model, template, engine))
         try:
-            yield here
+            yield local
         finally:
-            here.close()
+            local.close()
         return
     release()
     divided = tensor_parallel(engine)
     layout = (f"rollout.devices={cluster.devices}", f"rollout.tp={divided}")
     limits = (0, max(SECONDS, cluster.limits[1]))
-    places = Placement(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
-    places.launch = None  # each process that a launcher started may have workers of its own
+    placement = Placement(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
+    placement.launched = None  # each process that a launcher started may have workers of its own
     try:
-        slots = places.rollout_slots(lambda pool: pool.start("generate", Answerer, model, template, tuple(engine)))
-        places.rendezvous_store()  # made once, before threads ask for it
-        crew = Answerers(slots)
-        yield crew
-        if not crew.lost:
+        slots = placement.rollout_slots(
+            lambda pool: pool.start("generate", GenerationWorker, model, template, tuple(engine))
+        )
+        placement.rendezvous_store()  # built once, before several threads need it
+        generators = WorkerGenerators(slots)
+        yield generators
+        if not generators.lost:
             shutil.rmtree(logs, ignore_errors=True)
     finally:
-        places.close()
+        placement.close()
 
 
 def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterConfig, sampling: Sampling) -> None:
@@ -135,13 +133,15 @@ def deciding(engine: Sequence[str]) -> dict[str, str]:
     return {"engine": " ".join([engine[0], *sorted(words)])}
 
 
-class Here:
-    """This process answers."""
+class LocalGenerator:
+    """Generates in this process."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
+    def generate_batches(
+        self, batches: Iterable[list[GenerationRequest]], sampling: Sampling
+    ) -> Iterator[list[Sample]]:
         for requests in batches:
             yield self.engine.generate(requests, sampling)
 
@@ -159,8 +159,8 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-class Answerer:
-    """In a worker process: the whole model on an engine."""
+class GenerationWorker:
+    """Runs in a worker process: an engine with a whole model."""
 
     def __init__(self, model: ModelConfig, template: str, engine: Sequence[str]) -> None:
         if engine[0] == "local":
@@ -192,59 +192,16 @@ def engine_of_folder(model: ModelConfig, template: str, options: Sequence[str]) 
     return found
 
 
-class Answerers:
-    """Workers, each asked whole batches in turn: so answers do not depend on how many workers there are.
+class WorkerGenerators(ReplaceableWorkers):
+    """Workers that take whole batches in turn, so that completions do not depend on the number of workers."""
 
-    One that is lost is replaced, and what it was asked is asked again: seeds decide answers, so they are the same.
-    """
-
-    def __init__(self, slots: Sequence[WorkerSlot]) -> None:
-        self.slots, self.lost = list(slots), 0
-        with ThreadPoolExecutor(len(self.slots), thread_name_prefix="slots") as starting:
-            for done in [starting.submit(slot.fill) for slot in self.slots]:
-                done.result()
-
-    def answers(self, batches: Iterable[list[GenerationRequest]], sampling: Sampling) -> Iterator[list[Sample]]:
-        asked: deque[Asked] = deque()
-        for slot, requests in zip(cycle(self.slots), batches):  # slots have no end
-            asked.append(Asked(slot, requests, sampling))
-            if len(asked) == DEPTH * len(self.slots):
-                yield self.first_of(asked)
-        while asked:
-            yield self.first_of(asked)
-
-    def first_of(self, asked: deque[Asked]) -> list[Sample]:
-        """The answers to the first batch, which is taken out."""
-        first = asked[0]
-        for _ in range(ATTEMPTS):
-            try:
-                found = first.call.result()[0]
-            except WorkerError as error:
-                if not error.lost:
-                    raise
-                self.replace(first.slot, error)
-                for other in asked:
-                    if other.slot is first.slot:
-                        other.ask()
-            else:
-                asked.popleft()
-                return found  # type: ignore[no-any-return]
-        raise WorkerError(f"workers were lost {ATTEMPTS} times in a row while they answered one batch", lost=True)
-
-    def replace(self, slot: WorkerSlot, error: WorkerError) -> None:
-        log.warning("%s", error)
-        log.warning("another worker takes its place; what it was asked is asked again")
-        self.lost += 1
-        slot.empty()
-        slot.fill()
-
-
-class Asked:
-    """A batch that a worker has."""
-
-    def __init__(self, slot: WorkerSlot, requests: list[GenerationRequest], sampling: Sampling) -> None:
-        self.slot, self.requests, self.sampling = slot, requests, sampling
-        self.ask()
-
-    def ask(self) -> None:
-        self.call: PendingCall = self.slot.submit("generate", self.requests, self.sampling)
+    def generate_batches(
+        self, batches: Iterable[list[GenerationRequest]], sampling: Sampling
+    ) -> Iterator[list[Sample]]:
+        calls: deque[SlotCall] = deque()
+        for slot, requests in zip(cycle(self.slots), batches):  # the cycle has no end
+            calls.append(SlotCall(slot, "generate", (requests, sampling)))
+            if len(calls) == DEPTH * len(self.slots):
+                yield self.result(calls.popleft())
+        while calls:
+            yield self.result(calls.popleft())

@@ -17,10 +17,10 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, Sampling
 from posttrain.rollout.environments import Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
-from posttrain.rollout.rollouts import Generator, seed_for
+from posttrain.rollout.rollouts import seed_for
 
 
 @dataclass(slots=True)

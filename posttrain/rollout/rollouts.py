@@ -21,21 +21,11 @@ from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import ExampleStream
-from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, OnCompletion, Sampling
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
 
 Phase = Callable[[str], AbstractContextManager[None]]
-
-
-class Generator(Protocol):
-    """Who answers: a policy, or an engine with weights of its own."""
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
-    ) -> list[Sample]: ...
-
-    def refresh_sampler(self) -> None: ...
 
 
 class EpisodeRunner(Protocol):
@@ -62,15 +52,15 @@ class Rollouts:
         greedy_baseline: bool = False,
         environment: EpisodeRunner | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
-        update: Callable[[int], None] | None = None,
+        update: Callable[[int], None],
     ) -> None:
-        """`update`: brings weights of a version to who generates, in place of policy.refresh_sampler."""
+        """`update`: brings the learners' weights to the generator, as a given version."""
         self.policy, self.scorer, self.stream, self.config = policy, scorer, stream, config
         self.sampling, self.tokenizer, self.phase = sampling, tokenizer, phase
         self.greedy_baseline = greedy_baseline
         self.environment = environment
         self.recorded = recorded
-        self.bring = update or (lambda _: policy.refresh_sampler())
+        self.bring = update
         self.version = 0  # of the policy's weights
         self.begun: deque[Job] = deque()
 

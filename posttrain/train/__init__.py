@@ -33,8 +33,8 @@ def train_from(verb: str, config: Config) -> Result:
             "a worker process read the script that it was started from, and that trains at once. Put the call of "
             'posttrain under `if __name__ == "__main__":`'
         )
-    if launched.is_follower():
-        launched.follow()
+    if launched.is_launched_worker():
+        launched.serve_controller()
         return Result(Path(config.out), 0, {})
     loop: Any = online.train_from if isinstance(config, OnlineConfig) else offline.train_from
     return restarting(partial(loop, verb), config)

@@ -11,9 +11,9 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Prompt, Sample
-from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, OnCompletion, Sampling
 from posttrain.rollout.records import Rollout
-from posttrain.rollout.rollouts import EpisodeRunner, Generator, answers, by_group, seed_for
+from posttrain.rollout.rollouts import EpisodeRunner, answers, by_group, seed_for
 from posttrain.rollout.scoring import RolloutScorer
 
 RIGHT = 0.5  # an answer whose first reward is above this counts as right
@@ -92,9 +92,6 @@ class Examinee:
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]:
         return self.policy.generate(requests, sampling, current=True)
-
-    def refresh_sampler(self) -> None:
-        """It always is."""
 
 
 def pass_at(k: int, n: int, right: int) -> float:

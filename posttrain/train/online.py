@@ -14,13 +14,13 @@ from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
 from posttrain.core.types import Sample, SamplingDistribution, count
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Generator, Sampling
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.records import Rollout
-from posttrain.rollout.rollouts import Generator, Rollouts
+from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
 from posttrain.train.evaluation import Examination
 from posttrain.train.pretraining_mix import Pretraining
@@ -145,7 +145,7 @@ class Trainer:
             greedy_baseline=algo.greedy_baseline,
             environment=self.dialogues(generator, self.sampling),
             recorded=records.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
-            update=self.rollout_workers.update if self.rollout_workers else None,
+            update=self.rollout_workers.update if self.rollout_workers else lambda _: self.policy.refresh_sampler(),
         )
         self.pretraining = Pretraining(run, algo) if algo.pretrain_files() else None
         self.objective = run.objective()
@@ -223,8 +223,8 @@ class Trainer:
         self.rollouts.version = self.step
         if self.rollout_workers is not None:
             metrics |= {
-                "sync_bytes": float(self.rollout_workers.moved.bytes),
-                "sync_seconds": self.rollout_workers.moved.seconds,
+                "sync_bytes": float(self.rollout_workers.last_transfer.bytes),
+                "sync_seconds": self.rollout_workers.last_transfer.seconds,
             }
         with self.run.log.phase("record"):
             self.record.add(rollouts, self.step)

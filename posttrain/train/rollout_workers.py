@@ -1,4 +1,4 @@
-"""Rollout workers on devices of their own: engines that get the learners' weights; a lost one is replaced."""
+"""Rollout workers on devices of their own: engines that receive the learners' weights. A lost one is replaced."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from posttrain.cluster.base import PendingCall, Workers, split_evenly
-from posttrain.cluster.worker_slots import WorkerSlot
+from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, SlotCall, WorkerSlot
 from posttrain.config.sections import INFLIGHT, ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
@@ -25,19 +24,17 @@ from posttrain.models.loading import compute_dtype, load_tokenizer, read_config,
 from posttrain.parallel.weight_transfer import Rendezvous, Transfer, TransferResult
 from posttrain.train.learner import Learner
 
-ATTEMPTS = 3  # to bring weights over, each with new workers in place of those that were lost
-
 log = logging.getLogger("posttrain")
 
 
 class RolloutWorker:
-    """In a rollout worker: an engine whose weights come from the learners.
+    """Runs in a worker process: an engine whose weights come from the learners.
 
-    `generate` may run in a thread beside the other methods; the model is used by one of them at a time.
+    `generate` may run in a second thread, in parallel with the other methods; a ModelLock alternates between them.
     """
 
     def __init__(self, model: ModelConfig, engine: Sequence[str], template: str, seed: int) -> None:
-        """`engine`: see rollout.engine. With `inflight` among it new weights do not wait for answers to end."""
+        """`engine`: see rollout.engine. With `inflight` new weights do not wait until completions are finished."""
         self.transfer: Transfer | None = None
         self.version = 0  # of the weights
         self.inflight = INFLIGHT in engine
@@ -49,96 +46,96 @@ class RolloutWorker:
         if engine[0] == "local":
             self.learner = Learner(model, UpdateConfig(), trainable=False, template=template, seed=seed, layout=None)
         else:
-            # A step that is begun before the one before is looked at would mix up which weights drew a token.
+            # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
+            # token is recorded with would be wrong.
             options = ["async_scheduling=false", *options] if self.inflight else options
             self.engine = vllm_engine(model, options, template)
-        self.turns = ModelLock(agreement()) if torch.distributed.is_initialized() else ModelLock()
+        self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
 
-    def connect(self, meeting: Rendezvous, rank: int) -> str:
-        """Meet the sender and the others; why it could not be done, or nothing."""
+    def connect(self, rendezvous: Rendezvous, rank: int) -> str:
+        """Join the group of sender and receivers; returns why that failed, or an empty text."""
         try:
-            self.transfer = Transfer(meeting, rank + own_rank())
-        except RuntimeError as error:  # one of them is gone: the controller replaces it
+            self.transfer = Transfer(rendezvous, rank + rank_in_engine())
+        except RuntimeError as error:  # a member is gone; the controller replaces it
             return first_line(error)
         return ""
 
     def receive(self, version: int) -> str:
-        """The weights that the learners send now; why not all came, or nothing."""
+        """Receive the weights that the learners send now; returns why that failed, or an empty text."""
         assert self.transfer is not None, "connect comes first"
-        with self.turns.visit():
+        with self.lock.update():
             try:
                 if self.learner is not None:
                     self.learner.accept(self.transfer.receive())
                 else:
                     self.engine.load(self.transfer.receive(), version)
             except RuntimeError as error:
-                self.transfer = None  # hangs up, so that the others do not wait
-                self.turns.closed = True
+                self.transfer = None  # closes the connection, so that the others do not wait
+                self.lock.incomplete = True
                 return first_line(error)
-            self.version, self.turns.closed = version, False
+            self.version, self.lock.incomplete = version, False
         return ""
 
     def check(self, expected: list[Floats]) -> str:
-        """How its log-probabilities of the probe differ from those of the learners, which are given; or nothing."""
-        with self.turns.visit():
-            speaker: Any = self.learner or self.engine
-            found = difference([self.probe], speaker.logprobs([self.probe]), expected)
+        """Compare log-probabilities of the probe with the learners'; returns the difference, if it is too large."""
+        with self.lock.update():
+            generator: Any = self.learner or self.engine
+            found = difference([self.probe], generator.logprobs([self.probe]), expected)
         allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
         return "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
-        speaker: Any = self.learner or self.engine
-        with self.turns.hold():
-            found: list[Sample] = speaker.generate(
-                requests, sampling, between_steps=self.pause if self.inflight else None
-            )
-            return found
+        generator: Any = self.learner or self.engine
+        between_steps = self.between_steps if self.inflight else None
+        with self.lock.generate():
+            samples: list[Sample] = generator.generate(requests, sampling, between_steps=between_steps)
+            return samples
 
-    def pause(self) -> int:
-        """BetweenSteps two steps; the version of the weights that the next one is made with."""
-        self.turns.pause()
+    def between_steps(self) -> int:
+        """Let weight updates run; returns the version of the weights for the next decode step."""
+        self.lock.let_updates_run()
         return self.version
 
 
 class WeightSender:
-    """Beside a learner in its process; all processes that hold the model send together, the first of them really."""
+    """Runs in the learners' processes. All processes that share the model take part; the first one sends."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         self.transfer: Transfer | None = None
-        self.first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
-    def connect(self, meeting: Rendezvous) -> str:
-        """Meet the receivers; why it could not be done, or nothing."""
+    def connect(self, rendezvous: Rendezvous) -> str:
+        """Join the group of sender and receivers; returns why that failed, or an empty text."""
         self.transfer = None
-        if self.first:
+        if self.is_first:
             try:
-                self.transfer = Transfer(meeting, 0)
-            except RuntimeError as error:  # a receiver is gone: the controller replaces it
-                return str(error).splitlines()[0]
+                self.transfer = Transfer(rendezvous, 0)
+            except RuntimeError as error:  # a receiver is gone; the controller replaces it
+                return first_line(error)
         return ""
 
     @torch.no_grad()
     def send(self) -> TransferResult:
-        """The weights of now, and what the learners make of a few tokens with them.
+        """Send the current weights, and compute the log-probabilities of the probe with them.
 
         A receiver that is lost does not stop the learners.
         """
-        began = time.monotonic()
+        started = time.monotonic()
         weights = iter(self.learner.weights())
-        moved, failure = 0, ""
-        if self.first:
+        sent, failure = 0, ""
+        if self.is_first:
             assert self.transfer is not None, "connect comes first"
             try:
-                moved = self.transfer.send(weights)
+                sent = self.transfer.send(weights)
                 if self.learner.device.type == "cuda":
                     torch.cuda.synchronize()
             except RuntimeError as error:
-                failure = str(error).splitlines()[0]
-                self.transfer = None  # hangs up, so that the other receivers do not wait for the rest
-        for _ in weights:  # the others wait for this process's part in each tensor
+                failure = first_line(error)
+                self.transfer = None  # closes the connection, so that the other receivers do not wait for the rest
+        for _ in weights:  # the other processes need this one's part of each tensor
             pass
-        return TransferResult(moved, time.monotonic() - began, failure, self.learner.probed())
+        return TransferResult(sent, time.monotonic() - started, failure, self.learner.probed())
 
     def abort(self) -> None:
         if self.transfer is not None:
@@ -146,62 +143,64 @@ class WeightSender:
 
 
 class ModelLock:
-    """A model that one thread uses at a time. Who generates has it for long, and lets visitors in between two steps.
+    """Alternates between generation and weight updates, which use one model. Updates run between decode steps.
 
-    Visits are counted, and made by one thread. Processes that hold a model together must stop at the same step: they
-    agree on how many visits there are to be before the next one.
+    Updates are counted and made by one thread. Processes that hold a model together must stop at the same step: they
+    agree on how many updates run before the next one.
     """
 
     def __init__(self, agree: Callable[[int], int] = lambda number: number) -> None:
-        """`agree`: the largest of the numbers that these processes give, each in its turn."""
+        """`agree`: returns the largest of the numbers that these processes pass, each in its turn."""
         self.agree = agree
-        self.change = threading.Condition()
+        self.changed = threading.Condition()
         self.generating = False
-        self.begun = self.ended = self.agreed = 0  # visits; those up to `agreed` may come while somebody generates
-        self.closed = False  # an update ended halfway: the next visit must come before the next step
+        self.requested = self.finished = self.admitted = 0  # updates; up to `admitted` may run during generation
+        self.incomplete = False  # an update failed halfway: another one must run before the next step
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        with self.change:
-            self.generating = True  # who comes from now on waits to be let in
+    def generate(self) -> Iterator[None]:
+        """Hold the model for decode steps; updates wait for `let_updates_run`."""
+        with self.changed:
+            self.generating = True
         try:
-            self.pause()
+            self.let_updates_run()
             yield
         finally:
-            with self.change:
+            with self.changed:
                 self.generating = False
-                self.change.notify_all()
+                self.changed.notify_all()
 
-    def pause(self) -> None:
-        """Visitors come first; at once where there are none."""
+    def let_updates_run(self) -> None:
+        """Let all requested updates run now; returns at once if there are none."""
         while True:
-            with self.change:
-                missing = self.closed and self.begun == self.ended
-                wanted = self.begun + missing
+            with self.changed:
+                missing = self.incomplete and self.requested == self.finished
+                wanted = self.requested + missing
             number = self.agree(wanted)
-            if number == self.agreed:
+            if number == self.admitted:
                 return
-            with self.change:
-                self.agreed = number
-                self.change.notify_all()
-                self.change.wait_for(lambda: self.ended >= self.agreed)
+            with self.changed:
+                self.admitted = number
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.finished >= self.admitted)
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
-        with self.change:
-            self.begun += 1
-            self.change.wait_for(lambda: not self.generating or self.begun <= self.agreed)
+    def update(self) -> Iterator[None]:
+        """Hold the model for an update; waits until no decode step runs."""
+        with self.changed:
+            self.requested += 1
+            self.changed.wait_for(lambda: not self.generating or self.requested <= self.admitted)
         try:
             yield
         finally:
-            with self.change:
-                self.ended += 1
-                self.change.notify_all()
+            with self.changed:
+                self.finished += 1
+                self.changed.notify_all()
 
 
-def agreement() -> Callable[[int], int]:
-    """The largest of the numbers that all processes of the default group give."""
-    group = torch.distributed.new_group(backend="gloo")  # of its own: others are at work in the default one
+def agree_by_all_reduce() -> Callable[[int], int]:
+    """Return a function that gives the largest of the numbers that all processes of the default group pass."""
+    group = torch.distributed.new_group(backend="gloo")  # a group of its own: the default one is in use meanwhile
 
     def agree(number: int) -> int:
         largest = torch.tensor(number)
@@ -212,7 +211,7 @@ def agreement() -> Callable[[int], int]:
 
 
 def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> Any:
-    """With the learners' type of numbers, so that both compute the same."""
+    """Build a vLLM engine that computes in the learners' dtype."""
     from posttrain.engines.vllm import engine as vllm
 
     tokenizer = load_tokenizer(model)
@@ -221,8 +220,8 @@ def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> An
     return vllm.VllmEngine(config, tokenizer, options, dtype=compute_dtype(model, default_device()))
 
 
-def own_rank() -> int:
-    """Among the processes that hold one engine together."""
+def rank_in_engine() -> int:
+    """Rank among the processes that hold one engine together."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
@@ -230,118 +229,104 @@ def first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class RolloutWorkers:
-    """All rollout workers as one: `generate` with the weights of the last `update`.
+class RolloutWorkers(ReplaceableWorkers):
+    """All rollout workers as one generator with the weights of the last `update`.
 
-    A request decides its answer by its own seed, so one that a lost worker was given is asked again of another, and
-    gives the same answer. Weights may be brought while another thread waits for answers, if the workers are `inflight`.
+    With in-flight updates, weights may be sent while another thread waits for completions.
     """
 
-    def __init__(self, slots: Sequence[WorkerSlot], sender: Workers, meet: Callable[[int], Rendezvous]) -> None:
-        """`sender`: transfer.WeightSender beside each learner; `meet`: where a new group of so many can form."""
-        self.slots, self.sender, self.rendezvous = list(slots), sender, meet
+    def __init__(self, slots: Sequence[WorkerSlot], sender: Workers, rendezvous: Callable[[int], Rendezvous]) -> None:
+        """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form."""
+        super().__init__(slots)
+        self.sender, self.rendezvous = sender, rendezvous
         self.connected = False
         self.version = -1
-        self.moved = TransferResult(0, 0.0)  # by the last update
-        self.changing = threading.RLock()  # held while weights change, or who sits where
-        self.fill()
-
-    def fill(self) -> None:
-        """Somebody on every slot; starting an engine takes long, so they start at once."""
-        with ThreadPoolExecutor(len(self.slots), thread_name_prefix="slots") as starting:
-            for done in [starting.submit(slot.fill) for slot in self.slots]:
-                done.result()
+        self.last_transfer = TransferResult(0, 0.0)
 
     # Weights
 
-    def refresh_sampler(self) -> None:
-        """Bring the learners' weights of now to all rollout workers, as the next version."""
-        self.update(self.version + 1)
-
     def update(self, version: int) -> None:
-        """The same with the version that samples are to bear; workers that were lost are replaced first."""
-        with self.changing:
+        """Send the learners' current weights to all workers as `version`; lost workers are replaced first."""
+        with self.lock:
             self.version = version
             for attempt in range(1, ATTEMPTS + 1):
-                if not all(slot.workers is not None for slot in self.slots):
+                if any(slot.workers is None for slot in self.slots):
                     self.connected = False
-                    self.fill()
-                trouble = "" if self.connected else self.connect()
-                trouble = trouble or self.send()
-                if not trouble:
+                    self.start()
+                problem = "" if self.connected else self.connect()
+                problem = problem or self.send()
+                if not problem:
                     return
                 if attempt == ATTEMPTS:
                     raise WorkerError(
-                        f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {trouble}", lost=True
+                        f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {problem}", lost=True
                     )
 
     def connect(self) -> str:
-        """Form a new group; what went wrong, or nothing."""
+        """Form a new transfer group; returns what went wrong, or an empty text."""
         sizes = [slot.workers.size if slot.workers else 1 for slot in self.slots]
-        meeting = self.rendezvous(sum(sizes) + 1)
-        firsts = [1 + sum(sizes[:place]) for place in range(len(sizes))]
+        rendezvous = self.rendezvous(sum(sizes) + 1)
+        first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         pending = [
-            (slot, slot.submit("connect", meeting, first)) for first, slot in zip(firsts, self.slots, strict=True)
+            (slot, slot.submit("connect", rendezvous, first))
+            for first, slot in zip(first_ranks, self.slots, strict=True)
         ]
-        refused = self.sender.submit("connect", meeting)
-        trouble = self.lost(pending) or next(filter(None, refused.result()), "")
-        self.connected = not trouble
-        return trouble
+        sending = self.sender.submit("connect", rendezvous)
+        problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
+        self.connected = not problem
+        return problem
 
     def send(self) -> str:
-        """Weights for all, and a look at whether they arrived; what went wrong on the way, or nothing."""
+        """Send weights to all workers and check that they arrived; returns what went wrong, or an empty text."""
         pending = [(slot, slot.submit("receive", self.version)) for slot in self.slots]
         sending = self.sender.submit("send")
-        trouble = self.lost(pending)
-        moved: TransferResult = sending.result()[0]
-        trouble = trouble or moved.failure or self.check(moved.probe)
-        self.connected = self.connected and not trouble
-        if not trouble:
-            self.moved = TransferResult(moved.bytes * len(self.slots), moved.seconds)
-        return trouble
+        problem = self.first_problem(pending)
+        result: TransferResult = sending.result()[0]
+        problem = problem or result.failure or self.check(result.probe)
+        self.connected = self.connected and not problem
+        if not problem:
+            self.last_transfer = TransferResult(result.bytes * len(self.slots), result.seconds)
+        return problem
 
     def check(self, probe: list[Floats]) -> str:
-        """See that all have the weights that were sent: an error if not, since answers would not show it."""
+        """Check that all workers have the weights that were sent; raises if not: completions would not show it."""
         pending = [(slot, slot.submit("check", probe)) for slot in self.slots]
-        trouble = ""
-        for place, (slot, call) in enumerate(pending):
+        problem = ""
+        for number, (slot, call) in enumerate(pending):
             try:
                 found: str = call.result()[0]
             except WorkerError as error:
-                trouble = trouble or str(error)
-                self.replace(slot, slot.workers, error)
+                problem = problem or str(error)
+                self.discard(slot, slot.workers, error)
                 continue
             if found:
                 raise PosttrainError(
-                    f"rollout worker {place} of {len(self.slots)}: after the update to version {self.version} its "
+                    f"rollout worker {number} of {len(self.slots)}: after the update to version {self.version} its "
                     f"log-probabilities differ from the learners' {found}. Either the weights did not arrive as they "
-                    "were sent, or its engine computes this model differently (--rollout.engine local: as the learners)"
+                    "were sent, or its engine computes this model differently (--rollout.engine local computes as the "
+                    "learners do)"
                 )
-        return trouble
+        return problem
 
-    def lost(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
-        """Wait for all; slots whose worker is lost are emptied. What trouble there was, or nothing."""
+    def first_problem(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
+        """Wait for all calls and empty the slots of lost workers; returns the first problem, or an empty text."""
         first = ""
         for slot, call in pending:
             try:
-                trouble: str = call.result()[0]
-                first = first or trouble
+                problem: str = call.result()[0]
+                first = first or problem
             except WorkerError as error:
                 first = first or str(error)
-                self.replace(slot, slot.workers, error)
+                self.discard(slot, slot.workers, error)
         return first
 
-    def replace(self, slot: WorkerSlot, who: Workers | None, error: WorkerError) -> None:
-        """Unless another thread has done it already."""
-        with self.changing:
-            if slot.workers is not who:
-                return
-            log.warning("%s", error)
-            log.warning("another rollout worker takes its place; what it was asked is asked again")
-            slot.empty()
-            self.connected = False
+    def discard(self, slot: WorkerSlot, workers: Workers | None, error: WorkerError) -> None:
+        with self.lock:
+            if slot.workers is workers:
+                self.connected = False
+            super().discard(slot, workers, error)
 
-    # Answers
+    # Generation
 
     def generate(
         self,
@@ -351,44 +336,32 @@ class RolloutWorkers:
         current: bool = False,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        answers: dict[int, Sample] = {}
-        open_requests = list(range(len(requests)))
-        for _ in range(ATTEMPTS):
-            calls = self.ask(requests, open_requests, sampling)
-            for slot, who, shard, call in calls:
-                try:
-                    found = dict(zip(shard, call.result()[0], strict=True))
-                    answers |= found
-                    if on_completion is not None:
-                        for index, sample in found.items():
-                            on_completion(index, sample)
-                except WorkerError as error:
-                    if not error.lost:
-                        raise
-                    self.replace(slot, who, error)
-            open_requests = [i for i in open_requests if i not in answers]
-            if not open_requests:
-                return [answers[i] for i in range(len(requests))]
-        raise WorkerError(f"rollout workers were lost {ATTEMPTS} times in a row while they generated", lost=True)
-
-    def ask(self, requests: Sequence[GenerationRequest], wanted: list[int], sampling: Sampling) -> list[Asked]:
-        """Give those that are wanted to the workers that are there, a part each."""
-        with self.changing:
-            there = [slot for slot in self.slots if slot.workers is not None]
-            if not there:
-                self.update(self.version)
-                there = self.slots
-            shards = split_evenly(wanted, len(there))
-            return [
-                (slot, slot.workers, shard, slot.submit("generate", [requests[i] for i in shard], sampling))
-                for slot, shard in zip(there, shards, strict=True)
+        """Generate one sample per request, in order; the requests are divided among the workers."""
+        with self.lock:
+            slots = self.filled_slots()
+            shards = split_evenly(range(len(requests)), len(slots))
+            calls = [
+                (shard, SlotCall(slot, "generate", ([requests[i] for i in shard], sampling)))
+                for slot, shard in zip(slots, shards, strict=True)
                 if shard
             ]
+        samples: dict[int, Sample] = {}
+        for shard, call in calls:
+            found = dict(zip(shard, self.result(call), strict=True))
+            samples |= found
+            if on_completion is not None:
+                for index, sample in found.items():
+                    on_completion(index, sample)
+        return [samples[i] for i in range(len(requests))]
 
-    def close(self) -> None:
-        for slot in self.slots:
-            slot.empty()
+    def filled_slots(self) -> list[WorkerSlot]:
+        """Slots that have a worker; if none has, all workers are replaced and get the weights again."""
+        if all(slot.workers is None for slot in self.slots):
+            self.update(self.version)
+        return [slot for slot in self.slots if slot.workers is not None]
 
-
-Asked = tuple[WorkerSlot, Workers | None, list[int], PendingCall]
-"""Who sits there, the requests it was given, and its call."""
+    def slot_for_retry(self, slot: WorkerSlot) -> WorkerSlot:
+        """The next slot that has a worker: a new worker gets its weights only with the next update."""
+        filled = self.filled_slots()
+        index = self.slots.index(slot)
+        return next(other for other in [*self.slots[index:], *self.slots[:index]] if other in filled)

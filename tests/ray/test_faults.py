@@ -37,7 +37,7 @@ def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_
     run = Run(tmp_path / "run", *options, *on_ray(both, 5, *APART), "--save.every", 1, "--cluster.limits", 1, SECONDS)
     run.until_step(1)
     lost = both.lose()
-    run.until(lambda: "waiting for Ray to find places" in run.said(), "a wait for another node")
+    run.until(lambda: "waiting for Ray to place" in run.said(), "a wait for another node")
     assert f"Ray node {lost} at " in run.said() and "starting again from the last checkpoint" in run.said()
     both.bring_back()
     assert run.wait() == 0, run.said()
@@ -72,7 +72,9 @@ class Disturbed(Placement):
             if asked == role and (role != "rollout" or method == "generate"):
                 pool.submit = submit
                 os.kill(processes_in(self.logs / f"worker-{ROLES[role]}.log")[-1], how)
-                pool.seconds = 2.0 if how == signal.SIGSTOP else pool.seconds  # the others' deadlines stay generous
+                pool.timeout_seconds = (
+                    2.0 if how == signal.SIGSTOP else pool.timeout_seconds
+                )  # the others' deadlines stay generous
             return submit(asked, method, *args, **kwargs)
 
         pool.submit = disturbed
@@ -101,8 +103,10 @@ def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp
     for role, number in ROLES.items():
         assert said.count(f"{role} worker, rank 0 (on ") == 1 and f", step {2 + number}) " in said, said
     assert said.count("starting again from the last checkpoint") == again
-    assert said.count("another rollout worker takes its place") == 1
-    assert said.count("nor to a ping: it is stopped or stuck") == (len(ROLES) if how == signal.SIGSTOP else 0)
+    assert said.count("the worker is replaced") == 1
+    assert said.count("and does not answer a ping: it is stopped or stuck") == (
+        len(ROLES) if how == signal.SIGSTOP else 0
+    )
     last = " ".join(capsys.readouterr().err.split())
     assert "posttrain: actor worker, rank 0 (on " in last and f", step {steps}) " in last, last
     agree(tmp_path / "run", tmp_path / "one", ("loss", "grad_norm", "reward", "critic/loss"), 1e-4)

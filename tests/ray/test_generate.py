@@ -38,4 +38,4 @@ def test_the_same_file(both, tmp_path, caplog):
 
     generate(shared, kill_one)
     assert Path(shared.out).read_bytes() == Path(alone.out).read_bytes()
-    assert "takes its place" in caplog.text
+    assert "the worker is replaced" in caplog.text

@@ -67,13 +67,13 @@ def test_one_that_is_lost(places, how):
     workers = pool.start("actor", Thing, "a")
     processes = [process for _, process, *_ in workers.call("who")]
     os.kill(processes[1], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-    pool.seconds = float(SECONDS) if how == "kill" else 5.0
+    pool.timeout_seconds = float(SECONDS) if how == "kill" else 5.0
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor worker, rank 1 \(on .*Ray node \w{8} at .*, step 7\)") as raised:
         workers.call("who")
     assert raised.value.lost
     assert time.monotonic() - began < SECONDS / 2, "noticed at once, or when the deadline is over"
-    words = "was killed, by hand or by the system" if how == "kill" else "did not answer to who within 5 s"
+    words = "crashed, or was killed by hand" if how == "kill" else "did not finish who within 5 s"
     assert words in str(raised.value), raised.value
     assert all(map(gone, processes)), "one that is stopped is ended too"
 
@@ -85,7 +85,7 @@ def test_more_than_there_is(both, tmp_path):
 
     places = Placement(ClusterConfig(devices=7, ray=both.address, limits=(0, 2.0)), tmp_path)
     # Where an earlier test lost a node there may soon be more, and it waits.
-    said = r"cluster.devices is 7, but the Ray cluster has 6 CPUs on 2 nodes|no places for 7 .* Free are 6 of 6 CPUs"
+    said = r"cluster.devices is 7, but the Ray cluster has 6 CPUs on 2 nodes|could not place 7 .* 6 of 6 CPUs are free"
     with pytest.raises((UsageError, WorkerError), match=said) as raised:
         places.pool("actor")
     assert raised.type is WorkerError or not ray.is_initialized()
@@ -97,9 +97,9 @@ def test_places_that_others_have(places):
     one, other = places(), places()
     one.pool("actor")
     other.cluster.devices = 6
-    other.ray_cluster().seconds = 2.0
+    other.ray_cluster().timeout_seconds = 2.0
     with pytest.raises(
-        WorkerError, match=r"no places for 6 workers with 1 CPU each within 2 s.* Free are \d of 6 CPUs"
+        WorkerError, match=r"could not place 6 workers with 1 CPU each within 2 s.* \d of 6 CPUs are free"
     ):
         other.pool("actor")
 
@@ -130,7 +130,7 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
         assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
     finally:
         found.close()
-    assert "tp and cp: no Ray node has 4 CPUs, so these workers talk across nodes" in caplog.text
+    assert "tp and cp: no Ray node has 4 CPUs, so these workers communicate across nodes" in caplog.text
 
 
 def test_another_version(both, tmp_path, monkeypatch):

@@ -23,15 +23,15 @@ class Mine(Together):
     "A class of the script itself."
 
 def once():
-    if launched.is_follower():
-        launched.follow()
+    if launched.is_launched_worker():
+        launched.serve_controller()
         return
-    launch = launched.LaunchedProcesses.detect()
-    crew = launch.pool(range(3), Path("logs"), 120.0, lambda: 0)
-    workers = crew.start("actor", Mine)
+    processes = launched.LaunchedProcesses.detect()
+    pool = processes.pool(range(3), Path("logs"), 120.0, lambda: 0)
+    workers = pool.start("actor", Mine)
     print([answer[:2] for answer in workers.scatter("total", [1, 10, 100])], flush=True)
-    crew.close()
-    launch.close()
+    pool.close()
+    processes.close()
 
 if __name__ == "__main__":
     once()
@@ -73,13 +73,13 @@ def free_port():
 def test_who_was_launched(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert launched_size() == 1 and launched.LaunchedProcesses.detect() is None and not launched.is_follower()
+    assert launched_size() == 1 and launched.LaunchedProcesses.detect() is None and not launched.is_launched_worker()
     monkeypatch.setenv("SLURM_PROCID", "0")  # the batch script itself has it too
     assert launched_size() == 1
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert launched_size() == 4 and launched.LaunchedProcesses.detect().size == 4 and not launched.is_follower()
+    assert launched_size() == 4 and launched.LaunchedProcesses.detect().size == 4 and not launched.is_launched_worker()
     monkeypatch.setenv("SLURM_PROCID", "3")
-    assert launched.is_follower()
+    assert launched.is_launched_worker()
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UsageError, match="4 processes were started together, but MASTER_ADDR"):
         launched.address()

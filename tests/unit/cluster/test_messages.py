@@ -99,6 +99,6 @@ def test_what_cannot_be_read_is_named_and_the_next_message_comes():
 
 def test_a_peer_that_reads_no_more_is_noticed():
     ours, _theirs = Pipe()
-    messages.bound(ours, 0.2)
+    messages.set_timeout(ours, 0.2)
     with pytest.raises(BlockingIOError):
         messages.send(ours, "call", 1, [np.zeros(10_000_000)])

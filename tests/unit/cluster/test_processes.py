@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cluster.processes import ProcessPool, RendezvousStore, share_of_cores
+from posttrain.cluster.processes import ProcessPool, RendezvousStore, threads_per_worker
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.core.errors import UsageError, WorkerError
 from tests.unit.cluster.things import Late, Thing, Together
@@ -21,8 +21,9 @@ GENEROUS = 120.0
 
 @contextmanager
 def pool(folder, size=1, seconds=GENEROUS, **options):
-    meeting = RendezvousStore(GENEROUS)
-    found = ProcessPool(size, folder / "logs", seconds=seconds, meeting=meeting, step=lambda: 12, **options)
+    store = RendezvousStore(GENEROUS)
+    limits = {"timeout_seconds": seconds, "current_step": lambda: 12}
+    found = ProcessPool(size, folder / "logs", rendezvous=store, **limits, **options)
     try:
         yield found
     finally:
@@ -30,14 +31,14 @@ def pool(folder, size=1, seconds=GENEROUS, **options):
 
 
 def light(folder, size, seconds=GENEROUS):
-    """A crew of several processes that need not meet."""
-    from posttrain.cluster.processes import launch
+    """A pool of several processes that form no group."""
+    from posttrain.cluster.processes import start_process
     from posttrain.cluster.worker_pool import Channel, WorkerPool
 
     channels = []
     for rank in range(size):
         log = folder / f"worker-{rank}.log"
-        process, connection = launch(log, None, 0)
+        process, connection = start_process(log, None, 0)
         channels.append(Channel(rank, rank, connection, log, process, "here"))
     return WorkerPool(channels, seconds, lambda: 12)
 
@@ -59,14 +60,14 @@ def gone(pid, seconds=5.0):
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory):
-    found = light(tmp_path_factory.mktemp("crew"), 2)
+def light_pool(tmp_path_factory):
+    found = light(tmp_path_factory.mktemp("pool"), 2)
     yield found
     found.close()
 
 
-def test_answers_come_by_rank(crew):
-    workers = crew.start("actor", Thing, "a")
+def test_answers_come_by_rank(light_pool):
+    workers = light_pool.start("actor", Thing, "a")
     answers = workers.call("who", 1, key=[2])
     assert [answer[0] for answer in answers] == ["a", "a"]
     assert [answer[2:] for answer in answers] == [((1,), {"key": [2]})] * 2
@@ -76,68 +77,68 @@ def test_answers_come_by_rank(crew):
     assert workers.call("all_seen") == [["first"], ["second"]]
 
 
-def test_roles_share_the_processes_and_may_hold_each_other(crew):
-    first = crew.start("first", Thing, "f")
-    second = crew.start("second", Thing, "s", RoleRef("first"))
+def test_roles_share_the_processes_and_may_hold_each_other(light_pool):
+    first = light_pool.start("first", Thing, "f")
+    second = light_pool.start("second", Thing, "s", RoleRef("first"))
     assert second.call("name_of_other") == ["f", "f"]
     assert first.call("who")[0][1] == second.call("who")[0][1]
 
 
-def test_generating_ahead_runs_beside_other_calls(crew):
-    workers = crew.start("beside", Thing, "b")
+def test_generating_ahead_runs_beside_other_calls(light_pool):
+    workers = light_pool.start("beside", Thing, "b")
     found = []
     thread = threading.Thread(target=lambda: found.append(workers.call("generate")))
     thread.start()
-    while not any(call.method == "generate" for call in crew.calls.values()):
+    while not any(call.method == "generate" for call in light_pool.calls.values()):
         time.sleep(0.001)
     workers.call("release")
     thread.join(GENEROUS)
     assert found == [[True, True]]
 
 
-def test_a_call_may_be_left_under_way(crew):
-    workers = crew.start("later", Thing, "l")
+def test_a_call_may_be_left_under_way(light_pool):
+    workers = light_pool.start("later", Thing, "l")
     one, two = workers.submit("echo", 1), workers.submit("echo", 2)
     assert two.result() == [2, 2] and one.result() == [1, 1]
 
 
 def test_closed_workers_are_forgotten(tmp_path):
-    crew = light(tmp_path, 1)
-    workers = crew.start("short", Thing, "s")
+    light_pool = light(tmp_path, 1)
+    workers = light_pool.start("short", Thing, "s")
     workers.close()
     with pytest.raises(WorkerError, match="KeyError: 'short'"):
         workers.call("who")
 
 
 def test_pools_are_filled_at_the_same_time(tmp_path):
-    (first, second) = crews = [light(tmp_path, 1) for _ in range(2)]
+    (first, second) = pools = [light(tmp_path, 1) for _ in range(2)]
     workers = [first.start("a", Late, tmp_path, "one", "two"), second.start("b", Late, tmp_path, "two", "one")]
     assert [one.call("here") for one in workers] == [[True], [True]]
-    for crew in crews:
-        crew.close()
+    for light_pool in pools:
+        light_pool.close()
 
 
 def test_what_cannot_be_made_is_said_by_the_first_call(tmp_path):
-    crew = light(tmp_path, 2)
-    first, second = crew.start("critic", Thing), crew.start("beside", Thing, "b")
+    light_pool = light(tmp_path, 2)
+    first, second = light_pool.start("critic", Thing), light_pool.start("beside", Thing, "b")
     for workers in (second, first):  # the first to fail is named, whoever is asked
         with pytest.raises(WorkerError, match=r"critic worker, rank [01] .* failed: TypeError: .*missing 1 required"):
             workers.call("who")
 
 
 def test_a_pool_can_be_closed_while_it_is_filled(tmp_path):
-    crew = light(tmp_path, 1)
-    crew.start("a", Late, tmp_path, "one", "never")
+    light_pool = light(tmp_path, 1)
+    light_pool.start("a", Late, tmp_path, "one", "never")
     while not (tmp_path / "one").exists():
         time.sleep(0.01)
-    crew.close()
-    assert gone(crew.channels[0].process.pid)
-    with pytest.raises(WorkerError, match="start of a was given up"):
-        crew.settle()
+    light_pool.close()
+    assert gone(light_pool.channels[0].process.pid)
+    with pytest.raises(WorkerError, match="start of a was cancelled"):
+        light_pool.wait_until_set_up()
 
 
 def test_a_group_and_its_logs(tmp_path):
-    with pool(tmp_path, 2, threads=1, first=3) as found:
+    with pool(tmp_path, 2, threads=1, first_number=3) as found:
         workers = found.start("actor", Together)
         assert workers.scatter("total", [1, 10]) == [(11, 0, 1), (11, 1, 1)]
         pids = [channel.process.pid for channel in found.channels]
@@ -155,8 +156,8 @@ def test_a_group_and_its_logs(tmp_path):
 
 
 def test_the_first_to_fail_is_named_with_its_error_and_its_log(tmp_path):
-    crew = light(tmp_path, 3)
-    workers = crew.start("critic", Thing, "c")
+    light_pool = light(tmp_path, 3)
+    workers = light_pool.start("critic", Thing, "c")
     with pytest.raises(
         WorkerError, match=r"critic worker, rank 2 \(on here, step 12\) failed: ValueError: this is w"
     ) as e:
@@ -177,23 +178,23 @@ def test_what_is_meant_for_users_comes_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("method", "args", "words"),
     [
-        ("kill", ([False, True],), "rank 1 .*was killed by SIGKILL: by hand, or by the system"),
+        ("kill", ([False, True],), "rank 1 .*was killed by SIGKILL, by hand or by the kernel"),
         (
             "stop",
             ([False, True],),
-            r"rank 1 .*did not answer to stop within 1 s \(cluster.limits\), nor to a ping.*: 0",
+            r"rank 1 .*did not finish stop within 1 s \(cluster.limits\) and does not answer a ping.*either: 0",
         ),
-        ("stop", ([False, False],), "rank 0 .*; it is still at work. Waiting with it: 1"),
+        ("stop", ([False, False],), "rank 0 .*; it is still running. Ranks that did not finish either: 1"),
         ("quit", (), "rank 0 .*ended with exit code 7"),
         ("unsendable", (), "TypeError: cannot pickle"),
     ],
 )
 def test_a_worker_that_is_lost_ends_the_pool_in_time_and_leaves_nobody(tmp_path, method, args, words):
-    crew = light(tmp_path, 2)
-    workers = crew.start("actor", Thing, "a")
+    light_pool = light(tmp_path, 2)
+    workers = light_pool.start("actor", Thing, "a")
     children = workers.call("child")
-    pids = [channel.process.pid for channel in crew.channels]
-    crew.seconds = 1.0 if method == "stop" else GENEROUS
+    pids = [channel.process.pid for channel in light_pool.channels]
+    light_pool.timeout_seconds = 1.0 if method == "stop" else GENEROUS
     with pytest.raises(WorkerError, match=words):
         workers.scatter(method, *args) if args else workers.call(method)
     assert all(map(gone, pids + children))
@@ -221,11 +222,11 @@ class Mine(Thing):
     "A class of the script itself."
 
 if __name__ == "__main__":
-    from posttrain.cluster.processes import greet
+    from posttrain.cluster.processes import form_group
     from posttrain.cluster.worker_host import GroupSpec
-    crew = light(Path({folder!r}), 2)
-    greet(crew, [GroupSpec(0, 1, ("", 0), "", 1.0)] * 2)
-    workers = crew.start("actor", Mine, "mine")
+    light_pool = light(Path({folder!r}), 2)
+    form_group(light_pool, [GroupSpec(0, 1, ("", 0), "", 1.0)] * 2)
+    workers = light_pool.start("actor", Mine, "mine")
     print(*[answer[1] for answer in workers.call("who")], flush=True)
     workers.call("fail", -1)
 """
@@ -260,17 +261,17 @@ def test_ctrl_c_is_for_the_controller_alone(tmp_path):
 
 
 def test_nothing_listens_beyond_this_machine():
-    meeting = RendezvousStore(5.0)
+    store = RendezvousStore(5.0)
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ports = {
-        entry[1] for entry in listening if entry[3] == "0A" and int(entry[1].split(":")[1], 16) == meeting.address[1]
+        entry[1] for entry in listening if entry[3] == "0A" and int(entry[1].split(":")[1], 16) == store.address[1]
     }
-    assert ports == {f"0100007F:{meeting.address[1]:04X}"}
-    assert len({meeting.name() for _ in range(3)}) == 3
+    assert ports == {f"0100007F:{store.address[1]:04X}"}
+    assert len({store.new_group_name() for _ in range(3)}) == 3
 
 
 def test_each_worker_gets_its_share_of_the_cores_and_its_device(tmp_path):
     cores = len(os.sched_getaffinity(0))
-    assert share_of_cores(1) == cores and share_of_cores(10 * cores) == 1
+    assert threads_per_worker(1) == cores and threads_per_worker(10 * cores) == 1
     with pool(tmp_path, 1, devices=["5"]) as found:
         assert found.start("a", Thing, "a").call("environment", "CUDA_VISIBLE_DEVICES") == ["5"]

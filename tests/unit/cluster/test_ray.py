@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.cluster import run as cluster
-from posttrain.cluster.ray import ActorHandle, LocalCluster, Node, connect, gather, interface_of, passed_on, state_file
+from posttrain.cluster.ray import (
+    ActorHandle,
+    LocalCluster,
+    Node,
+    accept_connections,
+    connect,
+    forwarded_environment,
+    interface_of,
+    state_file,
+)
 from posttrain.core.errors import UsageError
 
 
@@ -58,8 +67,8 @@ def test_a_cluster_that_is_gone_is_not_remembered():
 def test_what_workers_are_told(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert passed_on()["HF_HUB_OFFLINE"] == "1"
-    assert "CUDA_VISIBLE_DEVICES" not in passed_on() and "PATH" not in passed_on()
+    assert forwarded_environment()["HF_HUB_OFFLINE"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in forwarded_environment() and "PATH" not in forwarded_environment()
 
 
 def test_interfaces():
@@ -69,7 +78,7 @@ def test_interfaces():
 
 def test_strangers_at_the_door_are_sent_away():
     """Whoever looks at open ports must not end a run that is starting."""
-    recruits = [ActorHandle(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
+    actors = [ActorHandle(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
     with socket.socket() as listener, ThreadPoolExecutor(4) as at_once:
         listener.bind(("127.0.0.1", 0))
         listener.listen(4)
@@ -77,7 +86,7 @@ def test_strangers_at_the_door_are_sent_away():
         doors[0].close()
         at_once.submit(introduce, doors[1], b"guessed", 0)
         workers = [at_once.submit(introduce, doors[2 + i], b"secret", 1 - i) for i in range(2)]
-        found = gather(listener, b"secret", recruits, 60.0)
+        found = accept_connections(listener, b"secret", actors, 60.0)
         for worker in workers:
             worker.result()
         for rank, connection in enumerate(found):

@@ -102,8 +102,8 @@ class Together:
         dist.barrier()
 
 
-class Speaker:
-    """Answers by the request's seed and the version of its weights, as a rollout worker does."""
+class FakeRolloutWorker:
+    """Returns the request and the version of its weights, as the sample of a rollout worker depends on both."""
 
     def __init__(self, folder):
         self.folder, self.version = folder, None
@@ -117,7 +117,7 @@ class Speaker:
                 continue  # another one took it
             os.kill(os.getpid(), signal.SIGSTOP if fault.name.endswith("stop") else signal.SIGKILL)
 
-    def connect(self, meeting, rank):
+    def connect(self, rendezvous, rank):
         self.misbehave("connect")
         with (self.folder / "met").open("a") as met:
             met.write(f"{rank}\n")
@@ -143,10 +143,10 @@ class Speaker:
         return [(request, self.version) for request in requests]
 
 
-class Telling:
-    """A sender that only says how much it moved."""
+class FakeWeightSender:
+    """Sends nothing and returns a fixed result."""
 
-    def connect(self, meeting):
+    def connect(self, rendezvous):
         return ""
 
     def send(self):

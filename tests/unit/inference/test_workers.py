@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.core.errors import UsageError, WorkerError
 from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Sampling
 from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
 from posttrain.inference.model import ServedModel, stop_ids_of
-from posttrain.inference.workers import DEPTH, Answerers, check_workers, deciding
+from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding
 from posttrain.models.loading import load_tokenizer
 from tests.tiny import tiny_folder
 
@@ -49,7 +50,7 @@ def test_two_workers_one_killed_write_the_same_file(config, tmp_path, caplog):
     assert Path(shared.out).read_bytes() == Path(config.out).read_bytes()
     settings = [manifest_of(Path(found.out)).read_bytes() for found in (shared, config)]
     assert settings[0] == settings[1]
-    assert "SIGKILL" in caplog.text and "takes its place" in caplog.text
+    assert "SIGKILL" in caplog.text and "the worker is replaced" in caplog.text
     assert log.read_text().count("--- worker process") == 2
     assert generate(replace(shared, cluster=ClusterConfig(), resume=True)).resumed == 14
 
@@ -57,33 +58,35 @@ def test_two_workers_one_killed_write_the_same_file(config, tmp_path, caplog):
 # Without processes
 
 
-class Chair:
-    """A seat that answers what it was asked when the result is wanted, and is lost as often as it is told."""
+class FakeWorkers:
+    """Workers that return results when asked for them. A lost one fails all of its calls, as a pool does."""
 
-    def __init__(self, losses=0):
-        self.losses, self.asked, self.fills = losses, [], 0
-
-    def fill(self):
-        self.fills += 1
-
-    def empty(self):
-        self.asked.append("empty")
+    def __init__(self, log, lost):
+        self.log, self.lost = log, lost
 
     def submit(self, method, requests, sampling):
         assert method == "generate" and sampling == "how"
-        self.asked.append(requests)
-        return Later(self, requests)
+        self.log.append(requests)
+        return FakeCall(self, requests)
+
+    def close(self):
+        self.log.append("closed")
 
 
-class Later:
-    def __init__(self, chair, requests):
-        self.chair, self.requests = chair, requests
+class FakeCall:
+    def __init__(self, workers, requests):
+        self.workers, self.requests = workers, requests
 
     def result(self):
-        if self.chair.losses:
-            self.chair.losses -= 1
+        if self.workers.lost:
             raise WorkerError("it is gone", lost=True)
         return [[f"answer to {request}" for request in self.requests]]
+
+
+def fake_slot(losses=0):
+    """A slot whose first `losses` workers are lost, and the list of what its workers were given."""
+    log, remaining = [], iter([True] * losses)
+    return WorkerSlot(lambda: FakeWorkers(log, next(remaining, False)), lambda pool: pool), log
 
 
 BATCHES = [[n, -n] for n in range(7)]
@@ -91,7 +94,7 @@ ANSWERS = [[f"answer to {n}", f"answer to {-n}"] for n in range(7)]
 
 
 def test_answers_come_in_order_and_nobody_has_more_than_two_batches():
-    chairs = [Chair(), Chair()]
+    slots = [fake_slot(), fake_slot()]
     given = 0
 
     def batches():
@@ -101,24 +104,25 @@ def test_answers_come_in_order_and_nobody_has_more_than_two_batches():
             yield batch
 
     found = []
-    for answers in Answerers(chairs).answers(batches(), "how"):
+    for answers in WorkerGenerators([slot for slot, _ in slots]).generate_batches(batches(), "how"):
         found.append(answers)
         assert given - len(found) < 2 * DEPTH
     assert found == ANSWERS
-    assert [chair.asked for chair in chairs] == [BATCHES[::2], BATCHES[1::2]]
+    assert [log for _, log in slots] == [BATCHES[::2], BATCHES[1::2]]
 
 
 def test_what_a_lost_one_had_is_asked_again():
-    chairs = [Chair(), Chair(losses=2)]
-    who = Answerers(chairs)
-    assert list(who.answers(BATCHES, "how")) == ANSWERS and who.lost == 2
-    assert chairs[1].asked == [[1, -1], [3, -3]] + 2 * ["empty", [1, -1], [3, -3]] + [[5, -5]]
-    assert chairs[1].fills == 3
+    (first, _), (second, log) = fake_slot(), fake_slot(losses=2)
+    generators = WorkerGenerators([first, second])
+    assert list(generators.generate_batches(BATCHES, "how")) == ANSWERS and generators.lost == 2
+    batch = {n: BATCHES[n] for n in range(7)}
+    expected = [batch[1], batch[3], "closed", batch[1], "closed", batch[1], batch[5], batch[3]]
+    assert log == expected, "each batch of a lost worker is sent again when its result is needed"
 
 
 def test_it_gives_up_when_they_are_lost_again_and_again():
     with pytest.raises(WorkerError, match="lost 3 times in a row"):
-        list(Answerers([Chair(losses=9)]).answers(BATCHES, "how"))
+        list(WorkerGenerators([fake_slot(losses=9)[0]]).generate_batches(BATCHES, "how"))
 
 
 @pytest.mark.parametrize(

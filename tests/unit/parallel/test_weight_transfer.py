@@ -15,10 +15,10 @@ from posttrain.train.rollout_workers import WeightSender
 
 @pytest.fixture
 def meeting():
-    point = RendezvousStore(60.0)
-    found = Rendezvous(3, point.address, point.name(), 60.0)
+    store = RendezvousStore(60.0)
+    found = Rendezvous(3, store.address, store.new_group_name(), 60.0)
     yield found
-    assert point.store  # lives as long as the group
+    assert store.store  # lives as long as the group
 
 
 def together(*works):

@@ -47,7 +47,9 @@ def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **opt
     config = online(**given | options)
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
-    return Rollouts(speaker or Speaker(digit), scorer, stream, config, SAMPLING, TOKENIZER, update=update)
+    speaker = speaker or Speaker(digit)
+    update = update or (lambda version: speaker.refresh_sampler())
+    return Rollouts(speaker, scorer, stream, config, SAMPLING, TOKENIZER, update=update)
 
 
 def groups(batch):

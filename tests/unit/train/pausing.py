@@ -6,7 +6,7 @@ from posttrain.train.rollout_workers import RolloutWorker
 
 
 class Pausing(RolloutWorker):
-    """After so many steps of a call it says that it is under way, and goes on when somebody wants the model."""
+    """After `steps` steps of a call it creates a file and waits until a weight update is requested."""
 
     def __init__(self, steps, folder, *args):
         super().__init__(*args)
@@ -16,11 +16,11 @@ class Pausing(RolloutWorker):
         self.seen = 0
         return super().generate(requests, sampling)
 
-    def pause(self):
+    def between_steps(self):
         if self.seen == self.steps:
             (self.folder / "under way").touch()
             until = time.monotonic() + 120
-            while self.turns.begun == self.turns.ended and time.monotonic() < until:
+            while self.lock.requested == self.lock.finished and time.monotonic() < until:
                 time.sleep(0.01)
         self.seen += 1
-        return super().pause()
+        return super().between_steps()

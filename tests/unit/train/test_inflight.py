@@ -33,19 +33,19 @@ def place(tmp_path_factory):
     here = LocalPool()
     here.start("actor", Learner, PICO, UpdateConfig(), seed=1)
     sender = here.start("sender", WeightSender, RoleRef("actor"))
-    point = RendezvousStore(SECONDS)
+    store = RendezvousStore(SECONDS)
 
     def make():
-        return ProcessPool(1, folder / "logs", seconds=SECONDS, meeting=point)
+        return ProcessPool(1, folder / "logs", timeout_seconds=SECONDS, rendezvous=store)
 
     def start(pool):
         return pool.start("rollout", Pausing, STEPS, folder, PICO, ("local", "inflight"), "", 1)
 
-    samplers = RolloutWorkers(
-        [WorkerSlot(make, start)], sender, lambda size: Rendezvous(size, point.address, point.name(), SECONDS)
+    workers = RolloutWorkers(
+        [WorkerSlot(make, start)], sender, lambda size: Rendezvous(size, store.address, store.new_group_name(), SECONDS)
     )
-    yield folder, here.host.objects["actor"], samplers
-    samplers.close()
+    yield folder, here.host.objects["actor"], workers
+    workers.close()
 
 
 def change(learner):
@@ -58,10 +58,10 @@ def change(learner):
 
 
 def test_answers_under_way_go_on_with_new_weights(place):
-    folder, learner, samplers = place
-    samplers.update(3)
+    folder, learner, workers = place
+    workers.update(3)
     found = []
-    work = threading.Thread(target=lambda: found.extend(samplers.generate(REQUESTS, SAMPLING)))
+    work = threading.Thread(target=lambda: found.extend(workers.generate(REQUESTS, SAMPLING)))
     work.start()
     until = time.monotonic() + SECONDS
     while not (folder / "under way").exists():
@@ -70,7 +70,7 @@ def test_answers_under_way_go_on_with_new_weights(place):
     old = Learner(PICO, UpdateConfig(), trainable=False, seed=1)
     old.accept(learner.weights())
     change(learner)
-    samplers.update(4)
+    workers.update(4)
     work.join(SECONDS)
     assert [(sample.version, sample.newest) for sample in found] == [(3, 4)] * len(REQUESTS)
     by_old, by_new = old.logprobs(found), learner.logprobs(found)
@@ -83,8 +83,8 @@ def test_answers_under_way_go_on_with_new_weights(place):
 
 
 def test_a_tensor_that_breaks_on_the_way_ends_the_run(place, monkeypatch):
-    _, learner, samplers = place
-    samplers.update(8)
+    _, learner, workers = place
+    workers.update(8)
     whole = learner.weights
 
     def broken():
@@ -95,6 +95,6 @@ def test_a_tensor_that_breaks_on_the_way_ends_the_run(place, monkeypatch):
     with pytest.raises(
         PosttrainError, match=r"rollout worker 0 of 1: after the update to version 9 .* differ .* by 0\.\d"
     ):
-        samplers.update(9)
+        workers.update(9)
     monkeypatch.undo()
-    samplers.update(10)
+    workers.update(10)

@@ -1,4 +1,4 @@
-"""Rollout workers: nothing asked of one that is lost is lost or answered twice."""
+"""Rollout workers: no request of a lost worker is lost or generated twice."""
 
 import random
 import threading
@@ -12,27 +12,27 @@ from posttrain.cluster.processes import ProcessPool, RendezvousStore
 from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.train.rollout_workers import ModelLock, RolloutWorkers
-from tests.unit.cluster.things import Speaker, Telling
+from tests.unit.cluster.things import FakeRolloutWorker, FakeWeightSender
 
 SECONDS = 60.0
 
 
 @pytest.fixture
-def samplers(tmp_path):
+def workers(tmp_path):
     made = []
 
     def slot(number):
         def make():
             made.append(number)
-            meeting = RendezvousStore(SECONDS)
-            return ProcessPool(1, tmp_path / "logs", seconds=SECONDS, meeting=meeting, first=number)
+            store = RendezvousStore(SECONDS)
+            return ProcessPool(1, tmp_path / "logs", timeout_seconds=SECONDS, rendezvous=store, first_number=number)
 
-        return WorkerSlot(make, lambda pool: pool.start("rollout", Speaker, tmp_path))
+        return WorkerSlot(make, lambda pool: pool.start("rollout", FakeRolloutWorker, tmp_path))
 
     found = []
 
     def build(count):
-        sender = LocalPool().start("sender", Telling)
+        sender = LocalPool().start("sender", FakeWeightSender)
         found.append(RolloutWorkers([slot(i) for i in range(count)], sender, lambda size: size))
         found[-1].made = made
         return found[-1]
@@ -49,20 +49,20 @@ def asked(folder):
     return sorted(int(line) for line in (folder / "asked").read_text().split())
 
 
-def test_answers_come_in_order_with_the_newest_weights(samplers, tmp_path):
-    group = samplers(2)
+def test_answers_come_in_order_with_the_newest_weights(workers, tmp_path):
+    group = workers(2)
     for version in range(2):
-        group.refresh_sampler()
+        group.update(version)
         assert group.generate(REQUESTS, None) == [(request, version) for request in REQUESTS]
-    assert group.moved.bytes == 20 and sorted(group.made) == [0, 1]
+    assert group.last_transfer.bytes == 20 and sorted(group.made) == [0, 1]
     assert group.generate(REQUESTS[:1], None) == [(0, 1)], "fewer requests than workers"
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_one_that_is_lost_while_it_generates(samplers, tmp_path, how, caplog):
-    group = samplers(2)
-    group.refresh_sampler()
-    group.slots[0].pool.seconds = 2.0 if how == "stop" else SECONDS
+def test_one_that_is_lost_while_it_generates(workers, tmp_path, how, caplog):
+    group = workers(2)
+    group.update(0)
+    group.slots[0].pool.timeout_seconds = 2.0 if how == "stop" else SECONDS
     fault = tmp_path / f"generate-{how}"
     fault.touch()
     group.slots[0].submit("misbehave", "generate")
@@ -70,42 +70,42 @@ def test_one_that_is_lost_while_it_generates(samplers, tmp_path, how, caplog):
         time.sleep(0.01)
     assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "by the other, with its weights"
     assert asked(tmp_path) == REQUESTS
-    assert "rollout worker, rank 0" in caplog.text and "another rollout worker takes its place" in caplog.text
+    assert "rollout worker, rank 0" in caplog.text and "the worker is replaced" in caplog.text
     assert len(group.made) == 2
-    group.refresh_sampler()  # now it is replaced
+    group.update(1)  # now it is replaced
     assert len(group.made) == 3
     assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
 
 
-def test_the_only_one_is_replaced_at_once(samplers, tmp_path):
-    group = samplers(1)
-    group.refresh_sampler()
+def test_the_only_one_is_replaced_at_once(workers, tmp_path):
+    group = workers(1)
+    group.update(0)
     (tmp_path / "generate-kill").touch()
     assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "the same weights again"
     assert asked(tmp_path) == REQUESTS and group.made == [0, 0]
 
 
 @pytest.mark.parametrize("moment", ["connect", "receive", "check"])
-def test_one_that_is_lost_while_weights_come(samplers, tmp_path, moment):
-    group = samplers(2)
+def test_one_that_is_lost_while_weights_come(workers, tmp_path, moment):
+    group = workers(2)
     (tmp_path / f"{moment}-kill").touch()
-    group.refresh_sampler()
+    group.update(0)
     answers = group.generate(REQUESTS, None)
     assert [request for request, _ in answers] == REQUESTS
     assert {version for _, version in answers} == {group.version}, "all have the same weights"
 
 
-def test_it_gives_up_when_they_are_lost_again_and_again(samplers, tmp_path):
-    group = samplers(1)
+def test_it_gives_up_when_they_are_lost_again_and_again(workers, tmp_path):
+    group = workers(1)
     for number in range(9):
         (tmp_path / f"receive-{number}-kill").touch()
     with pytest.raises(WorkerError, match=r"did not reach the rollout workers in 3 attempts: .*SIGKILL"):
-        group.refresh_sampler()
+        group.update(0)
 
 
-def test_one_that_is_lost_while_answers_are_under_way_and_weights_come(samplers, tmp_path):
+def test_one_that_is_lost_while_answers_are_under_way_and_weights_come(workers, tmp_path):
     """Two threads find out at once; its place is taken once, and what it was asked is asked again."""
-    group = samplers(2)
+    group = workers(2)
     group.update(0)
     (tmp_path / "slow").touch()
     found = []
@@ -123,15 +123,15 @@ def test_one_that_is_lost_while_answers_are_under_way_and_weights_come(samplers,
     assert asked(tmp_path) == REQUESTS and len(group.made) == 3
 
 
-def test_the_group_is_formed_once(samplers, tmp_path):
-    group = samplers(2)
-    for _ in range(3):
-        group.refresh_sampler()
+def test_the_group_is_formed_once(workers, tmp_path):
+    group = workers(2)
+    for version in range(3):
+        group.update(version)
     assert sorted((tmp_path / "met").read_text().split()) == ["1", "2"]
 
 
-def test_weights_that_did_not_arrive_end_the_run(samplers, tmp_path):
-    group = samplers(2)
+def test_weights_that_did_not_arrive_end_the_run(workers, tmp_path):
+    group = workers(2)
     group.update(6)
     (tmp_path / "differs-7").touch()
     with pytest.raises(
@@ -141,21 +141,21 @@ def test_weights_that_did_not_arrive_end_the_run(samplers, tmp_path):
 
 
 def test_who_generates_lets_visitors_in_between_two_steps():
-    turns, story = ModelLock(), []
+    lock, story = ModelLock(), []
 
     def visitor(number, half):
-        with turns.visit():
-            turns.closed = half
+        with lock.update():
+            lock.incomplete = half
             story.append(f"visit {number}")
 
-    with turns.hold():
+    with lock.generate():
         story.append("step 1")
         visits = threading.Thread(target=lambda: [visitor(1, True), visitor(2, False)])
         visits.start()
-        while not turns.begun:
+        while not lock.requested:
             time.sleep(0.01)
         assert story == ["step 1"], "it waits until the step is over"
-        turns.pause()  # the first leaves half an update behind, so the next step waits for the second
+        lock.let_updates_run()  # the first leaves half an update behind, so the next step waits for the second
         story.append("step 2")
     visits.join()
     assert story == ["step 1", "visit 1", "visit 2", "step 2"]
@@ -175,27 +175,27 @@ def test_processes_that_hold_a_model_together_let_visitors_in_at_the_same_step()
         meeting.wait()
         return largest
 
-    def work(rank, turns):
+    def work(rank, lock):
         for call in range(calls):
-            with turns.hold():
+            with lock.generate():
                 for step in range(steps):
-                    turns.pause()
+                    lock.let_updates_run()
                     together["step"].wait()
                     stories[rank].append((call, step))
 
-    def come(rank, turns):
+    def come(rank, lock):
         wait = random.Random(rank)
         for visit in range(visits):
             time.sleep(wait.random() / 200)  # each at a time of its own
-            with turns.visit():
+            with lock.update():
                 together["visit"].wait()
-                turns.closed = rank == 1 and visit % 5 == 3
+                lock.incomplete = rank == 1 and visit % 5 == 3
                 stories[rank].append(visit)
 
     threads = []
     for rank in range(ranks):
-        turns = ModelLock(partial(agree, rank))
-        threads += [threading.Thread(target=task, args=(rank, turns), daemon=True) for task in (work, come)]
+        lock = ModelLock(partial(agree, rank))
+        threads += [threading.Thread(target=task, args=(rank, lock), daemon=True) for task in (work, come)]
     for thread in threads:
         thread.start()
     for thread in threads:
