@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 
 from posttrain.convert.conversion import convert
-from posttrain.convert.families import hf_stored, model_parts
 from posttrain.convert.files import create_safetensors
-from posttrain.convert.megatron import Layout
+from posttrain.convert.hugging_face import hf_stored
+from posttrain.convert.megatron import CheckpointLayout
+from posttrain.convert.parameters import model_parameters
 from posttrain.convert.source import open_source
 
 HIDDEN, FFN, VOCABULARY = 2048, 5632, 32_000
-TARGET = Layout("mcore", tp=2, pp=2)
+TARGET = CheckpointLayout("mcore", tp=2, pp=2)
 WORKERS = 2
 GIB = 2**30
 
@@ -79,15 +80,15 @@ def write_model(folder: Path, gigabytes: float) -> int:
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    shape, parts = model_parts(config)
-    tensors = {tensor.name: (torch.bfloat16, tensor.shape) for tensor in hf_stored(config, shape, parts)}
+    shape, parameters = model_parameters(config)
+    tensors = {tensor.name: (torch.bfloat16, tensor.shape) for tensor in hf_stored(config, shape, parameters)}
     file = create_safetensors(folder / "model.safetensors", tensors)
     noise = torch.randint(0, 256, (2 * VOCABULARY * HIDDEN + 4096,), dtype=torch.uint8)
-    for number, (name, entry) in enumerate(file.entries.items()):
+    for number, (name, location) in enumerate(file.tensors.items()):
         start = number * 37 % 4096
-        file.write(name, noise[start : start + entry.size])
-    file.seal()
-    return sum(entry.size for entry in file.entries.values())
+        file.write(name, noise[start : start + location.size])
+    file.finish()
+    return sum(location.size for location in file.tensors.values())
 
 
 def forget(folder: Path) -> None:
@@ -135,11 +136,11 @@ def one_conversion(kind: str, folder: str, out: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit * GIB), int(limit * GIB)))
     start, before = time.perf_counter(), time.process_time()
     source = open_source(Path(folder), kind, None, None)
-    target = TARGET if kind == "hf" else Layout()
+    target = TARGET if kind == "hf" else CheckpointLayout()
     convert(source, Path(out), target, workers=WORKERS)
     seconds, cpu = time.perf_counter() - start, time.process_time() - before
     both = open_source(Path(out), target.format, None, None)
-    largest = max(side.entry(tensor).size for side in (source, both) for tensor in side.stored)
+    largest = max(side.location(tensor).size for side in (source, both) for tensor in side.stored)
     bound = 2 * largest * WORKERS + GIB
     print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": resident(), "bound": bound}))
 
@@ -152,8 +153,8 @@ def draw(rows: list[dict[str, float]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
-    for label, marker, part in (("hf to mcore", "o", rows[0::2]), ("mcore to hf", "x", rows[1::2])):
-        axes.plot([r["gigabytes"] for r in part], [r["peak"] / GIB for r in part], marker=marker, label=label)
+    for label, marker, parameter in (("hf to mcore", "o", rows[0::2]), ("mcore to hf", "x", rows[1::2])):
+        axes.plot([r["gigabytes"] for r in parameter], [r["peak"] / GIB for r in parameter], marker=marker, label=label)
     bounds = [r["bound"] / GIB for r in rows[0::2]]
     axes.plot([r["gigabytes"] for r in rows[0::2]], bounds, "--", color="grey", label="bound")
     axes.set(xlabel="size of the model, GB", ylabel="peak memory, GiB", ylim=(0, None), xlim=(0, None))

@@ -15,9 +15,9 @@ from posttrain.core.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from posttrain.convert.adapter import Adapter
-    from posttrain.convert.megatron import Layout
-    from posttrain.convert.source import Source
+    from posttrain.convert.adapter import LoraAdapter
+    from posttrain.convert.megatron import CheckpointLayout
+    from posttrain.convert.source import SourceCheckpoint
 
 FORMATS = ("hf", "mcore", "legacy", "sharded")
 TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -121,9 +121,9 @@ def run(args: list[str]) -> int:
 
     if options.origin != "sharded" and is_adapter_folder(folder):
         return convert_adapters(options, folder)
-    source, carried = opened(options, folder)
+    source, training_state = opened(options, folder)
     try:
-        convert(options, source, carried)
+        convert(options, source, training_state)
     finally:
         source.close()
     return 0
@@ -151,29 +151,29 @@ def translate(options: argparse.Namespace) -> None:
         raise UsageError(f"--to {options.goal}: is not cut; leave --tp, --pp and --ep out")
 
 
-def opened(options: argparse.Namespace, folder: Path) -> tuple[Source, Path | None]:
+def opened(options: argparse.Namespace, folder: Path) -> tuple[SourceCheckpoint, Path | None]:
     """The source, with the adapters of a run noted for merging; and the run's checkpoint, if it is one."""
-    from posttrain.convert.megatron import Layout
+    from posttrain.convert.megatron import CheckpointLayout
     from posttrain.convert.source import megatron_kind, open_source, recognise_format
 
     kind = options.origin or recognise_format(folder)
     if kind == "megatron":
         kind = megatron_kind(folder)
-    carried = None
+    training_state = None
     if kind == "sharded":
         from posttrain.models import adapters
         from posttrain.models.loading import is_adapter, resolve_path
 
         folder, kind = Path(resolve_path(str(folder))), "hf"
-        carried = folder.parent
+        training_state = folder.parent
         if is_adapter(folder):
             if options.lora:
                 raise UsageError(f"--lora: {folder} holds adapters already")
             options.lora = str(folder)
             folder = Path(resolve_path(adapters.base_of(folder)))
     original = original_of(options, kind)
-    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
-    return open_source(folder, kind, original, given), carried
+    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
+    return open_source(folder, kind, original, given), training_state
 
 
 def original_of(options: argparse.Namespace, kind: str) -> Path | None:
@@ -188,23 +188,23 @@ def known_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"r": options.lora_r, "lora_alpha": options.lora_alpha}
 
 
-def read_lora(options: argparse.Namespace, source: Source) -> Adapter:
-    from posttrain.convert.adapter_files import Base, is_peft, read_adapter
-    from posttrain.convert.megatron import Layout
+def read_lora(options: argparse.Namespace, source: SourceCheckpoint) -> LoraAdapter:
+    from posttrain.convert.adapter_files import AdapterBase, is_peft, read_adapter
+    from posttrain.convert.megatron import CheckpointLayout
     from posttrain.convert.source import megatron_kind
 
     folder = Path(options.lora)
-    base = Base(source.config, source.shape, source.parts)
-    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
+    base = AdapterBase(source.config, source.shape, source.parameters)
+    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
     kind = "hf" if is_peft(folder) else megatron_kind(folder)
     return read_adapter(folder, base, kind, given, known_of(options))[0]
 
 
 def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
     """Adapters alone, from one form to the other."""
-    from posttrain.convert.adapter_files import Base, base_folder, is_peft, read_adapter, write_adapter
-    from posttrain.convert.families import model_parts
-    from posttrain.convert.megatron import Layout
+    from posttrain.convert.adapter_files import AdapterBase, base_folder, is_peft, read_adapter, write_adapter
+    from posttrain.convert.megatron import CheckpointLayout
+    from posttrain.convert.parameters import model_parameters
     from posttrain.convert.source import megatron_kind, read_model_config
 
     if options.goal == "sharded" or options.lora or options.dtype or options.verify:
@@ -213,8 +213,8 @@ def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
         )
     kind = "hf" if is_peft(folder) else options.origin or megatron_kind(folder)
     config = read_model_config(base_folder(folder, original_of(options, "adapters")))
-    base = Base(config, *model_parts(config))
-    given = Layout(ep=options.source_ep, noop=options.source_noop_layers)
+    base = AdapterBase(config, *model_parameters(config))
+    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
     adapter, _ = read_adapter(folder, base, kind, given, known_of(options))
     count = write_adapter(adapter, base, Path(options.out), target_of(options), folder)
     print(f"{len(adapter.factors)} adapted matrices, {count} tensors")
@@ -222,12 +222,12 @@ def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-def target_of(options: argparse.Namespace) -> Layout:
-    from posttrain.convert.megatron import Layout
+def target_of(options: argparse.Namespace) -> CheckpointLayout:
+    from posttrain.convert.megatron import CheckpointLayout
 
     if options.goal in ("hf", "sharded"):
-        return Layout()
-    return Layout(
+        return CheckpointLayout()
+    return CheckpointLayout(
         options.goal,
         tp=options.tp,
         pp=options.pp,
@@ -240,7 +240,7 @@ def target_of(options: argparse.Namespace) -> Layout:
     )
 
 
-def convert(options: argparse.Namespace, source: Source, carried: Path | None) -> None:
+def convert(options: argparse.Namespace, source: SourceCheckpoint, training_state: Path | None) -> None:
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -255,7 +255,7 @@ def convert(options: argparse.Namespace, source: Source, carried: Path | None) -
     if options.verify and (dtype is not None or adapter is not None):
         raise UsageError("--verify compares equal weights: leave --dtype and --lora out")
 
-    def verify(folder: Path, layout: Layout) -> None:
+    def verify(folder: Path, layout: CheckpointLayout) -> None:
         with tempfile.TemporaryDirectory(prefix=".verify-", dir=folder.parent) as scratch:
             difference = verify_logits(source, folder, layout, Path(scratch))
         print(f"logits of both sides: largest difference {difference:.3g}")
@@ -274,7 +274,7 @@ def convert(options: argparse.Namespace, source: Source, carried: Path | None) -
             details["check"] = verify
         if options.goal == "sharded":
             same = dtype is None and adapter is None
-            report = wrap_as_checkpoint(source, out, carried if same else None, **details)
+            report = wrap_as_checkpoint(source, out, training_state if same else None, **details)
         else:
             report = write(source, out, target_of(options), **details)
     print(f"{report.elements:,} weights in {report.tensors} tensors, {report.bytes_written:,} bytes: each used once")

@@ -21,22 +21,22 @@ def run(args: list[str]) -> int:
 
     quiet_libraries()
     from posttrain.convert.diff import differences, only_in
-    from posttrain.convert.inspect import describe_format, describe_layout, look
+    from posttrain.convert.inspect import describe_format, describe_layout, inspect_checkpoint
 
     original = Path(options.original) if options.original else None
-    sides = [look(Path(folder), original) for folder in (options.a, options.b)]
-    for seen in sides:
-        if seen.problem:
-            raise UsageError(f"{seen.folder}: {seen.problem}")
-    if sides[0].known != sides[1].known:
+    sides = [inspect_checkpoint(Path(folder), original) for folder in (options.a, options.b)]
+    for checkpoint in sides:
+        if checkpoint.problem:
+            raise UsageError(f"{checkpoint.folder}: {checkpoint.problem}")
+    if sides[0].recognised != sides[1].recognised:
         raise UsageError("one of them holds adapters: posttrain export merges them, posttrain convert --lora too")
-    for letter, seen in zip("AB", sides, strict=True):
-        print(f"{letter}  {seen.folder}: {describe_format(seen)}, {describe_layout(seen)}")
+    for letter, checkpoint in zip("AB", sides, strict=True):
+        print(f"{letter}  {checkpoint.folder}: {describe_format(checkpoint)}, {describe_layout(checkpoint)}")
     try:
         found = list(differences(*sides))
     finally:
-        for seen in sides:
-            seen.source.close()
+        for checkpoint in sides:
+            checkpoint.source.close()
     apart = sorted((row for row in found if row.unequal), key=lambda row: -row.largest)
     if apart:
         print(f"\n{'largest':>10} {'mean':>10} {'of':>10} {'unequal':>22}  tensor")

@@ -19,16 +19,16 @@ def run(args: list[str]) -> int:
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.convert.inspect import check_checkpoint, facts_of, look, tensor_rows
+    from posttrain.convert.inspect import check_checkpoint, describe_checkpoint, inspect_checkpoint, list_tensors
 
-    seen = look(Path(options.folder), Path(options.original) if options.original else None)
+    checkpoint = inspect_checkpoint(Path(options.folder), Path(options.original) if options.original else None)
     try:
-        for name, text in facts_of(seen):
+        for name, text in describe_checkpoint(checkpoint):
             print(f"{name:<11} {text}")
         if options.tensors or options.hashes:
             if options.hashes:
-                check_checkpoint(seen)
-            rows = [("file", "tensor", "type", "shape", "sha256"), *tensor_rows(seen, options.hashes)]
+                check_checkpoint(checkpoint)
+            rows = [("file", "tensor", "type", "shape", "sha256"), *list_tensors(checkpoint, options.hashes)]
             widths = [max(len(row[column]) for row in rows) for column in range(4)]
             print()
             for row in rows:
@@ -37,8 +37,8 @@ def run(args: list[str]) -> int:
                         [f"{word:<{width}}" for word, width in zip(row, widths, strict=False)] + [row[4]]
                     ).rstrip()
                 )
-            if options.hashes and seen.source.hashes:
+            if options.hashes and checkpoint.source.hashes:
                 print("\nall tensors are what convert.json says was written")
     finally:
-        seen.source.close()
-    return 1 if seen.problem else 0
+        checkpoint.source.close()
+    return 1 if checkpoint.problem else 0

@@ -1,1 +1,1 @@
-"""Weights from one layout to another: Hugging Face, Megatron core, Megatron legacy, our own checkpoints."""
+"""Convert weights between layouts: Hugging Face, Megatron core, Megatron legacy, and checkpoints of posttrain."""

@@ -1,4 +1,4 @@
-"""LoRA adapters by the parts they change: merged on the way (W + (alpha / r) B A) or put together in another layout."""
+"""LoRA adapters by the parameters they change: merged during conversion (W + (alpha / r) B A), or converted alone."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-from posttrain.convert.pieces import Part, Piece, Stored
+from posttrain.convert.stored_tensors import ParameterBlock, ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
 
-ROWS_AT_ONCE = 4096  # of float32 beside a matrix in half precision
+ROWS_AT_ONCE = 4096  # rows computed in float32 at a time, to bound memory beside a matrix in half precision
 
 
 @dataclass
-class Factors:
-    """What an adapter adds to one part, not scaled: up (out, r) @ down (r, in)."""
+class LoraFactors:
+    """The unscaled update of one parameter: up (out, r) @ down (r, in)."""
 
     down: torch.Tensor
     up: torch.Tensor
 
 
 @dataclass
-class Adapter:
-    """Pairs of matrices by part, and parts that it replaces altogether (the head of a reward model)."""
+class LoraAdapter:
+    """Low-rank updates by parameter, and parameters that are replaced whole (the head of a reward model)."""
 
     config: dict[str, Any]  # as peft writes it: r, lora_alpha, use_rslora, task_type ...
-    factors: dict[str, Factors] = field(default_factory=dict)
+    factors: dict[str, LoraFactors] = field(default_factory=dict)
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,10 +38,12 @@ class Adapter:
             or self.config.get("lora_bias")
         ):
             raise UsageError(
-                "adapter_config.json: only plain LoRA is known here; `posttrain export` merges what peft can"
+                "adapter_config.json: only plain LoRA is supported; `posttrain export` merges other kinds of adapters"
             )
         if self.config.get("rank_pattern") or self.config.get("alpha_pattern"):
-            raise UsageError("adapter_config.json: rank_pattern and alpha_pattern are not known here")
+            raise UsageError(
+                "adapter_config.json: rank_pattern and alpha_pattern are not supported; merge with `posttrain export`"
+            )
 
     @property
     def scale(self) -> float:
@@ -49,19 +51,19 @@ class Adapter:
         alpha, rank = float(self.config["lora_alpha"]), int(self.config["r"])
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def changes(self, part: str) -> bool:
-        return part in self.factors or part in self.whole
+    def changes(self, parameter: str) -> bool:
+        return parameter in self.factors or parameter in self.whole
 
-    def add(self, piece: Piece, place: torch.Tensor) -> None:
-        """Bring a rectangle of a part (rows, columns) to what it is with the adapter, in place, rounded once."""
-        columns = slice(*piece.columns)
-        if piece.part in self.whole:
-            place.copy_(self.whole[piece.part][slice(*piece.rows), columns])
-        if piece.part not in self.factors:
+    def add(self, block: ParameterBlock, place: torch.Tensor) -> None:
+        """Apply the adapter to a block of a parameter in place; the sum is rounded once."""
+        columns = slice(*block.columns)
+        if block.parameter in self.whole:
+            place.copy_(self.whole[block.parameter][slice(*block.rows), columns])
+        if block.parameter not in self.factors:
             return
-        factors = self.factors[piece.part]
-        up, down = factors.up[slice(*piece.rows)].float() * self.scale, factors.down[:, columns].float()
-        if piece.repeat:
+        factors = self.factors[block.parameter]
+        up, down = factors.up[slice(*block.rows)].float() * self.scale, factors.down[:, columns].float()
+        if block.repeat:
             place.copy_(place.float() + up @ down)
             return
         for start in range(0, place.shape[0], ROWS_AT_ONCE):
@@ -69,110 +71,117 @@ class Adapter:
             rows.copy_(rows.float() + up[start : start + ROWS_AT_ONCE] @ down)
 
 
-class Collector:
-    """Factors gathered from shards: every element is there at the end, and copies agree."""
+class LoraCollector:
+    """Gathers LoRA factors from shards; checks that they are complete and that replicas are equal."""
 
-    def __init__(self, parts: dict[str, Part]) -> None:
-        self.parts = parts
+    def __init__(self, parameters: dict[str, ParameterShape]) -> None:
+        self.parameters = parameters
         self.values: dict[tuple[str, str], torch.Tensor] = {}
         self.filled: dict[tuple[str, str], torch.Tensor] = {}
 
-    def put(self, part: str, what: str, rows: slice, columns: slice, tensor: torch.Tensor, origin: str) -> None:
-        """A rectangle of `down`, `up` or the part itself (`whole`)."""
-        shape = self.parts[part].rows, self.parts[part].columns
+    def add(self, parameter: str, what: str, rows: slice, columns: slice, tensor: torch.Tensor, origin: str) -> None:
+        """Add a rectangle of `down`, of `up`, or of the parameter itself (`whole`)."""
+        shape = self.parameters[parameter].rows, self.parameters[parameter].columns
         size = {"down": (tensor.shape[0], shape[1]), "up": (shape[0], tensor.shape[1]), "whole": shape}[what]
-        key = part, what
+        key = parameter, what
         if key not in self.values:
             self.values[key] = torch.zeros(size, dtype=tensor.dtype)
             self.filled[key] = torch.zeros(size, dtype=torch.bool)
         held = self.values[key]
         if held.dtype != tensor.dtype or held.shape != size:
-            raise CheckpointError(f"{origin}: type or rank differ from those of another rank")
+            raise CheckpointError(f"{origin}: its dtype or LoRA rank differs from that of another tensor-parallel rank")
         place, known = held[rows, columns], self.filled[key][rows, columns]
         if place.shape != tensor.shape:
-            raise CheckpointError(f"{origin}: is {tuple(tensor.shape)}, the layout needs {tuple(place.shape)}")
+            found, needed = tuple(tensor.shape), tuple(place.shape)
+            raise CheckpointError(f"{origin}: has shape {found}, but the layout needs {needed}")
         if bool((known & (place != tensor)).any()):
-            raise CheckpointError(f"{origin}: differs from its copy on another rank; which one is right?")
+            raise CheckpointError(f"replicated tensor {origin} differs between ranks: the checkpoint is inconsistent")
         place.copy_(tensor)
         known.fill_(True)
 
-    def adapter(self, config: dict[str, Any]) -> Adapter:
-        for (part, what), filled in self.filled.items():
+    def finish(self, config: dict[str, Any]) -> LoraAdapter:
+        """Return the adapter, after checking that nothing is missing."""
+        for (parameter, what), filled in self.filled.items():
             if not bool(filled.all()):
-                raise CheckpointError(f"the adapter's {what} for {part} is not complete: a rank is missing it")
-        made = Adapter(config)
-        for part, what in self.values:
+                raise CheckpointError(
+                    f"the adapter's {what} for {parameter} is not complete: a rank's file lacks this tensor"
+                )
+        adapter = LoraAdapter(config)
+        for parameter, what in self.values:
             if what == "whole":
-                made.whole[part] = self.values[part, what]
-            elif (part, "up") not in self.values or (part, "down") not in self.values:
-                raise CheckpointError(f"the adapter has only one of the two matrices for {part}")
+                adapter.whole[parameter] = self.values[parameter, what]
+            elif (parameter, "up") not in self.values or (parameter, "down") not in self.values:
+                raise CheckpointError(f"the adapter has only one of the two matrices lora_A and lora_B for {parameter}")
             else:
-                made.factors[part] = Factors(self.values[part, "down"], self.values[part, "up"])
-        if not made.factors:
-            raise CheckpointError("there are no adapters in it (tensors called ...lora_A...)")
-        made.factors = {p: trimmed(f) for p, f in made.factors.items() if not only_fused(p, made.factors)}
-        return made
+                adapter.factors[parameter] = LoraFactors(self.values[parameter, "down"], self.values[parameter, "up"])
+        if not adapter.factors:
+            raise CheckpointError("the checkpoint has no adapters (tensors named ...lora_A...)")
+        factors = adapter.factors
+        adapter.factors = {p: trim_factors(f) for p, f in factors.items() if not is_only_fused(p, factors)}
+        return adapter
 
 
-def only_fused(part: str, factors: dict[str, Factors]) -> bool:
-    """Whether a part has rows in an adapter just because it is in one matrix with a part that is adapted."""
-    mine = factors[part]
+def is_only_fused(parameter: str, factors: dict[str, LoraFactors]) -> bool:
+    """Whether a parameter has rows in an adapter only because it is fused with a parameter that is adapted."""
+    mine = factors[parameter]
     if bool(mine.up.any()):
         return False
-    layer = part.split(".")[0]
+    layer = parameter.split(".")[0]
     others = (f for name, f in factors.items() if name.split(".")[0] == layer and bool(f.up.any()))
     return any(other.down.shape == mine.down.shape and torch.equal(other.down, mine.down) for other in others)
 
 
-def trimmed(factors: Factors) -> Factors:
-    """Without the columns that add nothing: those of other parts, where several were fused into one matrix."""
+def trim_factors(factors: LoraFactors) -> LoraFactors:
+    """Remove the columns that add nothing: those of other parameters that were fused into the same matrix."""
     used = (factors.up != 0).any(dim=0)
     if not bool(used.any()) or bool(used.all()):
         return factors
-    return Factors(factors.down[used].contiguous(), factors.up[:, used].contiguous())
+    return LoraFactors(factors.down[used].contiguous(), factors.up[:, used].contiguous())
 
 
-def fused(adapter: Adapter, parts: Iterable[str]) -> list[tuple[list[str], torch.Tensor]]:
-    """The different `down` matrices of parts that become one matrix, and who uses each."""
+def distinct_downs(adapter: LoraAdapter, parameters: Iterable[str]) -> list[tuple[list[str], torch.Tensor]]:
+    """Return the distinct `down` matrices of parameters that are fused into one matrix, each with its parameters."""
     found: list[tuple[list[str], torch.Tensor]] = []
-    for part in dict.fromkeys(parts):
-        if part in adapter.factors:
-            down = adapter.factors[part].down
+    for parameter in dict.fromkeys(parameters):
+        if parameter in adapter.factors:
+            down = adapter.factors[parameter].down
             for users, known in found:
                 if known.shape == down.shape and torch.equal(known, down):
-                    users.append(part)
+                    users.append(parameter)
                     break
             else:
-                found.append(([part], down))
+                found.append(([parameter], down))
     return found
 
 
-def rank_of(adapter: Adapter, stored: Iterable[Stored]) -> int:
-    """The rank that every matrix of a layout can have: that of the one made of most."""
-    ranks = [sum(down.shape[0] for _, down in fused(adapter, (p.part for p in t.pieces))) for t in stored]
+def fused_rank(adapter: LoraAdapter, stored: Iterable[StoredTensor]) -> int:
+    """Return the LoRA rank that every matrix of a layout can have: the largest sum of fused ranks."""
+    ranks = [sum(down.shape[0] for _, down in distinct_downs(adapter, (p.parameter for p in t.blocks))) for t in stored]
     return max(ranks)
 
 
-def pair(adapter: Adapter, tensor: Stored, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """down and up of a stored matrix, as large as its rectangle; None: the adapter does not change it."""
-    groups = fused(adapter, (piece.part for piece in tensor.pieces))
+def stored_factors(adapter: LoraAdapter, tensor: StoredTensor, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return down and up for a stored matrix; None if the adapter does not change it."""
+    groups = distinct_downs(adapter, (block.parameter for block in tensor.blocks))
     if not groups:
         return None
-    spans = {piece.columns for piece in tensor.pieces}
-    if len(spans) > 1 or any(piece.repeat for piece in tensor.pieces):
-        raise UsageError(f"{tensor}: adapters cannot be written for a matrix that is put together like this")
-    transposed = tensor.pieces[0].transposed
-    height, width = tensor.area[::-1] if transposed else tensor.area
+    spans = {block.columns for block in tensor.blocks}
+    if len(spans) > 1 or any(block.repeat for block in tensor.blocks):
+        raise UsageError(
+            f"{tensor}: adapters cannot be written for a matrix made of blocks with different columns or of padding"
+        )
+    transposed = tensor.blocks[0].transposed
+    height, width = tensor.matrix_shape[::-1] if transposed else tensor.matrix_shape
     example = groups[0][1]
     down, up = example.new_zeros((rank, width)), example.new_zeros((height, rank))
     start = 0
     for users, matrix in groups:
         end = start + matrix.shape[0]
-        down[start:end] = matrix[:, slice(*tensor.pieces[0].columns)]
-        for piece in tensor.pieces:
-            if piece.part in users:
-                top = piece.at[1] if transposed else piece.at[0]
-                rows = adapter.factors[piece.part].up[slice(*piece.rows)]
+        down[start:end] = matrix[:, slice(*tensor.blocks[0].columns)]
+        for block in tensor.blocks:
+            if block.parameter in users:
+                top = block.at[1] if transposed else block.at[0]
+                rows = adapter.factors[block.parameter].up[slice(*block.rows)]
                 up[top : top + rows.shape[0], start:end] = rows
         start = end
     return down, up

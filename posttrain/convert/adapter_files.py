@@ -1,4 +1,4 @@
-"""Adapters in files: peft's folder, and Megatron's ranks with `...lora_A.default.weight` beside each matrix."""
+"""Read and write adapters: peft's folder, or Megatron ranks with `...lora_A.default.weight` beside each matrix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from posttrain.convert.adapter import Adapter, Collector, pair, rank_of
-from posttrain.convert.families import Shape, hf_stored
+from posttrain.convert.adapter import LoraAdapter, LoraCollector, fused_rank, stored_factors
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors, open_safetensors
-from posttrain.convert.megatron import Layout, Shards, check_layout, layout_from_json
-from posttrain.convert.pieces import Part, Stored
+from posttrain.convert.hugging_face import hf_stored
+from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_layout, layout_from_json
+from posttrain.convert.parameters import ModelShape
 from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, recognise_layout
+from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import read_json, sync_folder
 from posttrain.models.loading import resolve_path
@@ -29,12 +30,12 @@ LORA = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 WHOLE = ("score.weight", "rm_head.weight", "rm_head/weight")
 
 
-class Base:
-    """The model that adapters are for: its configuration is enough."""
+class AdapterBase:
+    """The model that adapters belong to, as far as its config.json describes it."""
 
-    def __init__(self, config: dict[str, Any], shape: Shape, parts: dict[str, Part]) -> None:
-        self.config, self.shape, self.parts = config, shape, parts
-        self.hf = hf_stored(config, shape, parts)
+    def __init__(self, config: dict[str, Any], shape: ModelShape, parameters: dict[str, ParameterShape]) -> None:
+        self.config, self.shape, self.parameters = config, shape, parameters
+        self.hf = hf_stored(config, shape, parameters)
 
 
 def is_peft(folder: Path) -> bool:
@@ -42,7 +43,7 @@ def is_peft(folder: Path) -> bool:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds adapters and not what they are for: peft's, or Megatron's ranks."""
+    """Whether a folder holds adapters without their base model: peft's, or Megatron ranks."""
     if is_peft(folder):
         return True
     if not (folder / "latest_checkpointed_iteration.txt").is_file() and not any(folder.glob("mp_rank_*")):
@@ -50,49 +51,53 @@ def is_adapter_folder(folder: Path) -> bool:
     files = open_ranks(folder, iteration_of(folder))
     for file in files.values():
         file.close()
-    names = [name for file in files.values() for name in file.entries]
+    names = [name for file in files.values() for name in file.tensors]
     return any(LORA.fullmatch(name) for name in names) and not any("word_embeddings" in name for name in names)
 
 
 def base_folder(folder: Path, original: Path | None) -> Path:
-    """Where the configuration of the model lies that adapters are for."""
+    """Return the folder with the config.json of the adapters' base model."""
     if original is not None:
         return original
     if (folder / "config.json").is_file():
         return folder
     named = (read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}).get("base_model_name_or_path")
     if not named:
-        raise UsageError(f"{folder}: it does not say which model its adapters are for: --original FOLDER does")
+        raise UsageError(f"{folder}: the base model of these adapters is not recorded; name its folder with --original")
     return Path(resolve_path(named))
 
 
-def read_adapter(folder: Path, base: Base, kind: str, given: Layout, known: dict[str, Any]) -> tuple[Adapter, Layout]:
-    """Adapters of either form. `known`: r and lora_alpha, where the folder does not say."""
+def read_adapter(
+    folder: Path, base: AdapterBase, kind: str, given: CheckpointLayout, known: dict[str, Any]
+) -> tuple[LoraAdapter, CheckpointLayout]:
+    """Read adapters of either form. `known`: r and lora_alpha given by the user, for folders without them."""
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     config = config | {key: value for key, value in known.items() if value}
     if missing := {"r", "lora_alpha"} - config.keys():
-        raise UsageError(f"{folder}: it does not say its {' and '.join(sorted(missing))}: --lora-r and --lora-alpha do")
+        raise UsageError(f"{folder}: {' and '.join(sorted(missing))} not recorded; give --lora-r and --lora-alpha")
     if is_peft(folder):
-        return read_peft(folder, base, config), Layout()
+        return read_peft(folder, base, config), CheckpointLayout()
     return read_ranks(folder, base, kind, given, config)
 
 
-def read_peft(folder: Path, base: Base, config: dict[str, Any]) -> Adapter:
+def read_peft(folder: Path, base: AdapterBase, config: dict[str, Any]) -> LoraAdapter:
     file = open_safetensors(folder / WEIGHTS)
     try:
-        tensors = {name.removeprefix(PREFIX): whole_tensor(file, name) for name in file.entries}
+        tensors = {name.removeprefix(PREFIX): whole_tensor(file, name) for name in file.tensors}
     finally:
         file.close()
-    found = Collector(base.parts)
+    found = LoraCollector(base.parameters)
     used: set[str] = set()
     for stored in base.hf:
-        used |= collect(found, stored, tensors, str(folder))
+        used |= collect_factors(found, stored, tensors, str(folder))
     if left := sorted(tensors.keys() - used):
-        raise CheckpointError(f"{folder}: {left[0]} belongs to no matrix of this model")
-    return found.adapter(config)
+        raise CheckpointError(f"{folder}: {left[0]} does not belong to any matrix of the base model")
+    return found.finish(config)
 
 
-def read_ranks(folder: Path, base: Base, kind: str, given: Layout, config: dict[str, Any]) -> tuple[Adapter, Layout]:
+def read_ranks(
+    folder: Path, base: AdapterBase, kind: str, given: CheckpointLayout, config: dict[str, Any]
+) -> tuple[LoraAdapter, CheckpointLayout]:
     iteration = iteration_of(folder)
     files = open_ranks(folder, iteration)
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
@@ -100,87 +105,93 @@ def read_ranks(folder: Path, base: Base, kind: str, given: Layout, config: dict[
         layout = layout_from_json(manifest["to"])
     else:
         layout = recognise_layout(kind, files, given)
-    layout = with_vocabulary(layout, base.shape)
+    layout = with_padded_vocabulary(layout, base.shape)
     check_layout(layout, base.shape)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, file in files.items():
-        wanted = [entry for entry in file.entries if LORA.fullmatch(entry) or entry.endswith(WHOLE)]
-        tensors[name] = {entry: whole_tensor(file, entry) for entry in wanted}
+        wanted = [location for location in file.tensors if LORA.fullmatch(location) or location.endswith(WHOLE)]
+        tensors[name] = {location: whole_tensor(file, location) for location in wanted}
         file.close()
-    found = Collector(base.parts)
+    found = LoraCollector(base.parameters)
     used: dict[str, set[str]] = {name: set() for name in files}
-    for stored in Shards(layout, base.shape, base.parts, iteration).stored():
+    for stored in MegatronShards(layout, base.shape, base.parameters, iteration).stored():
         if stored.file not in tensors:
-            raise CheckpointError(f"{folder / stored.file}: missing; the layout is {layout}")
-        used[stored.file] |= collect(found, stored, tensors[stored.file], str(folder / stored.file))
+            raise CheckpointError(f"{folder / stored.file}: missing, but the layout {layout} needs it")
+        used[stored.file] |= collect_factors(found, stored, tensors[stored.file], str(folder / stored.file))
     for name in files:
         if left := sorted(tensors[name].keys() - used[name]):
-            raise CheckpointError(f"{folder / name}: {left[0]} belongs to no matrix of this model")
-    return found.adapter(config), layout
+            raise CheckpointError(f"{folder / name}: {left[0]} does not belong to any matrix of the base model")
+    return found.finish(config), layout
 
 
-def with_vocabulary(layout: Layout, shape: Shape) -> Layout:
-    """Adapters do not tell how embeddings are padded, nor care."""
+def with_padded_vocabulary(layout: CheckpointLayout, shape: ModelShape) -> CheckpointLayout:
+    """Fill in a padded vocabulary size: adapters do not record it and do not depend on it."""
     return replace(layout, padded_vocabulary=layout.padded_vocabulary or -(-shape.vocabulary // layout.tp) * layout.tp)
 
 
 def whole_tensor(file: TensorFile, name: str) -> torch.Tensor:
-    entry = file.entries[name]
-    return file.read(name).view(entry.dtype).view(entry.shape)
+    location = file.tensors[name]
+    return file.read(name).view(location.dtype).view(location.shape)
 
 
-def collect(found: Collector, stored: Stored, tensors: dict[str, torch.Tensor], origin: str) -> set[str]:
-    """What one stored matrix has of an adapter; the names that were used."""
+def collect_factors(
+    found: LoraCollector, stored: StoredTensor, tensors: dict[str, torch.Tensor], origin: str
+) -> set[str]:
+    """Collect the adapter of one stored matrix; return the names of the tensors that were used."""
     if stored.name in tensors and stored.name.endswith(WHOLE):
-        tensor = tensors[stored.name].view(stored.area)
-        for piece in stored.pieces:
-            found.put(
-                piece.part, "whole", slice(*piece.rows), slice(*piece.columns), tensor, f"{origin}: {stored.name}"
+        tensor = tensors[stored.name].view(stored.matrix_shape)
+        for block in stored.blocks:
+            found.add(
+                block.parameter, "whole", slice(*block.rows), slice(*block.columns), tensor, f"{origin}: {stored.name}"
             )
         return {stored.name}
-    names = {what: [n for n in spellings(stored.name, what) if n in tensors] for what in "AB"}
+    names = {what: [n for n in lora_names(stored.name, what) if n in tensors] for what in "AB"}
     if not names["A"] and not names["B"]:
         return set()
     if len(names["A"]) != 1 or len(names["B"]) != 1:
-        raise CheckpointError(f"{origin}: {stored.name} needs one lora_A and one lora_B")
+        raise CheckpointError(f"{origin}: {stored.name} needs exactly one lora_A and one lora_B")
     down, up = (tensors[names[what][0]] for what in "AB")
-    height, width = stored.area[::-1] if stored.pieces[0].transposed else stored.area
+    height, width = stored.matrix_shape[::-1] if stored.blocks[0].transposed else stored.matrix_shape
     if (up.shape[0], down.shape[1]) != (height, width) or up.shape[1] != down.shape[0]:
-        raise CheckpointError(f"{origin}: {stored.name}: its adapter is {tuple(up.shape)} x {tuple(down.shape)}")
-    for piece in stored.pieces:
-        top = piece.at[1] if piece.transposed else piece.at[0]
-        rows = up[top : top + piece.rows[1] - piece.rows[0]]
-        found.put(piece.part, "down", slice(None), slice(*piece.columns), down, f"{origin}: {names['A'][0]}")
-        found.put(piece.part, "up", slice(*piece.rows), slice(None), rows, f"{origin}: {names['B'][0]}")
+        raise CheckpointError(
+            f"{origin}: {stored.name} is {height} x {width}, but its adapter is {tuple(up.shape)} x {tuple(down.shape)}"
+        )
+    for block in stored.blocks:
+        top = block.at[1] if block.transposed else block.at[0]
+        rows = up[top : top + block.rows[1] - block.rows[0]]
+        found.add(block.parameter, "down", slice(None), slice(*block.columns), down, f"{origin}: {names['A'][0]}")
+        found.add(block.parameter, "up", slice(*block.rows), slice(None), rows, f"{origin}: {names['B'][0]}")
     return {names["A"][0], names["B"][0]}
 
 
-def spellings(matrix: str, what: str) -> Iterator[str]:
-    """Names of lora_A or lora_B of a matrix."""
+def lora_names(matrix: str, what: str) -> Iterator[str]:
+    """Yield the names that lora_A or lora_B of a matrix can have."""
     module = matrix.removesuffix(".weight")
     yield f"{module}.lora_{what}.weight"
     yield f"{module}.lora_{what}.default.weight"
 
 
-def write_adapter(adapter: Adapter, base: Base, out: Path, target: Layout, companions: Path | None) -> int:
-    """Write adapters in another layout to the new folder `out`; returns how many tensors there are."""
+def write_adapter(
+    adapter: LoraAdapter, base: AdapterBase, out: Path, target: CheckpointLayout, companions: Path | None
+) -> int:
+    """Write adapters in another layout to the new folder `out`; return the number of tensors."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: name a new folder")
+        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         if target.format == "hf":
             stored, empty = [replace(t, file=WEIGHTS, name=PREFIX + t.name) for t in base.hf], {}
         else:
-            target = with_vocabulary(target, base.shape)
+            target = with_padded_vocabulary(target, base.shape)
             check_layout(target, base.shape)
-            shards = Shards(target, base.shape, base.parts, "iter_0000001")
+            shards = MegatronShards(target, base.shape, base.parameters, "iter_0000001")
             stored, empty = shards.stored(), shards.models()
-        config = rescaled(adapter, rank_of(adapter, stored))
-        contents = tensors_of(adapter, stored, config["r"], ".default" if target.format != "hf" else "")
-        count = fill(unfinished, contents, empty, config)
+        config = rescaled_config(adapter, fused_rank(adapter, stored))
+        contents = adapter_tensors(adapter, stored, config["r"], ".default" if target.format != "hf" else "")
+        count = write_files(unfinished, contents, empty, config)
         if target.format == "hf":
-            config |= {"target_modules": modules(contents[WEIGHTS], base.hf), "peft_type": "LORA"}
+            config |= {"target_modules": target_modules(contents[WEIGHTS], base.hf), "peft_type": "LORA"}
             config["modules_to_save"] = ["score"] if adapter.whole else None
         else:
             (unfinished / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
@@ -200,8 +211,8 @@ def write_adapter(adapter: Adapter, base: Base, out: Path, target: Layout, compa
     return count
 
 
-def rescaled(adapter: Adapter, rank: int) -> dict[str, Any]:
-    """The configuration for matrices of another rank, with which they add the same."""
+def rescaled_config(adapter: LoraAdapter, rank: int) -> dict[str, Any]:
+    """Return the configuration for another rank, with alpha changed so that the update stays the same."""
     config = dict(adapter.config)
     if rank != config["r"]:
         alpha = adapter.scale * rank
@@ -209,29 +220,31 @@ def rescaled(adapter: Adapter, rank: int) -> dict[str, Any]:
     return config
 
 
-def tensors_of(adapter: Adapter, stored: list[Stored], rank: int, infix: str) -> dict[str, dict[str, torch.Tensor]]:
-    """All tensors by file and name."""
+def adapter_tensors(
+    adapter: LoraAdapter, stored: list[StoredTensor], rank: int, infix: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return all adapter tensors by file and name."""
     contents: dict[str, dict[str, torch.Tensor]] = {}
     used: set[str] = set()
     for tensor in stored:
-        part = tensor.pieces[0].part
-        if part in adapter.whole:
-            contents.setdefault(tensor.file, {})[tensor.name] = adapter.whole[part].view(tensor.shape)
-            used.add(part)
-        elif (found := pair(adapter, tensor, rank)) is not None:
+        parameter = tensor.blocks[0].parameter
+        if parameter in adapter.whole:
+            contents.setdefault(tensor.file, {})[tensor.name] = adapter.whole[parameter].view(tensor.shape)
+            used.add(parameter)
+        elif (found := stored_factors(adapter, tensor, rank)) is not None:
             module = tensor.name.removesuffix(".weight")
             if module == tensor.name:
                 raise UsageError(
-                    f"{tensor}: experts in one matrix have no adapters; leave --grouped-experts and --engine"
+                    f"{tensor}: adapters on grouped experts cannot be written; leave out --grouped-experts and --engine"
                 )
             for what, matrix in zip("AB", found, strict=True):
                 contents.setdefault(tensor.file, {})[f"{module}.lora_{what}{infix}.weight"] = matrix
-            used |= {piece.part for piece in tensor.pieces}
+            used |= {block.parameter for block in tensor.blocks}
     assert not (adapter.factors.keys() | adapter.whole.keys()) - used
     return contents
 
 
-def fill(
+def write_files(
     folder: Path,
     contents: dict[str, dict[str, torch.Tensor]],
     empty: dict[str, list[str]],
@@ -251,17 +264,17 @@ def fill(
         for key, tensor in tensors.items():
             file.write(key, tensor.contiguous().reshape(-1).view(torch.uint8))
             count += 1
-        file.seal()
+        file.finish()
     return count
 
 
-def modules(tensors: dict[str, torch.Tensor], hf: list[Stored]) -> list[str]:
-    """peft's target_modules: the last word of a name where all modules called so are adapted, else the whole name."""
+def target_modules(tensors: dict[str, torch.Tensor], hf: list[StoredTensor]) -> list[str]:
+    """Return peft's target_modules: the last word of a name if all modules with it are adapted, else the full name."""
     adapted = {match[1].removeprefix(PREFIX) for name in tensors if (match := LORA.fullmatch(name))}
     every = {tensor.name.removesuffix(".weight") for tensor in hf if tensor.name.endswith(".weight")}
     found = set()
     for name in adapted:
         word = name.rsplit(".", 1)[-1]
-        alike = {other for other in every if other.rsplit(".", 1)[-1] == word}
-        found.add(word if alike <= adapted else name)
+        same_word = {other for other in every if other.rsplit(".", 1)[-1] == word}
+        found.add(word if same_word <= adapted else name)
     return sorted(found)

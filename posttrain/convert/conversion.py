@@ -1,4 +1,4 @@
-"""One conversion: plan both sides, account for every element, stream, write the manifest last, rename."""
+"""Run one conversion: plan both sides, account for every element, stream, write the manifest last, rename."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from typing import Any
 import torch
 
 from posttrain.checkpoints.checkpoint import NAME, step_of, write_checkpoint
-from posttrain.convert.adapter import Adapter
-from posttrain.convert.families import hf_stored
+from posttrain.convert.adapter import LoraAdapter
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors
-from posttrain.convert.megatron import Layout, Shards, check_layout
-from posttrain.convert.pieces import Stored, check_parts, check_stored, components
-from posttrain.convert.source import MANIFEST, Source
-from posttrain.convert.stream import Stream, as_bytes
+from posttrain.convert.hugging_face import hf_stored
+from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_layout
+from posttrain.convert.source import MANIFEST, SourceCheckpoint
+from posttrain.convert.stored_tensors import StoredTensor, check_parameters, check_stored, connected_groups
+from posttrain.convert.stream import TensorStream, as_bytes
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write, sync_folder
 
 ITERATION = "iter_0000001"
 SHARD_BYTES = 5_000_000_000
-FLUSH = 256 << 20
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-KEPT_IN_FLOAT32 = "router_bias.weight"  # rounding it would change which experts are chosen
+FLUSH_BYTES = 256 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+KEPT_IN_FLOAT32 = "router_bias.weight"  # rounding it would change the choice of experts
 
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-Progress = Callable[[int, int], None]  # bytes written since the last call, bytes in all
+ProgressCallback = Callable[[int, int], None]  # bytes written since the last call, total bytes
 
 
 @dataclass
-class Report:
-    """What a conversion did."""
+class ConversionReport:
+    """Summary of a finished conversion."""
 
-    source: Layout
-    target: Layout
+    source: CheckpointLayout
+    target: CheckpointLayout
     tensors: int
     elements: int
     bytes_written: int
@@ -52,24 +52,24 @@ class Report:
 
 
 def convert(
-    source: Source,
+    source: SourceCheckpoint,
     out: Path,
-    target: Layout,
+    target: CheckpointLayout,
     *,
     dtype: torch.dtype | None = None,
-    adapter: Adapter | None = None,
+    adapter: LoraAdapter | None = None,
     vocabulary_multiple: int = 1,
     workers: int = 1,
-    progress: Progress = lambda count, total: None,
+    progress: ProgressCallback = lambda count, total: None,
     shard_bytes: int = SHARD_BYTES,
-    check: Callable[[Path, Layout], None] = lambda folder, layout: None,
-) -> Report:
-    """Write `source` to the new folder `out` in another layout. Nothing is there under that name unless all is.
+    check: Callable[[Path, CheckpointLayout], None] = lambda folder, layout: None,
+) -> ConversionReport:
+    """Write `source` to the new folder `out` in another layout; `out` appears only when it is complete.
 
-    `check` may look at the finished folder, and refuse it, before it gets its name.
+    `check` is called with the finished folder before it is renamed to `out`, and may raise to refuse it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: name a new folder")
+        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     work = None
@@ -90,21 +90,21 @@ def convert(
 
 
 class Conversion:
-    """The plan of one conversion and its execution."""
+    """Plans one conversion and runs it."""
 
     def __init__(
         self,
-        source: Source,
+        source: SourceCheckpoint,
         folder: Path,
-        target: Layout,
+        target: CheckpointLayout,
         dtype: torch.dtype | None,
-        adapter: Adapter | None,
+        adapter: LoraAdapter | None,
         vocabulary_multiple: int,
         shard_bytes: int,
-        progress: Progress,
+        progress: ProgressCallback,
     ) -> None:
         self.source, self.folder, self.dtype, self.progress = source, folder, dtype, progress
-        hf = hf_stored(source.config, source.shape, source.parts)
+        hf = hf_stored(source.config, source.shape, source.parameters)
         self.adapter = adapter
         if target.format != "hf":
             unit = vocabulary_multiple * target.tp
@@ -112,66 +112,70 @@ class Conversion:
             target = replace(target, padded_vocabulary=padded)
             check_layout(target, source.shape)
         self.target = target
-        self.stored = hf if target.format == "hf" else self.shards().stored()
+        self.stored = hf if target.format == "hf" else self.megatron_shards().stored()
         for stored, what in ((source.stored, "the source"), (self.stored, "the target")):
             check_stored(stored)
-            check_parts(source.parts, stored, what)
+            check_parameters(source.parameters, stored, what)
         self.dtypes = self.part_dtypes()
         if target.format == "hf":
-            self.stored = self.numbered(hf, shard_bytes)
+            self.stored = self.sharded(hf, shard_bytes)
         self.total = sum(self.size_of(tensor) for tensor in self.stored)
-        self.files = self.create()
+        self.files = self.create_files()
         self.rows: dict[str, list[dict[str, Any]]] = {"source": [], "target": []}
         self.lock, self.dirty, self.flushes = threading.Lock(), Counter[TensorFile](), list[Future[None]]()
-        largest = max(source.entry(tensor).size for tensor in source.stored)
+        largest = max(source.location(tensor).size for tensor in source.stored)
         largest = max(largest, *(self.size_of(tensor) for tensor in self.stored))
-        self.stream = Stream(source, adapter, largest, lambda *what: self.note("source", *what))
+        self.stream = TensorStream(source, adapter, largest, lambda *what: self.record("source", *what))
 
-    def shards(self) -> Shards:
-        return Shards(self.target, self.source.shape, self.source.parts, ITERATION)
+    def megatron_shards(self) -> MegatronShards:
+        return MegatronShards(self.target, self.source.shape, self.source.parameters, ITERATION)
 
     # The plan
 
     def part_dtypes(self) -> dict[str, torch.dtype]:
-        """The type of every part in the target."""
+        """Return the type of every parameter in the target."""
         found: dict[str, torch.dtype] = {}
         for tensor in self.source.stored:
-            dtype = self.source.entry(tensor).dtype
+            dtype = self.source.location(tensor).dtype
             if dtype not in TYPES:
-                raise CheckpointError(f"{tensor}: is {dtype}; quantised weights are not converted")
-            for piece in tensor.pieces:
-                if found.setdefault(piece.part, dtype) != dtype:
-                    raise CheckpointError(f"{tensor}: is {dtype}, another rank's is {found[piece.part]}")
+                raise CheckpointError(f"{tensor}: has type {dtype}; quantized weights cannot be converted")
+            for block in tensor.blocks:
+                if found.setdefault(block.parameter, dtype) != dtype:
+                    raise CheckpointError(
+                        f"{tensor}: has type {dtype}, on another rank {found[block.parameter]}: inconsistent checkpoint"
+                    )
         if self.dtype is not None:
             found = {p: d if p.endswith(KEPT_IN_FLOAT32) else self.dtype for p, d in found.items()}
         return found
 
-    def dtype_of(self, tensor: Stored) -> torch.dtype:
-        found = {self.dtypes[piece.part] for piece in tensor.pieces}
+    def dtype_of(self, tensor: StoredTensor) -> torch.dtype:
+        found = {self.dtypes[block.parameter] for block in tensor.blocks}
         if len(found) > 1:
-            raise UsageError(f"{tensor}: would be made of {sorted(map(str, found))}; choose one type with --dtype")
+            raise UsageError(
+                f"{tensor}: fuses weights of types {sorted(map(str, found))}; choose one type with --dtype"
+            )
         return found.pop()
 
-    def size_of(self, tensor: Stored) -> int:
-        return tensor.area[0] * tensor.area[1] * self.dtype_of(tensor).itemsize
+    def size_of(self, tensor: StoredTensor) -> int:
+        return tensor.matrix_shape[0] * tensor.matrix_shape[1] * self.dtype_of(tensor).itemsize
 
-    def numbered(self, stored: list[Stored], shard_bytes: int) -> list[Stored]:
-        """Hugging Face tensors over files of a limited size."""
-        homes, number, filled = [], 0, 0
+    def sharded(self, stored: list[StoredTensor], shard_bytes: int) -> list[StoredTensor]:
+        """Distribute Hugging Face tensors over files of a limited size."""
+        file_of, number, filled = [], 0, 0
         for tensor in stored:
             size = self.size_of(tensor)
             if filled and filled + size > shard_bytes:
                 number, filled = number + 1, 0
-            homes.append(number)
+            file_of.append(number)
             filled += size
         if not number:
             return stored
         name = "model-{:05d}-of-{:05d}.safetensors"
-        return [replace(t, file=name.format(n + 1, number + 1)) for t, n in zip(stored, homes, strict=True)]
+        return [replace(t, file=name.format(n + 1, number + 1)) for t, n in zip(stored, file_of, strict=True)]
 
-    def create(self) -> dict[str, TensorFile]:
-        """All target files, with room for their tensors."""
-        models = {} if self.target.format == "hf" else self.shards().models()
+    def create_files(self) -> dict[str, TensorFile]:
+        """Create all target files, with space for their tensors."""
+        models = {} if self.target.format == "hf" else self.megatron_shards().models()
         wanted: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in models}
         for tensor in self.stored:
             wanted.setdefault(tensor.file, {})[tensor.name] = (self.dtype_of(tensor), tensor.shape)
@@ -182,13 +186,13 @@ class Conversion:
             if self.target.format == "hf":
                 files[name] = create_safetensors(path, tensors)
             else:
-                other: dict[str, Any] = {"args": self.arguments(), "checkpoint_version": 3.0, "iteration": 1}
+                other: dict[str, Any] = {"args": self.megatron_arguments(), "checkpoint_version": 3.0, "iteration": 1}
                 other |= {model: {} for model in models[name]}
                 files[name] = create_pt(path, tensors, other)
         return files
 
-    def arguments(self) -> dict[str, Any]:
-        """What Megatron compares with its own arguments when it loads."""
+    def megatron_arguments(self) -> dict[str, Any]:
+        """Return what Megatron compares with its own arguments when it loads a checkpoint."""
         shape, target = self.source.shape, self.target
         return {
             "num_layers": shape.layers + len(target.noop),
@@ -212,15 +216,16 @@ class Conversion:
             "consumed_valid_samples": 0,
         }
 
-    # The work
+    # Execution
 
-    def run(self, workers: int) -> Report:
-        groups = components(self.source.stored, self.stored)
+    def run(self, workers: int) -> ConversionReport:
+        """Convert all groups of tensors with this many threads and complete the folder."""
+        groups = connected_groups(self.source.stored, self.stored)
 
         def convert(number: int) -> None:
             for tensor in groups[number + workers][0] if number + workers < len(groups) else ():
-                self.source.files[tensor.file].expect(tensor.name)
-            self.group(*groups[number])
+                self.source.files[tensor.file].prefetch(tensor.name)
+            self.convert_group(*groups[number])
 
         with ThreadPoolExecutor(1) as self.flusher, ThreadPoolExecutor(max(1, workers)) as pool:
             running = [pool.submit(convert, number) for number in range(len(groups))]
@@ -235,47 +240,47 @@ class Conversion:
                 raise
         assert len(self.rows["target"]) == len(self.stored) and len(self.rows["source"]) == len(self.source.stored)
         for file in self.files.values():
-            file.seal()
+            file.finish()
         if self.target.format == "hf":
             self.write_index()
         else:
             (self.folder / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
-        copy_companions(self.source, self.folder, self.dtype)
-        report = Report(
+        copy_config_files(self.source, self.folder, self.dtype)
+        report = ConversionReport(
             self.source.layout,
             self.target,
             len(self.stored),
-            sum(part.rows * part.columns for part in self.source.parts.values()),
+            sum(parameter.rows * parameter.columns for parameter in self.source.parameters.values()),
             self.total,
-            sum(piece.repeat for tensor in self.stored for piece in tensor.pieces),
+            sum(block.repeat for tensor in self.stored for block in tensor.blocks),
         )
         self.write_manifest(report)
         return report
 
     @torch.no_grad()
-    def group(self, sources: list[Stored], targets: list[Stored]) -> None:
-        """Convert the tensors that have parts in common."""
-        for made in self.stream.make(sources, targets, self.dtype_of):
-            assert made.data is not None and made.data.dtype == made.dtype
-            data = as_bytes(made.data)
-            digest = made.digest or hashlib.sha256(data.numpy()).hexdigest()
-            for tensor in made.copies:
+    def convert_group(self, sources: list[StoredTensor], targets: list[StoredTensor]) -> None:
+        """Convert a group of tensors that have parameters in common."""
+        for target in self.stream.assemble(sources, targets, self.dtype_of):
+            assert target.data is not None and target.data.dtype == target.dtype
+            data = as_bytes(target.data)
+            digest = target.digest or hashlib.sha256(data.numpy()).hexdigest()
+            for tensor in target.copies:
                 self.write(self.files[tensor.file], tensor.name, data)
-                self.note("target", tensor, made.dtype, digest)
+                self.record("target", tensor, target.dtype, digest)
                 self.progress(data.numel(), self.total)
 
     def write(self, file: TensorFile, name: str, data: torch.Tensor) -> None:
-        """And have the disk begin early: all of it at the end would take as long again as the work."""
+        """Write a tensor and start flushing early: flushing everything at the end would double the total time."""
         file.write(name, data)
         with self.lock:
             self.dirty[file] += data.numel()
-            due = self.dirty[file] >= FLUSH
+            due = self.dirty[file] >= FLUSH_BYTES
             if due:
                 self.dirty[file] = 0
         if due:
             self.flushes.append(self.flusher.submit(file.flush))
 
-    def note(self, side: str, tensor: Stored, dtype: torch.dtype, digest: str) -> None:
+    def record(self, side: str, tensor: StoredTensor, dtype: torch.dtype, digest: str) -> None:
         self.rows[side].append(
             {
                 "file": tensor.file,
@@ -289,14 +294,14 @@ class Conversion:
     # The rest of the folder
 
     def write_index(self) -> None:
-        homes = {tensor.name: tensor.file for tensor in self.stored}
-        if len(set(homes.values())) > 1:
+        file_of = {tensor.name: tensor.file for tensor in self.stored}
+        if len(set(file_of.values())) > 1:
             total = sum(self.size_of(tensor) for tensor in self.stored)
-            index = {"metadata": {"total_size": total}, "weight_map": homes}
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def write_manifest(self, report: Report) -> None:
-        """Last, so that a folder with a manifest is complete."""
+    def write_manifest(self, report: ConversionReport) -> None:
+        """Write the manifest last, so that a folder with a manifest is complete."""
         content = {
             "format": 1,
             "from": report.source.as_json(),
@@ -312,10 +317,10 @@ class Conversion:
         atomic_write(self.folder / MANIFEST, json.JSONEncoder(indent=1).iterencode(content))
 
 
-def copy_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
-    """Configuration, tokenizer, chat template: every small file that is no weight."""
-    for path in sorted(source.companions.iterdir()):
-        if not path.is_file() or path.name.endswith(WEIGHTS) or path.name.startswith("."):
+def copy_config_files(source: SourceCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy configuration, tokenizer and chat template: every file that does not hold weights."""
+    for path in sorted(source.config_folder.iterdir()):
+        if not path.is_file() or path.name.endswith(WEIGHT_SUFFIXES) or path.name.startswith("."):
             continue
         if path.name not in (MANIFEST, "config.json", "latest_checkpointed_iteration.txt", "adapter_config.json"):
             shutil.copyfile(path, folder / path.name)
@@ -326,27 +331,29 @@ def copy_companions(source: Source, folder: Path, dtype: torch.dtype | None) -> 
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def wrap_as_checkpoint(source: Source, out: Path, carried: Path | None, **details: Any) -> Report:
-    """The same as a run folder of ours with one checkpoint, which every verb takes for a model.
+def wrap_as_checkpoint(
+    source: SourceCheckpoint, out: Path, training_state: Path | None, **details: Any
+) -> ConversionReport:
+    """Write a run directory with one checkpoint, which every verb accepts as a model.
 
-    `carried`: the checkpoint that the source is the model of; its optimizer state and all else that training needs to
-    go on come along as they are, so that the new run resumes where the old one stood.
+    `training_state`: the checkpoint whose model the source is; its optimizer state and everything else that training
+    needs are copied unchanged, so that the new run resumes at the same step.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: name a new folder")
-    reports: list[Report] = []
+        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
+    reports: list[ConversionReport] = []
 
     def write(folder: Path) -> None:
-        reports.append(convert(source, folder / "model", Layout(), **details))
-        for path in sorted(carried.iterdir()) if carried else ():
+        reports.append(convert(source, folder / "model", CheckpointLayout(), **details))
+        for path in sorted(training_state.iterdir()) if training_state else ():
             if path.is_dir() and path.name != "model":
                 shutil.copytree(path, folder / path.name)
             elif path.is_file() and path.name != "manifest.json":
                 shutil.copyfile(path, folder / path.name)
 
-    step = step_of(carried) if carried and NAME.fullmatch(carried.name) else 0
+    step = step_of(training_state) if training_state and NAME.fullmatch(training_state.name) else 0
     write_checkpoint(out / "checkpoints", step, write)
-    run = carried.parent.parent if carried else None
+    run = training_state.parent.parent if training_state else None
     if run is not None and (run / "config.yaml").is_file():
         shutil.copyfile(run / "config.yaml", out / "config.yaml")
     return reports[0]

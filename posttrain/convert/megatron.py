@@ -1,4 +1,4 @@
-"""Where the parts of a model lie in a Megatron checkpoint: names, tensor, pipeline and expert ranks, padding."""
+"""Describe where a Megatron checkpoint stores each parameter: names, tensor, pipeline and expert ranks, padding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from posttrain.convert.families import Shape, by_group
-from posttrain.convert.pieces import Part, Piece, Span, Stored, stacked
+from posttrain.convert.parameters import ModelShape
+from posttrain.convert.stored_tensors import (
+    ParameterBlock,
+    ParameterShape,
+    Region,
+    Span,
+    StoredTensor,
+    by_group,
+    stacked,
+)
 from posttrain.core.errors import CheckpointError, UsageError
 
-CORE = {  # module: parts, how tensor ranks share it
+CORE = {  # module: its parameters, and how they are split over tensor ranks
     "input_layernorm": ("input_norm", "copy"),
     "self_attention.linear_qkv": ("q k v", "groups"),
     "self_attention.q_layernorm": ("q_norm", "copy"),
@@ -36,7 +44,7 @@ CORE = {  # module: parts, how tensor ranks share it
     "mlp.shared_experts.linear_fc2": ("shared.down", "columns"),
     "post_mlp_layernorm": ("mlp_out_norm", "copy"),
 }
-PREDICTOR = (
+MTP = (
     ("enorm", "embed_norm", "copy"),
     ("hnorm", "hidden_norm", "copy"),
     ("eh_proj", "join", "rows"),
@@ -54,8 +62,8 @@ LEGACY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a checkpoint is cut. Of a Hugging Face folder only the format counts."""
+class CheckpointLayout:
+    """How a checkpoint is divided over ranks. For a Hugging Face folder only the format matters."""
 
     format: str = "hf"  # hf, mcore or legacy
     tp: int = 1
@@ -63,27 +71,27 @@ class Layout:
     ep: int = 1
     layers_per_stage: tuple[int, ...] = ()  # uneven pipeline; empty: even
     layers_per_virtual_stage: int = 0  # interleaved pipeline; 0: none
-    noop: tuple[int, ...] = ()  # layers that do nothing, counted with the others
+    noop: tuple[int, ...] = ()  # positions of no-op layers, counted among all layers
     padded_vocabulary: int = 0  # 0: the model's own size
     experts: str = "single"  # or grouped: one tensor for all experts of a rank
-    engine: bool = False  # names of Transformer Engine's layers
+    engine: bool = False  # parameter names of Transformer Engine's layers
 
     def as_json(self) -> dict[str, Any]:
-        """As the manifest keeps it."""
+        """Return the layout as the manifest stores it."""
         return asdict(self)
 
 
-def layout_from_json(values: dict[str, Any]) -> Layout:
-    """What `as_json` wrote."""
+def layout_from_json(values: dict[str, Any]) -> CheckpointLayout:
+    """Read a layout that `as_json` wrote."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     try:
-        return Layout(**fields)
+        return CheckpointLayout(**fields)
     except TypeError as error:
-        raise CheckpointError(f"convert.json: damaged, or of another version: {error}") from error
+        raise CheckpointError(f"convert.json: damaged or written by another version: {error}") from error
 
 
-def check_layout(layout: Layout, shape: Shape) -> None:
-    """Refuse what cannot be cut evenly, naming both numbers."""
+def check_layout(layout: CheckpointLayout, shape: ModelShape) -> None:
+    """Refuse layouts that do not divide the model evenly; the message names both numbers."""
     total = shape.layers + len(layout.noop)
 
     def divides(count: int, size: int, what: str, option: str) -> None:
@@ -93,32 +101,32 @@ def check_layout(layout: Layout, shape: Shape) -> None:
     if shape.mla and layout.format == "legacy":
         raise UsageError("--to legacy: multi-latent attention (DeepSeek) exists in Megatron core only")
     if layout.format == "legacy" and (layout.engine or layout.experts == "grouped"):
-        raise UsageError("--to legacy: --engine and --grouped-experts are of Megatron core")
+        raise UsageError("--to legacy: --engine and --grouped-experts exist in Megatron core only")
     if layout.engine and layout.experts == "grouped":
-        raise UsageError("--engine numbers its experts itself; leave --grouped-experts out")
+        raise UsageError("--engine has its own names for experts; leave out --grouped-experts")
     divides(shape.heads, layout.tp, "the attention heads", "--tp")
     if not shape.mla and (layout.tp <= shape.groups or layout.format == "legacy"):
         divides(shape.groups, layout.tp, "the key-value heads", "--tp")
     elif not shape.mla and layout.tp % shape.groups:
-        raise UsageError(f"--tp {layout.tp} is no multiple of the key-value heads ({shape.groups})")
+        raise UsageError(f"--tp {layout.tp} is not a multiple of the number of key-value heads ({shape.groups})")
     for ffn, what in ((shape.ffn, "the feed-forward size"), (shape.expert_ffn, "the experts' feed-forward size")):
         divides(ffn, layout.tp, what, "--tp")
-    divides(shape.shared_ffn, layout.tp, "the shared experts' size", "--tp")
-    if shape.predictors:
+    divides(shape.shared_ffn, layout.tp, "the shared experts' feed-forward size", "--tp")
+    if shape.mtp_layers:
         divides(shape.hidden, layout.tp, "the hidden size", "--tp")
     if layout.ep > 1 and not shape.experts:
         raise UsageError(f"--ep {layout.ep}: the model has no experts")
     divides(shape.experts, layout.ep, "the experts", "--ep")
     if len(set(layout.noop)) < len(layout.noop) or any(not 0 <= layer < total for layer in layout.noop):
-        raise UsageError(f"--noop-layers: {layout.noop} are not different layers among 0 to {total - 1}")
+        raise UsageError(f"--noop-layers: {layout.noop} must be distinct layers from 0 to {total - 1}")
     if layout.layers_per_stage and layout.layers_per_virtual_stage:
-        raise UsageError("--num-layer-list and --vpp exclude each other")
+        raise UsageError("--num-layer-list and --vpp cannot be combined")
     if layout.layers_per_stage:
         if len(layout.layers_per_stage) != layout.pp or sum(layout.layers_per_stage) != total:
             listed = ",".join(map(str, layout.layers_per_stage))
-            raise UsageError(f"--num-layer-list {listed}: needs --pp ({layout.pp}) numbers whose sum is {total}")
+            raise UsageError(f"--num-layer-list {listed}: needs {layout.pp} numbers (--pp) whose sum is {total}")
         if min(layout.layers_per_stage) < 1:
-            raise UsageError("--num-layer-list: a stage without layers")
+            raise UsageError("--num-layer-list: every stage needs at least one layer")
     elif layout.layers_per_virtual_stage:
         if layout.pp < 2:
             raise UsageError("--vpp needs --pp 2 or more")
@@ -127,8 +135,8 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         divides(total, layout.pp, "the layers", "--pp")
 
 
-def chunks(layout: Layout, layers: int) -> list[list[range]]:
-    """For every pipeline rank its chunks of layers (one, unless virtual stages are used), noop layers counted."""
+def stage_layers(layout: CheckpointLayout, layers: int) -> list[list[range]]:
+    """Return the layers of every pipeline rank, one range per virtual stage; noop layers are counted."""
     total = layers + len(layout.noop)
     if layout.layers_per_stage:
         ends = [sum(layout.layers_per_stage[: rank + 1]) for rank in range(layout.pp)]
@@ -138,40 +146,42 @@ def chunks(layout: Layout, layers: int) -> list[list[range]]:
     return [[range(start, start + size) for start in starts[rank :: layout.pp]] for rank in range(layout.pp)]
 
 
-def rank_folder(layout: Layout, tp: int, pp: int, ep: int) -> str:
-    """Megatron's name for the folder of a rank."""
+def rank_folder(layout: CheckpointLayout, tp: int, pp: int, ep: int) -> str:
+    """Return Megatron's name for the folder of a rank."""
     name = f"mp_rank_{tp:02d}"
     if layout.pp > 1:
         name += f"_{pp:03d}"
     return name + (f"_{ep:03d}" if layout.ep > 1 else "")
 
 
-class Shards:
-    """The stored tensors of one Megatron layout."""
+class MegatronShards:
+    """Lists the stored tensors of one Megatron layout."""
 
-    def __init__(self, layout: Layout, shape: Shape, parts: dict[str, Part], iteration: str) -> None:
-        self.layout, self.shape, self.parts, self.iteration = layout, shape, parts, iteration
+    def __init__(
+        self, layout: CheckpointLayout, shape: ModelShape, parameters: dict[str, ParameterShape], iteration: str
+    ) -> None:
+        self.layout, self.shape, self.parameters, self.iteration = layout, shape, parameters, iteration
         self.real = [n for n in range(shape.layers + len(layout.noop)) if n not in layout.noop]
 
     def file(self, tp: int, pp: int, ep: int) -> str:
         return f"{self.iteration}/{rank_folder(self.layout, tp, pp, ep)}/model_optim_rng.pt"
 
     def models(self) -> dict[str, list[str]]:
-        """Every file and the models in it; where all layers do nothing they are empty, but there."""
+        """Return every file with its model keys, which exist even where all layers are no-ops."""
         layout = self.layout
         return {
             self.file(tp, pp, ep): [
                 f"model{number}" if layout.layers_per_virtual_stage else "model" for number in range(len(stage))
             ]
-            for pp, stage in enumerate(chunks(layout, self.shape.layers))
+            for pp, stage in enumerate(stage_layers(layout, self.shape.layers))
             for ep in range(layout.ep)
             for tp in range(layout.tp)
         }
 
-    def stored(self) -> list[Stored]:
-        """All of them, rank by rank."""
+    def stored(self) -> list[StoredTensor]:
+        """Return all stored tensors, rank by rank."""
         layout, found = self.layout, []
-        for pp, stage in enumerate(chunks(layout, self.shape.layers)):
+        for pp, stage in enumerate(stage_layers(layout, self.shape.layers)):
             for ep in range(layout.ep):
                 for tp in range(layout.tp):
                     file = self.file(tp, pp, ep)
@@ -179,22 +189,22 @@ class Shards:
                         key = f"model{number}" if layout.layers_per_virtual_stage else "model"
                         first = pp == 0 and number == 0
                         last = pp == layout.pp - 1 and number == len(stage) - 1
-                        found += [self.named(tensor, key) for tensor in self.chunk(file, tp, ep, layers, first, last)]
+                        found += [self.renamed(tensor, key) for tensor in self.chunk(file, tp, ep, layers, first, last)]
         return found
 
-    def named(self, tensor: Stored, key: str) -> Stored:
-        """With the name that the format has for it; `/` goes into a nested dict."""
+    def renamed(self, tensor: StoredTensor, key: str) -> StoredTensor:
+        """Return the tensor under the name of the format; `/` separates nested dicts."""
         name = tensor.name
         if self.layout.format == "legacy":
-            tied = name == "output_layer.weight" and tensor.pieces[0].part == "embed.weight"
+            tied = name == "output_layer.weight" and tensor.blocks[0].parameter == "embed.weight"
             name = "word_embeddings_for_head/weight" if tied else legacy_name(name)
         return replace(tensor, name=f"{key}/{name}")
 
-    def chunk(self, file: str, tp: int, ep: int, layers: range, first: bool, last: bool) -> Iterator[Stored]:
+    def chunk(self, file: str, tp: int, ep: int, layers: range, first: bool, last: bool) -> Iterator[StoredTensor]:
         if first:
-            yield self.vocabulary(file, "embedding.word_embeddings.weight", "embed.weight", tp)
+            yield self.vocabulary_tensor(file, "embedding.word_embeddings.weight", "embed.weight", tp)
             yield from self.module(file, "embedding.word_embeddings.norm", ["embedding_norm"], "copy", tp)
-            if "positions.weight" in self.parts:
+            if "positions.weight" in self.parameters:
                 yield from self.module(file, "embedding.position_embeddings", ["positions"], "copy", tp)
         for local, layer in enumerate(layers):
             if layer not in self.layout.noop:
@@ -205,30 +215,30 @@ class Shards:
                         tensor = replace(tensor, name=engine_name(tensor.name, self.shape.mla, dense))
                     yield tensor
         if last:
-            yield from self.predictors(file, tp, ep, first)
+            yield from self.mtp_tensors(file, tp, ep, first)
             yield from self.module(file, "decoder.final_layernorm", ["final_norm"], "copy", tp)
             if self.shape.head == "score":
                 yield from self.module(file, "rm_head", ["score"], "copy", tp)
-            elif "head.weight" in self.parts:
-                yield self.vocabulary(file, "output_layer.weight", "head.weight", tp)
-                if "head.bias" in self.parts:
-                    yield self.vocabulary(file, "output_layer.bias", "head.bias", tp)
+            elif "head.weight" in self.parameters:
+                yield self.vocabulary_tensor(file, "output_layer.weight", "head.weight", tp)
+                if "head.bias" in self.parameters:
+                    yield self.vocabulary_tensor(file, "output_layer.bias", "head.bias", tp)
             elif not first:  # tied: the last stage needs its own copy
-                yield self.vocabulary(file, "output_layer.weight", "embed.weight", tp)
+                yield self.vocabulary_tensor(file, "output_layer.weight", "embed.weight", tp)
 
-    def predictors(self, file: str, tp: int, ep: int, first: bool) -> Iterator[Stored]:
-        """Layers that predict later tokens are on the last stage, which needs the embeddings for them."""
-        if self.shape.predictors and not first:
-            yield self.vocabulary(file, "embedding.word_embeddings.weight", "embed.weight", tp)
-        for number in range(self.shape.predictors):
+    def mtp_tensors(self, file: str, tp: int, ep: int, first: bool) -> Iterator[StoredTensor]:
+        """Yield the multi-token-prediction layers, which are on the last stage with a copy of the embeddings."""
+        if self.shape.mtp_layers and not first:
+            yield self.vocabulary_tensor(file, "embedding.word_embeddings.weight", "embed.weight", tp)
+        for number in range(self.shape.mtp_layers):
             prefix, layer = f"mtp.layers.{number}.", self.shape.layers + number
-            for module, part, split in PREDICTOR:
-                yield from self.module(file, prefix + module, [f"{layer}.{part}"], split, tp)
+            for module, parameter, split in MTP:
+                yield from self.module(file, prefix + module, [f"{layer}.{parameter}"], split, tp)
             for tensor in self.layer(file, f"{prefix}transformer_layer.", layer, tp, ep):
                 name = engine_name(tensor.name, self.shape.mla, False) if self.layout.engine else tensor.name
                 yield replace(tensor, name=name)
 
-    def layer(self, file: str, prefix: str, layer: int, tp: int, ep: int) -> Iterator[Stored]:
+    def layer(self, file: str, prefix: str, layer: int, tp: int, ep: int) -> Iterator[StoredTensor]:
         count = self.shape.experts // self.layout.ep
         mine = range(ep * count, (ep + 1) * count)
         for module, (spec, split) in CORE.items():
@@ -240,91 +250,95 @@ class Shards:
                     names = [f"{layer}.{word}" for word in spec.replace("{e}", str(expert)).split()]
                     yield from self.module(file, prefix + module.replace("{e}", str(local)), names, split, tp)
         if self.layout.experts == "grouped" and not self.shape.is_dense(layer):
-            yield from self.grouped(file, prefix, layer, mine, tp)
+            yield from self.grouped_experts(file, prefix, layer, mine, tp)
 
-    def module(self, file: str, module: str, names: list[str], split: str, tp: int) -> Iterator[Stored]:
-        """Weight and bias of a module, as far as the model has them."""
+    def module(self, file: str, module: str, names: list[str], split: str, tp: int) -> Iterator[StoredTensor]:
+        """Yield weight and bias of a module, as far as the model has them."""
         for kind in ("weight", "bias"):
-            full = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in self.parts]  # GPT-2 has no gate
+            full = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in self.parameters]  # GPT-2 has no gate
             if not full or (split == "groups" and len(full) < 3):  # queries alone: multi-latent attention
                 continue
-            if module.endswith("linear_q_proj") and full[0].replace(".q.", ".k.") in self.parts:
+            if module.endswith("linear_q_proj") and full[0].replace(".q.", ".k.") in self.parameters:
                 continue
             name = module if names[0].endswith(("router_bias", "shared_gate")) else f"{module}.{kind}"
-            yield stacked(file, name, self.blocks(full, split, tp), self.parts[full[0]].vector)
+            yield stacked(file, name, self.regions(full, split, tp), self.parameters[full[0]].vector)
 
-    def blocks(self, names: list[str], split: str, tp: int) -> Iterator[tuple[str, Span, Span]]:
-        """What tensor rank `tp` has of these parts."""
+    def regions(self, names: list[str], split: str, tp: int) -> Iterator[Region]:
+        """Yield the regions of these parameters that tensor rank `tp` stores."""
         if split == "groups":
             groups = self.shape.groups
-            height = sum(self.parts[name].rows for name in names)
-            yield from cut(by_group(names, self.parts, 0, groups, groups), *share(height, tp, self.layout.tp))
+            height = sum(self.parameters[name].rows for name in names)
+            yield from slice_rows(
+                by_group(names, self.parameters, 0, groups, groups), *rank_rows(height, tp, self.layout.tp)
+            )
             return
         for name in names:
-            part = self.parts[name]
-            rows, columns = (0, part.rows), (0, part.columns)
+            parameter = self.parameters[name]
+            rows, columns = (0, parameter.rows), (0, parameter.columns)
             if split == "rows":
-                rows = share(part.rows, tp, self.layout.tp)
-            elif split == "columns" and not part.vector:  # a bias behind the sum over ranks is on all of them
-                columns = share(part.columns, tp, self.layout.tp)
+                rows = rank_rows(parameter.rows, tp, self.layout.tp)
+            elif (
+                split == "columns" and not parameter.vector
+            ):  # a bias that is added after the sum over ranks is replicated
+                columns = rank_rows(parameter.columns, tp, self.layout.tp)
             yield name, rows, columns
 
-    def vocabulary(self, file: str, name: str, part_name: str, tp: int) -> Stored:
-        """A rank's rows of an embedding or of the head; beyond the vocabulary the last row is repeated."""
-        part = self.parts[part_name]
-        padded = self.layout.padded_vocabulary or part.rows
-        start, end = share(padded, tp, self.layout.tp)
-        columns, height = (0, part.columns), end - start
-        pieces, real = [], max(0, min(end, part.rows) - start)
+    def vocabulary_tensor(self, file: str, name: str, part_name: str, tp: int) -> StoredTensor:
+        """Return a rank's rows of an embedding or head; rows beyond the vocabulary repeat the last row."""
+        parameter = self.parameters[part_name]
+        padded = self.layout.padded_vocabulary or parameter.rows
+        start, end = rank_rows(padded, tp, self.layout.tp)
+        columns, height = (0, parameter.columns), end - start
+        blocks, real = [], max(0, min(end, parameter.rows) - start)
         if real:
-            pieces.append(Piece(part_name, (start, start + real), columns, (0, 0)))
+            blocks.append(ParameterBlock(part_name, (start, start + real), columns, (0, 0)))
         if real < height:
-            last = (part.rows - 1, part.rows)
-            pieces.append(Piece(part_name, last, columns, (real, 0), repeat=height - real))
-        area = (height, part.columns)
-        return Stored(file, name, (height,) if part.vector else area, area, tuple(pieces))
+            last = (parameter.rows - 1, parameter.rows)
+            blocks.append(ParameterBlock(part_name, last, columns, (real, 0), repeat=height - real))
+        matrix_shape = (height, parameter.columns)
+        return StoredTensor(file, name, (height,) if parameter.vector else matrix_shape, matrix_shape, tuple(blocks))
 
-    def grouped(self, file: str, prefix: str, layer: int, mine: range, tp: int) -> Iterator[Stored]:
-        """weight1 is [experts, hidden, 2 ffn] and weight2 [experts, ffn, hidden] in memory, both shown as matrices."""
+    def grouped_experts(self, file: str, prefix: str, layer: int, mine: range, tp: int) -> Iterator[StoredTensor]:
+        """Yield grouped experts: weight1 [experts, hidden, 2 ffn] and weight2 [experts, ffn, hidden], as matrices."""
         hidden = self.shape.hidden
-        start, end = share(self.shape.expert_ffn, tp, self.layout.tp)
+        start, end = rank_rows(self.shape.expert_ffn, tp, self.layout.tp)
         ffn = end - start
         first, second = [], []
         for local, expert in enumerate(mine):
             gate, up, down = (f"{layer}.expert.{expert}.{name}.weight" for name in ("gate", "up", "down"))
-            first.append(Piece(gate, (start, end), (0, hidden), (local * hidden, 0), transposed=True))
-            first.append(Piece(up, (start, end), (0, hidden), (local * hidden, ffn), transposed=True))
-            second.append(Piece(down, (0, hidden), (start, end), (local * ffn, 0), transposed=True))
+            first.append(ParameterBlock(gate, (start, end), (0, hidden), (local * hidden, 0), transposed=True))
+            first.append(ParameterBlock(up, (start, end), (0, hidden), (local * hidden, ffn), transposed=True))
+            second.append(ParameterBlock(down, (0, hidden), (start, end), (local * ffn, 0), transposed=True))
         count = len(mine)
-        shape, area = (hidden, count * 2 * ffn), (count * hidden, 2 * ffn)
-        yield Stored(file, f"{prefix}mlp.experts.weight1", shape, area, tuple(first))
+        shape, matrix_shape = (hidden, count * 2 * ffn), (count * hidden, 2 * ffn)
+        yield StoredTensor(file, f"{prefix}mlp.experts.weight1", shape, matrix_shape, tuple(first))
         shape = (count * ffn, hidden)
-        yield Stored(file, f"{prefix}mlp.experts.weight2", shape, shape, tuple(second))
+        yield StoredTensor(file, f"{prefix}mlp.experts.weight2", shape, shape, tuple(second))
 
 
-def cut(blocks: Iterable[tuple[str, Span, Span]], start: int, end: int) -> Iterator[tuple[str, Span, Span]]:
-    """What lies between two rows of blocks that stand one below the other.
+def slice_rows(regions: Iterable[Region], start: int, end: int) -> Iterator[Region]:
+    """Yield what lies between two rows of vertically stacked regions.
 
-    More ranks than groups: a group's queries, key and value are cut anywhere, and Megatron gathers them to compute.
+    With more ranks than key-value groups, a group's queries, key and value are split anywhere; Megatron gathers them.
     """
     below = 0
-    for part, rows, columns in blocks:
+    for parameter, rows, columns in regions:
         first, last = max(start - below, 0), min(end - below, rows[1] - rows[0])
         if first < last:
-            yield part, (rows[0] + first, rows[0] + last), columns
+            yield parameter, (rows[0] + first, rows[0] + last), columns
         below += rows[1] - rows[0]
 
 
-def share(size: int, rank: int, ranks: int) -> Span:
-    """A rank's rows of `size`."""
+def rank_rows(size: int, rank: int, ranks: int) -> Span:
+    """Return the rows of `size` that a rank holds."""
     if size % ranks:
-        raise UsageError(f"{size} rows cannot be shared by {ranks} tensor ranks")
+        raise UsageError(f"{size} rows cannot be divided by {ranks} tensor ranks")
     each = size // ranks
     return rank * each, (rank + 1) * each
 
 
 def legacy_name(name: str) -> str:
-    """Megatron core's name -> the legacy one, in its nested dicts."""
+    """Translate Megatron core's name to the legacy one, with its nested dicts."""
     if name.startswith("embedding."):
         return "language_model/" + name.replace(".", "/", 2)
     if name.startswith("output_layer."):
@@ -338,7 +352,7 @@ def legacy_name(name: str) -> str:
 
 
 def engine_name(name: str, mla: bool, dense: bool) -> str:
-    """Megatron core's own layers' name -> that of Transformer Engine's layers."""
+    """Translate a name of Megatron core's local layers to that of Transformer Engine's layers."""
     prefix, found, rest = name.rpartition(".local_experts.")
     if found:
         number, module, kind = rest.split(".")

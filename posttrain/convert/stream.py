@@ -1,4 +1,4 @@
-"""Tensors of one layout made of those of another, a few at a time: read, proved, put together, handed on."""
+"""Assemble the tensors of one layout from those of another, a few at a time: read, verify, copy, hand on."""
 
 from __future__ import annotations
 
@@ -9,54 +9,57 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.convert.adapter import Adapter
-from posttrain.convert.files import Rooms
-from posttrain.convert.pieces import Piece, Span, Stored
-from posttrain.convert.source import MANIFEST, Source
+from posttrain.convert.adapter import LoraAdapter
+from posttrain.convert.files import BufferPool
+from posttrain.convert.source import MANIFEST, SourceCheckpoint
+from posttrain.convert.stored_tensors import ParameterBlock, Span, StoredTensor
 from posttrain.core.errors import CheckpointError
 
 SMALL = 64 << 20  # groups of tensors up to this size are held in memory together
 
 
 @dataclass
-class Made:
-    """A tensor of the target on its way. Several stored tensors with the same pieces are copies of it."""
+class TargetTensor:
+    """A tensor of the target while it is assembled. Stored tensors with equal blocks are replicas of it."""
 
-    copies: list[Stored]
+    copies: list[StoredTensor]
     dtype: torch.dtype
     data: torch.Tensor | None = None
-    digest: str = ""  # known already where the bytes are those of a source tensor
+    digest: str = ""  # known in advance where the bytes are those of a source tensor
     filled: int = 0
 
     @property
     def elements(self) -> int:
-        return self.copies[0].area[0] * self.copies[0].area[1]
+        return self.copies[0].matrix_shape[0] * self.copies[0].matrix_shape[1]
 
 
 @dataclass
-class Stream:
-    """Reads a source; what it is made into depends on who asks."""
+class TensorStream:
+    """Reads a source checkpoint and assembles the tensors of a target from it."""
 
-    source: Source
-    adapter: Adapter | None = None
+    source: SourceCheckpoint
+    adapter: LoraAdapter | None = None
     largest: int = 0  # bytes of the largest tensor on either side
-    on_read: Callable[[Stored, torch.dtype, str], None] = lambda tensor, dtype, digest: None
-    seen: dict[str, str] = field(default_factory=dict)  # digests by stored tensor
+    on_read: Callable[[StoredTensor, torch.dtype, str], None] = lambda tensor, dtype, digest: None
+    digests: dict[str, str] = field(default_factory=dict)  # of the source tensors read so far
 
     def __post_init__(self) -> None:
-        self.rooms = Rooms(max(SMALL, 2 * self.largest))
+        self.buffers = BufferPool(max(SMALL, 2 * self.largest))
 
-    def make(
-        self, sources: list[Stored], targets: list[Stored], dtype_of: Callable[[Stored], torch.dtype]
-    ) -> Iterator[Made]:
-        """The targets, which have parts in common with these sources, one after the other as they get ready.
+    def assemble(
+        self,
+        sources: list[StoredTensor],
+        targets: list[StoredTensor],
+        dtype_of: Callable[[StoredTensor], torch.dtype],
+    ) -> Iterator[TargetTensor]:
+        """Yield the targets, which have parameters in common with these sources, as each is complete.
 
-        As many as memory may hold are put together at a time, and every source passes by them.
+        As many targets as memory allows are assembled at a time; every source is read once for each such batch.
         """
-        copies: dict[tuple[Piece, ...], list[Stored]] = {}
+        copies: dict[tuple[ParameterBlock, ...], list[StoredTensor]] = {}
         for tensor in targets:
-            copies.setdefault(tensor.pieces, []).append(tensor)
-        waiting = [Made(stored, dtype_of(stored[0])) for stored in copies.values()]
+            copies.setdefault(tensor.blocks, []).append(tensor)
+        waiting = [TargetTensor(stored, dtype_of(stored[0])) for stored in copies.values()]
         limit = max(SMALL, 2 * self.largest) - max(self.size(tensor) for tensor in sources)
         while waiting:
             batch, held = [waiting.pop(0)], 0
@@ -64,103 +67,113 @@ class Stream:
             while waiting and held + (size := waiting[0].elements * waiting[0].dtype.itemsize) <= limit:
                 batch.append(waiting.pop(0))
                 held += size
-            yield from self.pass_by(sources, batch)
+            yield from self.assemble_batch(sources, batch)
 
-    def size(self, tensor: Stored) -> int:
-        return self.source.entry(tensor).size
+    def size(self, tensor: StoredTensor) -> int:
+        return self.source.location(tensor).size
 
-    def pass_by(self, sources: list[Stored], batch: list[Made]) -> Iterator[Made]:
-        """Each source once past all tensors of a batch."""
-        whole = {made.copies[0].pieces: made for made in batch}
-        wanted: dict[str, list[tuple[Made, Piece]]] = defaultdict(list)
-        for made in batch:
-            for piece in made.copies[0].pieces:
-                wanted[piece.part].append((made, piece))
-        first: dict[tuple[Piece, ...], Stored] = {}
+    def assemble_batch(self, sources: list[StoredTensor], batch: list[TargetTensor]) -> Iterator[TargetTensor]:
+        """Read each source once and copy its blocks to all targets of a batch."""
+        by_blocks = {target.copies[0].blocks: target for target in batch}
+        wanted: dict[str, list[tuple[TargetTensor, ParameterBlock]]] = defaultdict(list)
+        for target in batch:
+            for block in target.copies[0].blocks:
+                wanted[block.parameter].append((target, block))
+        first: dict[tuple[ParameterBlock, ...], StoredTensor] = {}
         for tensor in sources:
-            if tensor.pieces in first:
-                if str(tensor) not in self.seen:
-                    self.rooms.give_back(self.load(tensor))
-                self.compare(first[tensor.pieces], tensor)
+            if tensor.blocks in first:
+                if str(tensor) not in self.digests:
+                    self.buffers.give_back(self.load(tensor))
+                self.check_replica(first[tensor.blocks], tensor)
                 continue
-            first[tensor.pieces] = tensor
+            first[tensor.blocks] = tensor
             data = self.load(tensor)
-            same = whole.get(tensor.pieces)
-            if same is not None and self.unchanged(tensor, same):
-                same.data, same.digest, same.filled = data, self.seen[str(tensor)], same.elements
+            same = by_blocks.get(tensor.blocks)
+            if same is not None and self.is_unchanged(tensor, same):
+                same.data, same.digest, same.filled = data, self.digests[str(tensor)], same.elements
                 yield same
                 same.data = None
-                self.rooms.give_back(data)
+                self.buffers.give_back(data)
                 continue
-            for piece in tensor.pieces:
-                for made, place in wanted[piece.part] if not piece.repeat else ():
-                    self.put(made, place, piece, data)
-            self.rooms.give_back(data)
-        for made in batch:
-            assert made.filled == made.elements, f"{made.copies[0]}: {made.filled} of {made.elements} elements"
-            if made.data is None:
-                continue  # handed on already
-            self.merge(made)
-            yield made
-            self.rooms.give_back(made.data)
-            made.data = None
+            for block in tensor.blocks:
+                for target, wanted_block in wanted[block.parameter] if not block.repeat else ():
+                    self.copy_overlap(target, wanted_block, block, data)
+            self.buffers.give_back(data)
+        for target in batch:
+            assert target.filled == target.elements, (
+                f"{target.copies[0]}: {target.filled} of {target.elements} elements"
+            )
+            if target.data is None:
+                continue  # yielded already
+            self.merge_adapter(target)
+            yield target
+            self.buffers.give_back(target.data)
+            target.data = None
 
-    def unchanged(self, tensor: Stored, made: Made) -> bool:
+    def is_unchanged(self, tensor: StoredTensor, target: TargetTensor) -> bool:
         """Whether the bytes are the same on both sides."""
-        merged = self.adapter is not None and any(self.adapter.changes(piece.part) for piece in tensor.pieces)
-        padded = any(piece.repeat for piece in tensor.pieces)
-        return not merged and not padded and made.dtype == self.source.entry(tensor).dtype
+        merged = self.adapter is not None and any(self.adapter.changes(block.parameter) for block in tensor.blocks)
+        padded = any(block.repeat for block in tensor.blocks)
+        return not merged and not padded and target.dtype == self.source.location(tensor).dtype
 
-    def load(self, tensor: Stored) -> torch.Tensor:
-        """A source tensor as its rectangle; its bytes are those that were noted down, if they were."""
-        file, entry = self.source.files[tensor.file], self.source.entry(tensor)
-        data = file.read(tensor.name, self.rooms)
-        if str(tensor) not in self.seen:
+    def load(self, tensor: StoredTensor) -> torch.Tensor:
+        """Read a source tensor as a matrix; compare its digest with the recorded one, if there is one."""
+        file, location = self.source.files[tensor.file], self.source.location(tensor)
+        data = file.read(tensor.name, self.buffers)
+        if str(tensor) not in self.digests:
             digest = hashlib.sha256(data.numpy()).hexdigest()
             if self.source.hashes.get(str(tensor), digest) != digest:
-                raise CheckpointError(f"{file.path}: damaged: {tensor.name} is not what {MANIFEST} says was written")
-            self.seen[str(tensor)] = digest
-            self.on_read(tensor, entry.dtype, digest)
-        return data.view(entry.dtype).view(tensor.area)
+                raise CheckpointError(
+                    f"{file.path}: damaged: the sha256 of tensor {tensor.name} is not the one recorded in {MANIFEST}"
+                )
+            self.digests[str(tensor)] = digest
+            self.on_read(tensor, location.dtype, digest)
+        return data.view(location.dtype).view(tensor.matrix_shape)
 
-    def compare(self, first: Stored, other: Stored) -> None:
-        """Copies on several ranks are one tensor."""
-        same = self.source.entry(first).dtype == self.source.entry(other).dtype
-        if not same or self.seen[str(first)] != self.seen[str(other)]:
-            raise CheckpointError(f"{other}: differs from its copy {first}; which one is right?")
+    def check_replica(self, first: StoredTensor, other: StoredTensor) -> None:
+        """Check that the replicas of a tensor on several ranks are equal."""
+        same = self.source.location(first).dtype == self.source.location(other).dtype
+        if not same or self.digests[str(first)] != self.digests[str(other)]:
+            pair = f"{first.file} and {other.file}" if first.name == other.name else f"{first} and {other}"
+            raise CheckpointError(
+                f"replicated tensor {other.name} differs between {pair}: the checkpoint is inconsistent"
+            )
 
-    def put(self, made: Made, wanted: Piece, piece: Piece, tensor: torch.Tensor) -> None:
-        """Copy what a source tensor has of a rectangle to its place in a target."""
-        rows, columns = overlap(piece.rows, wanted.rows), overlap(piece.columns, wanted.columns)
+    def copy_overlap(
+        self, target: TargetTensor, wanted: ParameterBlock, block: ParameterBlock, tensor: torch.Tensor
+    ) -> None:
+        """Copy the part of a wanted block that a source tensor holds to its place in the target."""
+        rows, columns = overlap(block.rows, wanted.rows), overlap(block.columns, wanted.columns)
         if rows is None or columns is None:
             return
-        if made.data is None:
-            dtype = made.dtype
+        if target.data is None:
+            dtype = target.dtype
             if self.adapter is not None and tensor.dtype != dtype:
                 dtype = torch.float32  # rounded once, after the adapters are added
-            made.data = self.rooms.take(made.elements * dtype.itemsize).view(dtype).view(made.copies[0].area)
+            buffer = self.buffers.take(target.elements * dtype.itemsize)
+            target.data = buffer.view(dtype).view(target.copies[0].matrix_shape)
         top, bottom, left, right = wanted.place
-        place = made.data[top:bottom, left:right]
+        place = target.data[top:bottom, left:right]
         place = place.T if wanted.transposed else place
         if not wanted.repeat:
             place = place[within(rows, wanted.rows), within(columns, wanted.columns)]
-        top, bottom, left, right = piece.place
+        top, bottom, left, right = block.place
         held = tensor[top:bottom, left:right]
-        held = held.T if piece.transposed else held
-        place.copy_(held[within(rows, piece.rows), within(columns, piece.columns)])
-        made.filled += place.numel()
+        held = held.T if block.transposed else held
+        place.copy_(held[within(rows, block.rows), within(columns, block.columns)])
+        target.filled += place.numel()
 
-    def merge(self, made: Made) -> None:
-        """Add what adapters change, and bring the tensor to its type."""
-        assert made.data is not None
+    def merge_adapter(self, target: TargetTensor) -> None:
+        """Add the adapter's changes and convert the tensor to its type."""
+        assert target.data is not None
         if self.adapter is None:
             return
-        for piece in made.copies[0].pieces:
-            top, bottom, left, right = piece.place
-            place = made.data[top:bottom, left:right]
-            place = place.T if piece.transposed else place
-            self.adapter.add(piece, place)
-        made.data = made.data.to(made.dtype)
+        for block in target.copies[0].blocks:
+            top, bottom, left, right = block.place
+            place = target.data[top:bottom, left:right]
+            place = place.T if block.transposed else place
+            self.adapter.add(block, place)
+        target.data = target.data.to(target.dtype)
 
 
 def overlap(a: Span, b: Span) -> Span | None:

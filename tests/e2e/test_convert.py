@@ -274,8 +274,8 @@ def test_mistakes_are_named(arguments, complaint, llama, tmp_path, capsys):
 def test_a_killed_conversion_leaves_no_target(llama, tmp_path):
     code = (
         "import os, signal, sys\n"
-        "from posttrain.convert import convert\n"
-        "convert.Conversion.write_manifest = lambda self, report: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from posttrain.convert import conversion\n"
+        "conversion.Conversion.write_manifest = lambda self, report: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from posttrain.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -79,7 +79,7 @@ def test_unknown_families_and_other_folders(llama, tmp_path, capsys):
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"model_type": "rwkv"}))
     found = facts(seen(capsys, "inspect", llama, code=1))
-    assert found["family"].startswith("rwkv") and "table of families" in found["problem"]
+    assert found["family"].startswith("rwkv") and "not supported" in found["problem"]
     assert command("inspect", tmp_path / "nowhere") == 2
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist/.metadata").write_bytes(b"cos\nsystem\n(S'touch x'\ntR.")

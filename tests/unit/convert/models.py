@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of every row of the table of families."""
+"""Tiny random checkpoints of every model family."""
 
 import json
 
@@ -120,8 +120,8 @@ def written_by_hand():
     minicpm = {name: shape for name, shape in baichuan.items() if "W_pack" not in name}
     for n in range(4):
         minicpm |= {
-            f"model.layers.{n}.self_attn.{part}_proj.weight": (rows, hidden)
-            for part, rows in zip("qkv", (16, 8, 8), strict=True)
+            f"model.layers.{n}.self_attn.{parameter}_proj.weight": (rows, hidden)
+            for parameter, rows in zip("qkv", (16, 8, 8), strict=True)
         }
     plain = {key: value for key, value in basic.items() if key != "num_key_value_heads"}
     glm = {

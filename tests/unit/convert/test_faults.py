@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from posttrain.convert import stream
 from posttrain.convert.files import open_pt
-from posttrain.convert.megatron import Layout
+from posttrain.convert.megatron import CheckpointLayout
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from tests.unit.convert.models import converted, core, make, weights
 
@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path, folder):
-    converted(folder, tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    converted(folder, tmp_path / "core", CheckpointLayout("mcore", tp=2, pp=2))
     return tmp_path / "core"
 
 
@@ -29,7 +29,7 @@ def refused(source, kind, *words):
     out = source.parent / "out"
     before = sorted(source.parent.iterdir())
     with pytest.raises(PosttrainError) as caught:
-        converted(source, out, Layout(), kind)
+        converted(source, out, CheckpointLayout(), kind)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert sorted(source.parent.iterdir()) == before  # no target, nothing half done
 
@@ -50,9 +50,9 @@ def test_a_truncated_rank(shards):
 
 
 def test_a_changed_bit(shards):
-    entry = open_pt(rank(shards)).entries["model/decoder.layers.1.mlp.linear_fc2.weight"]
+    location = open_pt(rank(shards)).tensors["model/decoder.layers.1.mlp.linear_fc2.weight"]
     data = bytearray(rank(shards).read_bytes())
-    data[entry.offset + 5] ^= 1
+    data[location.offset + 5] ^= 1
     rank(shards).write_bytes(bytes(data))
     refused(shards, "mcore", "mp_rank_01_001", "decoder.layers.1.mlp.linear_fc2.weight", "damaged")
 
@@ -62,7 +62,7 @@ def test_copies_that_differ(shards):
     state = core(shards, 1, 0, None)
     state["model"]["decoder.layers.0.input_layernorm.weight"][3] += 1
     torch.save(state, rank(shards, "mp_rank_01_000"))
-    refused(shards, "mcore", "mp_rank_01_000", "input_layernorm", "differs from its copy")
+    refused(shards, "mcore", "mp_rank_01_000", "input_layernorm", "differs between")
 
 
 @pytest.mark.parametrize("change", ["lost", "more", "shape"])
@@ -116,26 +116,26 @@ def test_a_lost_or_unknown_tensor_of_hugging_face(folder):
     save_file({k: v for k, v in tensors.items() if "layers.2.mlp.up_proj" not in k}, folder / "model.safetensors")
     refused(folder, "hf", "model.layers.2.mlp.up_proj.weight", "missing")
     save_file(tensors | {"model.layers.2.mlp.up_proj.bias": torch.zeros(24)}, folder / "model.safetensors")
-    refused(folder, "hf", "model.layers.2.mlp.up_proj.bias", "no place")
+    refused(folder, "hf", "model.layers.2.mlp.up_proj.bias", "not in the model")
 
 
 def test_a_file_of_the_index_is_missing(folder, tmp_path):
-    converted(folder, tmp_path / "many", Layout(), shard_bytes=5000)
+    converted(folder, tmp_path / "many", CheckpointLayout(), shard_bytes=5000)
     lost = sorted((tmp_path / "many").glob("model-*.safetensors"))[1]
     lost.unlink()
     refused(tmp_path / "many", "hf", lost.name, "missing")
 
 
-def test_unknown_families_and_quantised_weights(folder):
+def test_unknown_families_and_quantized_weights(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "rwkv"}))
-    refused(folder, "hf", "rwkv", "table of families")
+    refused(folder, "hf", "rwkv", "not supported")
     (folder / "config.json").write_text(json.dumps(config))
     tensors = weights(folder)
     name = "model.layers.2.mlp.up_proj.weight"
     for dtype in (torch.int8, torch.float8_e4m3fn):
         save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
-        refused(folder, "hf", name, "quantised")
+        refused(folder, "hf", name, "quantized")
 
 
 def test_the_layer_for_later_tokens_is_never_dropped(tmp_path):
@@ -145,19 +145,19 @@ def test_the_layer_for_later_tokens_is_never_dropped(tmp_path):
     refused(folder, "hf", "model.layers.4.eh_proj.weight", "missing")
     name = "model.layers.4.embed_tokens.weight"
     save_file(tensors | {name: tensors[name] + 1}, folder / "model.safetensors")
-    refused(folder, "hf", name, "differs from its copy")
+    refused(folder, "hf", name, "differs between")
     save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors")  # a copy may be left out
-    converted(folder, tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    converted(folder, tmp_path / "core", CheckpointLayout("mcore", tp=2, pp=2))
     last = core(tmp_path / "core", 1, 1, None)["model"]
     assert torch.equal(last["mtp.layers.0.eh_proj.weight"], tensors["model.layers.4.eh_proj.weight"][8:])
     assert torch.equal(last["mtp.layers.0.final_layernorm.weight"], tensors["model.layers.4.shared_head.norm.weight"])
-    converted(tmp_path / "core", tmp_path / "back", Layout(), "mcore")
+    converted(tmp_path / "core", tmp_path / "back", CheckpointLayout(), "mcore")
     assert torch.equal(weights(tmp_path / "back")[name], tensors[name])
 
 
 def test_a_failure_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
     count = 0
-    original = stream.Stream.load
+    original = stream.TensorStream.load
 
     def fails_later(self, tensor):
         nonlocal count
@@ -166,9 +166,9 @@ def test_a_failure_half_way_leaves_nothing(folder, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, tensor)
 
-    monkeypatch.setattr(stream.Stream, "load", fails_later)
+    monkeypatch.setattr(stream.TensorStream, "load", fails_later)
     with pytest.raises(KeyboardInterrupt):
-        converted(folder, tmp_path / "core", Layout("mcore", tp=2))
+        converted(folder, tmp_path / "core", CheckpointLayout("mcore", tp=2))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -176,7 +176,7 @@ def test_a_full_target_is_not_touched(folder, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there/mine").write_text("x")
     with pytest.raises(UsageError, match="not empty"):
-        converted(folder, tmp_path / "there", Layout("mcore"))
+        converted(folder, tmp_path / "there", CheckpointLayout("mcore"))
     assert (tmp_path / "there/mine").read_text() == "x"
 
 
@@ -192,5 +192,5 @@ def test_a_mixture_of_types_is_refused_unless_one_is_chosen(folder, tmp_path):
     name = "model.layers.2.self_attn.q_proj.weight"
     save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors")
     with pytest.raises((UsageError, CheckpointError), match="--dtype"):
-        converted(folder, tmp_path / "core", Layout("mcore"))
-    converted(folder, tmp_path / "core", Layout("mcore"), dtype=torch.bfloat16)
+        converted(folder, tmp_path / "core", CheckpointLayout("mcore"))
+    converted(folder, tmp_path / "core", CheckpointLayout("mcore"), dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.convert.conversion import convert
-from posttrain.convert.megatron import Layout
+from posttrain.convert.megatron import CheckpointLayout
 from posttrain.convert.source import open_source
 from tests.tiny import tiny_folder
 from tests.unit.convert.models import converted, core
@@ -95,7 +95,7 @@ def tensors(state):
 def test_megatron_core_loads_what_we_write_and_computes_the_same(name, tmp_path, one_rank):
     folder = tiny_folder(name, tmp_path)
     source = open_source(folder, "hf", None, None)
-    convert(source, tmp_path / "core", Layout("mcore"))
+    convert(source, tmp_path / "core", CheckpointLayout("mcore"))
     written = torch.load(tmp_path / "core/iter_0000001/mp_rank_00/model_optim_rng.pt", weights_only=False)
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = megatron_model(hf.config)
@@ -121,7 +121,7 @@ def test_what_megatron_core_saved_becomes_a_hugging_face_model(name, tmp_path, o
     (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("5")
     torch.save({"model": model.state_dict(), "iteration": 5}, place / "model_optim_rng.pt")
     source = open_source(tmp_path / "saved", "mcore", original, None)
-    convert(source, tmp_path / "hf", Layout())
+    convert(source, tmp_path / "hf", CheckpointLayout())
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     with torch.no_grad():
         found = hf(input_ids=TOKENS, use_cache=False).logits
@@ -153,7 +153,7 @@ def test_bloom_has_the_names_and_shapes_that_megatron_core_gives(tiny, tmp_path,
         position_embedding_type="none",
         share_embeddings_and_output_weights=True,
     )
-    converted(tiny("bloom"), tmp_path / "core", Layout("mcore"))
+    converted(tiny("bloom"), tmp_path / "core", CheckpointLayout("mcore"))
     written = core(tmp_path / "core", single="mp_rank_00")["model"]
     norm = {f"embedding.word_embeddings.norm.{kind}": torch.Size([16]) for kind in ("weight", "bias")}
     expected = {name: tensor.shape for name, tensor in tensors(model.state_dict()).items()}
@@ -216,7 +216,7 @@ def test_deepseek_has_the_names_and_shapes_that_megatron_core_gives(tiny, tmp_pa
         position_embedding_type="rope",
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
     )
-    converted(tiny("deepseek_v3-later"), tmp_path / "core", Layout("mcore"))
+    converted(tiny("deepseek_v3-later"), tmp_path / "core", CheckpointLayout("mcore"))
     written = core(tmp_path / "core", single="mp_rank_00")["model"]
     expected = {name: tensor.shape for name, tensor in tensors(model.state_dict()).items()}
     assert {name: tensor.shape for name, tensor in written.items()} == expected

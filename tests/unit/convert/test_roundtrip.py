@@ -8,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.convert.families import FAMILIES, model_parts
-from posttrain.convert.megatron import Layout
+from posttrain.convert.families import FAMILIES
+from posttrain.convert.megatron import CheckpointLayout
+from posttrain.convert.parameters import model_parameters
 from posttrain.core.files import read_json
 from tests.unit.convert.models import NAMES, assert_equal, converted, core
 
@@ -26,7 +27,7 @@ def layouts(draw, shape, formats=("mcore", "legacy")):
         draw(st.sampled_from(["single", "grouped"])) if shape.experts and kind == "mcore" and not engine else "single"
     )
     noop = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=2, max_size=2)))) if draw(st.booleans()) else ()
-    layout = Layout(kind, tp=tp, engine=engine, experts=experts, noop=noop)
+    layout = CheckpointLayout(kind, tp=tp, engine=engine, experts=experts, noop=noop)
     total = 4 + len(noop)
     cut = draw(st.sampled_from(["even", "uneven", "virtual"]))
     if cut == "even":
@@ -44,7 +45,7 @@ def layouts(draw, shape, formats=("mcore", "legacy")):
 def test_there_and_back_is_bit_equal(name, tiny, tmp_path):
     """hf -> core -> legacy -> hf, each cut as drawn; and core -> legacy -> core. Without legacy where it cannot be."""
     folder = tiny(name)
-    shape, _ = model_parts(read_json(folder / "config.json"))
+    shape, _ = model_parameters(read_json(folder / "config.json"))
 
     @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(layout=layouts(shape, ("mcore",)), other=layouts(shape, ("legacy",)), multiple=st.sampled_from([1, 3, 16]))
@@ -59,7 +60,7 @@ def test_there_and_back_is_bit_equal(name, tiny, tmp_path):
                 converted(root / "legacy", root / "again", layout, "legacy", vocabulary_multiple=multiple)
                 same_ranks(root / "core", root / "again")
                 last = "legacy"
-            converted(root / last, root / "back", Layout(), {"core": "mcore"}.get(last, last))
+            converted(root / last, root / "back", CheckpointLayout(), {"core": "mcore"}.get(last, last))
             assert_equal(folder, root / "back")
         finally:
             shutil.rmtree(root, ignore_errors=True)
@@ -91,40 +92,40 @@ def walk(state, prefix=""):
 
 @pytest.mark.parametrize("name", ["llama-wide", "llama-biased", "qwen2", "mixtral", "gpt2", "deepseek_v3-later"])
 def test_resharding_equals_converting_directly(name, tiny, tmp_path):
-    goal = Layout("mcore", tp=4) if name == "llama-wide" else Layout("mcore", tp=1, pp=4)
-    converted(tiny(name), tmp_path / "first", Layout("mcore", tp=2, pp=2), vocabulary_multiple=8)
+    goal = CheckpointLayout("mcore", tp=4) if name == "llama-wide" else CheckpointLayout("mcore", tp=1, pp=4)
+    converted(tiny(name), tmp_path / "first", CheckpointLayout("mcore", tp=2, pp=2), vocabulary_multiple=8)
     converted(tmp_path / "first", tmp_path / "second", goal, "mcore")
     converted(tiny(name), tmp_path / "direct", goal)
     same_ranks(tmp_path / "second", tmp_path / "direct")
 
 
 def test_several_workers_and_small_files_give_the_same(tiny, tmp_path):
-    converted(tiny("mixtral"), tmp_path / "core", Layout("mcore", tp=2), workers=4)
-    converted(tmp_path / "core", tmp_path / "hf", Layout(), "mcore", workers=4, shard_bytes=20_000)
+    converted(tiny("mixtral"), tmp_path / "core", CheckpointLayout("mcore", tp=2), workers=4)
+    converted(tmp_path / "core", tmp_path / "hf", CheckpointLayout(), "mcore", workers=4, shard_bytes=20_000)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 3
-    converted(tmp_path / "hf", tmp_path / "one", Layout())
+    converted(tmp_path / "hf", tmp_path / "one", CheckpointLayout())
     assert_equal(tiny("mixtral"), tmp_path / "one")
 
 
 def test_a_layout_is_recognised_without_our_manifest(tiny, tmp_path):
     for number, layout in enumerate(
         [
-            Layout("mcore", tp=2, pp=2),
-            Layout("mcore", pp=3, layers_per_stage=(1, 2, 1)),
-            Layout("mcore", pp=2, layers_per_virtual_stage=1, engine=True),
-            Layout("legacy", tp=2),
-            Layout("mcore", pp=2, ep=2, experts="grouped"),
+            CheckpointLayout("mcore", tp=2, pp=2),
+            CheckpointLayout("mcore", pp=3, layers_per_stage=(1, 2, 1)),
+            CheckpointLayout("mcore", pp=2, layers_per_virtual_stage=1, engine=True),
+            CheckpointLayout("legacy", tp=2),
+            CheckpointLayout("mcore", pp=2, ep=2, experts="grouped"),
         ]
     ):
         there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
         converted(tiny("mixtral"), there, layout, vocabulary_multiple=8)
         (there / "convert.json").unlink()
-        converted(there, back, Layout(), layout.format)
+        converted(there, back, CheckpointLayout(), layout.format)
         assert_equal(tiny("mixtral"), back)
 
 
 def test_rounding_and_back(tiny, tmp_path):
-    converted(tiny("deepseek_v3"), tmp_path / "half", Layout("mcore", tp=2), dtype=torch.bfloat16)
+    converted(tiny("deepseek_v3"), tmp_path / "half", CheckpointLayout("mcore", tp=2), dtype=torch.bfloat16)
     layer = core(tmp_path / "half", single="mp_rank_00")["model"]
     assert layer["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
     assert layer["decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32

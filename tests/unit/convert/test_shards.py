@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.convert.families import shape_of
-from posttrain.convert.megatron import Layout, chunks
-from posttrain.convert.pieces import fault_in_cover
+from posttrain.convert.megatron import CheckpointLayout, stage_layers
+from posttrain.convert.parameters import shape_of
+from posttrain.convert.stored_tensors import cover_error
 from posttrain.core.errors import UsageError
 from posttrain.core.files import read_json
 from tests.unit.convert.models import assert_equal, converted, core, weights
@@ -15,7 +15,7 @@ from tests.unit.convert.models import assert_equal, converted, core, weights
 
 
 def test_a_llama_over_two_tensor_ranks_and_two_stages(tiny, tmp_path):
-    converted(tiny("llama"), tmp_path / "core", Layout("mcore", tp=2, pp=2), vocabulary_multiple=8)
+    converted(tiny("llama"), tmp_path / "core", CheckpointLayout("mcore", tp=2, pp=2), vocabulary_multiple=8)
     hf = weights(tiny("llama"))
     for tp in (0, 1):
         ranks = [core(tmp_path / "core", tp, pp, None)["model"] for pp in (0, 1)]
@@ -45,14 +45,14 @@ def test_a_llama_over_two_tensor_ranks_and_two_stages(tiny, tmp_path):
 
 
 def test_groups_are_interleaved_and_biases_follow(tiny, tmp_path):
-    converted(tiny("llama-biased"), tmp_path / "core", Layout("mcore"))
+    converted(tiny("llama-biased"), tmp_path / "core", CheckpointLayout("mcore"))
     hf, rank = weights(tiny("llama-biased")), core(tmp_path / "core", single="mp_rank_00")["model"]
     for kind in ("weight", "bias"):
         q, k, v = (hf[f"model.layers.3.self_attn.{x}_proj.{kind}"] for x in "qkv")
         expected = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
         assert torch.equal(rank[f"decoder.layers.3.self_attention.linear_qkv.{kind}"], expected)
     # behind a sum over ranks the bias is whole on each of them
-    converted(tiny("llama-biased"), tmp_path / "two", Layout("mcore", tp=2))
+    converted(tiny("llama-biased"), tmp_path / "two", CheckpointLayout("mcore", tp=2))
     second = core(tmp_path / "two", single="mp_rank_01")["model"]
     assert torch.equal(second["decoder.layers.0.mlp.linear_fc2.bias"], hf["model.layers.0.mlp.down_proj.bias"])
     assert torch.equal(
@@ -63,7 +63,7 @@ def test_groups_are_interleaved_and_biases_follow(tiny, tmp_path):
 
 def test_more_tensor_ranks_than_groups(tiny, tmp_path):
     """The rows q q k v | q q k v of two groups over four ranks: half a group each."""
-    converted(tiny("llama-biased"), tmp_path / "core", Layout("mcore", tp=4))
+    converted(tiny("llama-biased"), tmp_path / "core", CheckpointLayout("mcore", tp=4))
     hf = weights(tiny("llama-biased"))
     for kind in ("weight", "bias"):
         q, k, v = (hf[f"model.layers.3.self_attn.{x}_proj.{kind}"] for x in "qkv")
@@ -77,7 +77,10 @@ def test_more_tensor_ranks_than_groups(tiny, tmp_path):
 def test_experts_over_expert_ranks_one_by_one_and_grouped(tiny, tmp_path):
     hf = weights(tiny("mixtral"))
     name = "model.layers.2.block_sparse_moe.experts.{}.{}.weight"
-    for layout in (Layout("mcore", tp=2, pp=2, ep=2), Layout("mcore", tp=2, pp=2, ep=2, experts="grouped")):
+    for layout in (
+        CheckpointLayout("mcore", tp=2, pp=2, ep=2),
+        CheckpointLayout("mcore", tp=2, pp=2, ep=2, experts="grouped"),
+    ):
         out = tmp_path / layout.experts
         converted(tiny("mixtral"), out, layout)
         rank = core(out, tp=1, pp=1, ep=1)["model"]  # experts 2 and 3 of layers 2 and 3
@@ -99,7 +102,7 @@ def test_experts_over_expert_ranks_one_by_one_and_grouped(tiny, tmp_path):
 
 
 def test_virtual_stages_noop_layers_and_tied_embeddings(tiny, tmp_path):
-    layout = Layout("mcore", pp=2, layers_per_virtual_stage=1, noop=(1, 4))
+    layout = CheckpointLayout("mcore", pp=2, layers_per_virtual_stage=1, noop=(1, 4))
     converted(tiny("llama-tied"), tmp_path / "core", layout, vocabulary_multiple=1)
     hf = weights(tiny("llama-tied"))
     # six layers, 1 and 4 empty: 0 . 1 2 . 3; the first stage has 0, 2, 4, the second 1, 3, 5
@@ -118,14 +121,14 @@ def test_virtual_stages_noop_layers_and_tied_embeddings(tiny, tmp_path):
 
 
 def test_a_stage_without_weights_has_its_file(tiny, tmp_path):
-    converted(tiny("llama"), tmp_path / "core", Layout("mcore", pp=3, noop=(2, 3)))
+    converted(tiny("llama"), tmp_path / "core", CheckpointLayout("mcore", pp=3, noop=(2, 3)))
     assert core(tmp_path / "core", 0, 1, None)["model"] == {}
-    converted(tmp_path / "core", tmp_path / "hf", Layout(), "mcore")
+    converted(tmp_path / "core", tmp_path / "hf", CheckpointLayout(), "mcore")
     assert_equal(tiny("llama"), tmp_path / "hf")
 
 
 def test_an_uneven_pipeline():
-    assert chunks(Layout("mcore", pp=4, layers_per_stage=(11, 13, 19, 21)), 64) == [
+    assert stage_layers(CheckpointLayout("mcore", pp=4, layers_per_stage=(11, 13, 19, 21)), 64) == [
         [range(11)],
         [range(11, 24)],
         [range(24, 43)],
@@ -134,7 +137,7 @@ def test_an_uneven_pipeline():
 
 
 def test_gpt2_is_transposed(tiny, tmp_path):
-    converted(tiny("gpt2"), tmp_path / "core", Layout("mcore", tp=2))
+    converted(tiny("gpt2"), tmp_path / "core", CheckpointLayout("mcore", tp=2))
     hf, rank = weights(tiny("gpt2")), core(tmp_path / "core", single="mp_rank_01")["model"]
     q, k, v = hf["transformer.h.1.attn.c_attn.weight"].T.split(16)
     heads = [torch.cat([x[h * 4 : h * 4 + 4] for x in (q, k, v)]) for h in (2, 3)]
@@ -145,7 +148,7 @@ def test_gpt2_is_transposed(tiny, tmp_path):
 
 def test_fused_families_are_taken_apart_in_the_right_order(tiny, tmp_path):
     for name, qkv in (("phi3", "self_attn.qkv_proj"), ("internlm2", "attention.wqkv")):
-        converted(tiny(name), tmp_path / name, Layout("mcore"))
+        converted(tiny(name), tmp_path / name, CheckpointLayout("mcore"))
         fused = weights(tiny(name))[f"model.layers.0.{qkv}.weight"]
         found = core(tmp_path / name, single="mp_rank_00")["model"]["decoder.layers.0.self_attention.linear_qkv.weight"]
         if name == "phi3":
@@ -156,7 +159,7 @@ def test_fused_families_are_taken_apart_in_the_right_order(tiny, tmp_path):
 
 def test_bloom_keeps_its_order_and_the_norm_of_its_embeddings(tiny, tmp_path):
     hf = weights(tiny("bloom"))
-    converted(tiny("bloom"), tmp_path / "core", Layout("mcore", tp=2, pp=2))
+    converted(tiny("bloom"), tmp_path / "core", CheckpointLayout("mcore", tp=2, pp=2))
     for tp in (0, 1):
         first, last = (core(tmp_path / "core", tp, pp, None)["model"] for pp in (0, 1))
         for kind in ("weight", "bias"):
@@ -171,19 +174,19 @@ def test_bloom_keeps_its_order_and_the_norm_of_its_embeddings(tiny, tmp_path):
     read_as = model.transformer.h[1].self_attention._reshape(
         hf["transformer.h.1.self_attention.query_key_value.weight"].T[None]
     )
-    converted(tiny("bloom"), tmp_path / "one", Layout("mcore"))
+    converted(tiny("bloom"), tmp_path / "one", CheckpointLayout("mcore"))
     whole = core(tmp_path / "one", single="mp_rank_00")["model"]["decoder.layers.1.self_attention.linear_qkv.weight"]
     for place, theirs in enumerate(read_as):  # [1, heads, hidden, head_dim]
         assert torch.equal(theirs[0].transpose(1, 2), whole.view(4, 3, 4, 16)[:, place])
     written = {"model_type": "bloom", "n_embed": 16, "n_layer": 4, "num_attention_heads": 4, "vocab_size": 101}
     assert shape_of(written) == shape_of(read_json(tiny("bloom") / "config.json"))  # as the first ones wrote it
-    converted(tiny("bloom"), tmp_path / "legacy", Layout("legacy"))
+    converted(tiny("bloom"), tmp_path / "legacy", CheckpointLayout("legacy"))
     embeddings = core(tmp_path / "legacy", single="mp_rank_00")["model"]["language_model"]["embedding"]
     assert embeddings["word_embeddings"].keys() == {"weight", "norm.weight", "norm.bias"}
 
 
 def test_a_bias_of_the_head_is_shared_and_padded_like_the_head(tiny, tmp_path):
-    converted(tiny("phimoe-biased"), tmp_path / "core", Layout("mcore", tp=2), vocabulary_multiple=8)
+    converted(tiny("phimoe-biased"), tmp_path / "core", CheckpointLayout("mcore", tp=2), vocabulary_multiple=8)
     bias = weights(tiny("phimoe-biased"))["lm_head.bias"]
     padded = torch.cat([bias, bias[100:].repeat(11)])
     for tp in (0, 1):
@@ -193,7 +196,7 @@ def test_a_bias_of_the_head_is_shared_and_padded_like_the_head(tiny, tmp_path):
 
 
 def test_legacy_names_are_nested(tiny, tmp_path):
-    converted(tiny("qwen2"), tmp_path / "legacy", Layout("legacy", pp=2))
+    converted(tiny("qwen2"), tmp_path / "legacy", CheckpointLayout("legacy", pp=2))
     first, last = (core(tmp_path / "legacy", 0, pp, None)["model"] for pp in (0, 1))
     hf = weights(tiny("qwen2"))
     embedding = hf["model.embed_tokens.weight"]
@@ -213,19 +216,19 @@ def test_legacy_names_are_nested(tiny, tmp_path):
         ({"pp": 3}, "--pp 3 does not divide the layers"),
         ({"pp": 2, "layers_per_stage": (1, 2)}, "whose sum is 4"),
         ({"pp": 2, "layers_per_virtual_stage": 3}, "--vpp"),
-        ({"pp": 2, "layers_per_virtual_stage": 1, "layers_per_stage": (2, 2)}, "exclude each other"),
+        ({"pp": 2, "layers_per_virtual_stage": 1, "layers_per_stage": (2, 2)}, "cannot be combined"),
         ({"ep": 2}, "no experts"),
         ({"noop": (9,)}, "--noop-layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(options, complaint, tiny, tmp_path):
     with pytest.raises(UsageError, match=complaint):
-        converted(tiny("llama"), tmp_path / "core", Layout(**({"format": "mcore"} | options)))
+        converted(tiny("llama"), tmp_path / "core", CheckpointLayout(**({"format": "mcore"} | options)))
     assert not list(tmp_path.iterdir())
 
 
 def test_gaps_and_overlaps_are_noticed():
-    assert fault_in_cover((4, 2), ((0, 2, 0, 2), (2, 4, 0, 2))) == ""
-    assert "4 of 8" in fault_in_cover((4, 2), ((0, 2, 0, 2),))
-    assert "twice" in fault_in_cover((4, 2), ((0, 3, 0, 2), (2, 4, 0, 2)))
-    assert "does not lie" in fault_in_cover((4, 2), ((0, 5, 0, 2),))
+    assert cover_error((4, 2), ((0, 2, 0, 2), (2, 4, 0, 2))) == ""
+    assert "4 of 8" in cover_error((4, 2), ((0, 2, 0, 2),))
+    assert "twice" in cover_error((4, 2), ((0, 3, 0, 2), (2, 4, 0, 2)))
+    assert "is outside" in cover_error((4, 2), ((0, 5, 0, 2),))

@@ -1,4 +1,4 @@
-"""Memory does not grow with what belongs together, and equal bytes are not hashed twice."""
+"""Memory use does not grow with the size of a group of tensors, and equal bytes are not hashed twice."""
 
 import hashlib
 import json
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from posttrain.convert import conversion, stream
-from posttrain.convert.files import Rooms
-from posttrain.convert.megatron import Layout
+from posttrain.convert.files import BufferPool
+from posttrain.convert.megatron import CheckpointLayout
 from tests.unit.convert.models import assert_equal, converted, weights
 
 
-class Watched(Rooms):
-    """Counts what is lent at a time, small buffers too; lends nothing twice."""
+class Watched(BufferPool):
+    """Counts the bytes in use at a time, small buffers included; reuses no buffer."""
 
     most = 0
 
@@ -35,9 +35,9 @@ class Watched(Rooms):
 def test_a_worker_holds_at_most_twice_the_largest_tensor(tp, experts, tiny, tmp_path, monkeypatch):
     """Four experts over two tensor ranks in one matrix each: sources and targets together are far more."""
     monkeypatch.setattr(stream, "SMALL", 0)
-    monkeypatch.setattr(stream, "Rooms", Watched)
-    layout = Layout("mcore", tp=tp, experts=experts)
-    for source, out, target in ((tiny("mixtral"), "core", layout), (tmp_path / "core", "back", Layout())):
+    monkeypatch.setattr(stream, "BufferPool", Watched)
+    layout = CheckpointLayout("mcore", tp=tp, experts=experts)
+    for source, out, target in ((tiny("mixtral"), "core", layout), (tmp_path / "core", "back", CheckpointLayout())):
         Watched.most = 0
         converted(source, tmp_path / out, target, "hf" if out == "core" else "mcore")
         manifest = json.loads((tmp_path / out / "convert.json").read_text())
@@ -57,7 +57,7 @@ def test_bytes_that_do_not_change_are_hashed_once(tiny, tmp_path, monkeypatch):
     fake = type("hashlib", (), {"sha256": staticmethod(counting)})
     monkeypatch.setattr(stream, "hashlib", fake)
     monkeypatch.setattr(conversion, "hashlib", fake)
-    converted(tiny("llama"), tmp_path / "copy", Layout())
+    converted(tiny("llama"), tmp_path / "copy", CheckpointLayout())
     assert sum(hashed) == sum(tensor.nbytes for tensor in weights(tiny("llama")).values())
     manifest = json.loads((tmp_path / "copy/convert.json").read_text())
     for row in manifest["target"]:
@@ -66,11 +66,11 @@ def test_bytes_that_do_not_change_are_hashed_once(tiny, tmp_path, monkeypatch):
 
 
 def test_buffers_are_used_again_and_not_hoarded():
-    rooms = Rooms(limit=5 << 20)
-    first = rooms.take(2 << 20)
+    buffers = BufferPool(limit=5 << 20)
+    first = buffers.take(2 << 20)
     address = first.data_ptr()
-    rooms.give_back(first.view(torch.float32).view(512, -1))
-    assert rooms.take((2 << 20) - 4096).data_ptr() == address
-    for buffer in [rooms.take(2 << 20) for _ in range(4)]:
-        rooms.give_back(buffer)
-    assert sum(buffer.numel() for buffer in rooms.free) <= 5 << 20
+    buffers.give_back(first.view(torch.float32).view(512, -1))
+    assert buffers.take((2 << 20) - 4096).data_ptr() == address
+    for buffer in [buffers.take(2 << 20) for _ in range(4)]:
+        buffers.give_back(buffer)
+    assert sum(buffer.numel() for buffer in buffers.free) <= 5 << 20
