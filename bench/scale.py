@@ -19,7 +19,7 @@ from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ClusterConfig, ModelConfig, UpdateConfig
 from posttrain.core.types import ForwardRequest, Objective, Sample
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
@@ -140,7 +140,7 @@ def move(model: ModelConfig, folder: Path) -> None:
 
 def move_on_the_device() -> None:
     with saved_model(SHAPES["7b"]) as path:
-        options = {"trainable": False, "sampler_copy": True, "layout": Layout(always=True)}
+        options = {"trainable": False, "sampler_copy": True, "layout": ParallelLayout(always=True)}
         learner = Learner(ModelConfig(path=path), UpdateConfig(), **options)
         for _ in range(ROUNDS):
             learner.version += 1  # as a step of the optimizer does

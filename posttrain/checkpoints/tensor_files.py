@@ -37,15 +37,15 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @dataclass(slots=True)
-class Entry:
-    """Tensors to be written, of known names and shapes, that exist only when fetched; all ranks fetch together."""
+class LazyTensors:
+    """Tensors to be written, of known names and shapes, that are gathered by `fetch`; all ranks fetch together."""
 
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
     fetch: Callable[[], dict[str, torch.Tensor]]
 
 
-def save_in_parts(folder: Path, stem: str, entries: Sequence[Entry], rank: int, ranks: int) -> None:
-    """Whole tensors as safetensors with an index, as Hugging Face has it; entry i is written by rank i mod `ranks`.
+def save_sharded(folder: Path, stem: str, entries: Sequence[LazyTensors], rank: int, ranks: int) -> None:
+    """Write full tensors as safetensors files with an index, as Hugging Face does; rank i mod `ranks` writes entry i.
 
     No rank ever holds more than one entry. Rank 0 writes the index.
     """

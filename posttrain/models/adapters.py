@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.types import Head
-from posttrain.parallel.fsdp import gathered, local, part_of
+from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
@@ -176,7 +176,11 @@ def merged(model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Ten
     if rest != "weight":
         return weight
     down, up = (matrix["default"].weight for matrix in (layer.lora_A, layer.lora_B))
-    product = gathered(local(up), up).float() @ gathered(local(down), down).float() * layer.scaling["default"]
+    product = (
+        full_tensor(local_shard(up), up).float()
+        @ full_tensor(local_shard(down), down).float()
+        * layer.scaling["default"]
+    )
     if isinstance(layer.get_base_layer(), Conv1D):
         product = product.T
     return (weight.float() + product).to(weight.dtype)
@@ -188,7 +192,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, write: bool = True) ->
     `write`: of processes that hold a model together, one does; all of them call.
     """
     live = adapter_tensors(model)
-    tensors = {name: gathered(local(tensor), tensor).contiguous() for name, tensor in live.items()}
+    tensors = {name: full_tensor(local_shard(tensor), tensor).contiguous() for name, tensor in live.items()}
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +220,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / WEIGHTS}: {name} is {tuple(tensor.shape)}, the model's is {tuple(live[name].shape)}"
             )
-        local(live[name]).copy_(tensor[part_of(live[name])])
+        local_shard(live[name]).copy_(tensor[shard_slices(live[name])])
 
 
 def attach(model: PreTrainedModel, folder: Path) -> None:

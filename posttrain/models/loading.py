@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from posttrain.checkpoints.checkpoint import resolve_model_folder
-from posttrain.checkpoints.tensor_files import TensorFiles, save_in_parts
+from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.types import Head
@@ -44,7 +44,7 @@ from posttrain.models import adapters
 from posttrain.models.pico import pico_folder
 from posttrain.models.tensors import module_tensors, read_parts, some_of, stored, stored_entries
 from posttrain.nn import attention
-from posttrain.parallel.fsdp import Shards
+from posttrain.parallel.fsdp import ModelShards
 
 AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,7 +193,7 @@ def load_model(
     device: torch.device,
     trainable: bool,
     seed: int,
-    shards: Shards | None = None,
+    shards: ModelShards | None = None,
 ) -> PreTrainedModel:
     """A model ready for packed training, or for inference. `seed` decides what the files do not hold.
 
@@ -447,7 +447,7 @@ def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, shards: Shards | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, shards: ModelShards | None = None
 ) -> None:
     """Write a plain Hugging Face folder; of an adapted model the adapters alone.
 
@@ -459,7 +459,7 @@ def save_model(
         model.save_pretrained(folder)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        save_in_parts(folder, "model", list(stored_entries(model, shards)), shards.rank, shards.size)
+        save_sharded(folder, "model", list(stored_entries(model, shards)), shards.rank, shards.size)
         if shards.rank == 0 and model.can_generate():
             model.generation_config.save_pretrained(folder)
     if shards is not None and shards.rank:

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from posttrain.checkpoints.tensor_files import Entry, TensorFiles
+from posttrain.checkpoints.tensor_files import LazyTensors, TensorFiles
 from posttrain.core.errors import CheckpointError, PosttrainError
 from posttrain.models import adapters
-from posttrain.parallel.fsdp import Shards, gathered, local, part_of
+from posttrain.parallel.fsdp import ModelShards
+from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -31,7 +32,8 @@ def plain_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
     for name, live in module_tensors(model).items():
         if adapters.is_beside(name):
             continue
-        whole = gathered(local(live).to(dtype) if isinstance(live, torch.nn.Parameter) else local(live), live)
+        shard = local_shard(live).to(dtype) if isinstance(live, torch.nn.Parameter) else local_shard(live)
+        whole = full_tensor(shard, live)
         if adapters.is_adapted(model):
             whole, name = adapters.merged(model, name, whole), adapters.plain_name(name)
         yield from stored(model, name, whole).items()
@@ -60,14 +62,14 @@ def write_tensors(model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Ten
         raise PosttrainError(f"weights for {type(model).__name__}: these did not come: {some_of(set(waiting))}")
 
 
-def stored_entries(model: PreTrainedModel, shards: Shards) -> Iterator[Entry]:
+def stored_entries(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTensors]:
     """The tensors of a model that processes hold together, for its files; in the type that it computes in."""
 
-    def entry_of(name: str, live: torch.Tensor) -> Entry:
+    def entry_of(name: str, live: torch.Tensor) -> LazyTensors:
         dtype = shards.dtype if isinstance(live, torch.nn.Parameter) else live.dtype  # buffers stay as they are
         shapes = stored(model, name, torch.empty(live.shape, dtype=dtype, device="meta"))
         kinds = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in shapes.items()}
-        return Entry(kinds, lambda: stored(model, name, gathered(local(live).to(dtype), live)))
+        return LazyTensors(kinds, lambda: stored(model, name, full_tensor(local_shard(live).to(dtype), live)))
 
     for name, live in module_tensors(model).items():
         yield entry_of(name, live)
@@ -95,16 +97,16 @@ def read_parts(model: PreTrainedModel, folder: Path, wanted: set[str] | None = N
         plain = adapters.plain_name(name)
         names = list(stored(model, plain, torch.empty(live.shape, device="meta")))
         known |= set(names)
-        part, (key, *more) = part_of(live), names
+        part, (key, *more) = shard_slices(live), names
         if not more:  # itself, perhaps under another name
             if key in files.places and files.shape(key) != tuple(live.shape):
                 raise CheckpointError(f"{folder}: {key} is {files.shape(key)}, the model's {tuple(live.shape)}")
-            local(live).copy_(files.read(key, part))
+            local_shard(live).copy_(files.read(key, part))
         elif part[0].start < part[0].stop:  # some of the experts
             halves = [names[first : first + live.shape[0]] for first in range(0, len(names), live.shape[0])]
             parts = [files.read(key) for half in halves for key in half[part[0]]]
             some = assembled(model, plain, parts, part[0].stop - part[0].start)
-            local(live).copy_(some[(slice(None), *part[1:])])
+            local_shard(live).copy_(some[(slice(None), *part[1:])])
     if wanted is None and files.places.keys() - known:
         raise CheckpointError(f"{folder}: the model has no place for {some_of(files.places.keys() - known)}")
 

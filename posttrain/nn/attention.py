@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from posttrain.core.types import Batch, Sharing
 from posttrain.nn.kernels.reference import kernels_for
-from posttrain.parallel.context import Context
+from posttrain.parallel.context import ContextGroup
 
 NAME = "posttrain_packed"
 log = logging.getLogger("posttrain")
@@ -69,7 +69,7 @@ class Packing:
     padded: bool = False  # there may be empty samples, and unused keys after those of the last
     groups: list[PaddedGroup] | None = None  # None: the varlen kernel is used
     order: torch.Tensor | None = None  # brings the groups' tokens back into the order of the micro-batch
-    context: Context | None = None  # set where context-parallel ranks divide the tokens
+    context: ContextGroup | None = None  # set where context-parallel ranks divide the tokens
     tokens: int = 0  # total that they divide
 
 
@@ -170,7 +170,7 @@ def packed_attention(
     assert attention_mask is None, "packed attention takes no mask: the packing keeps samples apart"
     if packing.context is None:
         return attend_within_samples(query, key, value, packing, scaling, sliding_window, softcap, s_aux), None
-    sinks, context = packing.context.my_heads(s_aux), packing.context
+    sinks, context = packing.context.local_heads(s_aux), packing.context
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend_within_samples(q, k, v, packing, scaling, sliding_window, softcap, sinks)

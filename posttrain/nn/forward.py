@@ -20,7 +20,7 @@ from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
 from posttrain.nn.layers import PlainHead, Slopes, use_fused_layers
 from posttrain.nn.training_graphs import TrainingGraphs
-from posttrain.parallel.context import Context, Own
+from posttrain.parallel.context import ContextGroup, OwnedPositions
 
 TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device is faster for that
 
@@ -35,7 +35,7 @@ class ModelRunner:
     value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
     plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
-    context: Context | None = None  # where several ranks divide the tokens of a pack
+    context: ContextGroup | None = None  # where several ranks divide the tokens of a pack
 
     @classmethod
     def from_model(cls, model: Any) -> ModelRunner:
@@ -63,7 +63,7 @@ class ModelRunner:
         streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
         if self.context is not None:
             packing.context, packing.tokens = self.context, len(streams[0])
-            streams = [self.context.slice(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
+            streams = [self.context.slice_tokens(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
         if self.context is None:
@@ -139,7 +139,7 @@ def forward(
         sample_of = batch.sample_of
         if runner.context is not None:  # sums over samples, of this rank's tokens
             places = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
-            own = runner.context.own(places, len(hidden))
+            own = runner.context.owned_positions(places, len(hidden))
             count = own.counts[runner.context.rank]
             routers, sample_of = [logits[own.local[:count]] for logits in routers], sample_of[own.mine[:count]]
         elif batch.sharing is not None:  # each sample is balanced as if it were alone
@@ -155,12 +155,12 @@ class Places:
 
     states: torch.Tensor  # [m, H]
     local: torch.Tensor  # [m] where they are in `hidden`
-    context: Context | None
-    own: Own | None
+    context: ContextGroup | None
+    own: OwnedPositions | None
 
     @classmethod
     def of(cls, runner: ModelRunner, hidden: torch.Tensor, places: torch.Tensor) -> Places:
-        own = None if runner.context is None else runner.context.own(places, len(hidden))
+        own = None if runner.context is None else runner.context.owned_positions(places, len(hidden))
         local = places if own is None else own.local
         return cls(hidden[local], local, runner.context, own)
 
@@ -170,7 +170,7 @@ class Places:
 
     def all(self, values: torch.Tensor) -> torch.Tensor:
         """What was computed at these places, and by others at theirs."""
-        return values if self.own is None or self.context is None else self.context.everywhere(values, self.own)
+        return values if self.own is None or self.context is None else self.context.gather_values(values, self.own)
 
 
 def token_logprobs(
@@ -329,7 +329,7 @@ def own_hidden(runner: ModelRunner, batch: Batch) -> list[torch.Tensor]:
     """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
     hidden = runner.run_layers(batch).last_hidden_state[0]
     if runner.context is not None:
-        hidden = runner.context.whole(hidden, len((batch.sharing or batch).tokens))
+        hidden = runner.context.gather_tokens(hidden, len((batch.sharing or batch).tokens))
     if batch.sharing is not None:
         hidden = hidden[batch.sharing.place]
     return [runner.logits(part) if has_language_head(runner.model) else part for part in hidden.split(batch.lengths)]

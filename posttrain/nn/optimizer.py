@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from posttrain.checkpoints.tensor_files import TensorFiles, save_in_parts, save_tensors
+from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded, save_tensors
 from posttrain.config.sections import UpdateConfig
 from posttrain.nn.layers import MASTER
-from posttrain.parallel.fsdp import Shards, local, part_of
+from posttrain.parallel.fsdp import ModelShards
+from posttrain.parallel.shards import local_shard, shard_slices
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
@@ -59,7 +60,7 @@ class Optimizer:
     """Owns everything that changes the weights."""
 
     def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig, shards: Shards | None = None
+        self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig, shards: ModelShards | None = None
     ) -> None:
         assert parameters, "nothing to train"
         self.config = config
@@ -69,7 +70,7 @@ class Optimizer:
         for name, parameter in parameters.items():
             if shards is not None:
                 assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
-                self.masters[name] = local(parameter)
+                self.masters[name] = local_shard(parameter)
             elif parameter.dtype == torch.float32:
                 self.masters[name] = parameter
             else:
@@ -145,11 +146,11 @@ class Optimizer:
         if self.shards is None:
             grads = [master.grad for master in self.masters.values() if master.grad is not None]
             return torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        self.shards.complete(found, self.parameters)
+        found = {name: local_shard(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        self.shards.reduce_replicated(found, self.parameters)
         for name, gradient in found.items():
             self.masters[name].grad = gradient
-        return self.shards.norm(found, self.parameters)
+        return self.shards.gradient_norm(found, self.parameters)
 
     def has_own_master(self, name: str) -> bool:
         """Whether the weights are rounded from a master, and not the master themselves."""
@@ -192,7 +193,7 @@ class Optimizer:
         """Where they are parts of parameters, these may have been moved."""
         if self.shards is not None:
             for name, master in self.masters.items():
-                master.data = local(self.parameters[name])
+                master.data = local_shard(self.parameters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Adam's state and the masters as flat tensors by name."""
@@ -219,8 +220,8 @@ class Optimizer:
         average = {name: (value, self.parameters[name]) for name, value in self.average.items()}
         for stem, parts in (("optimizer", flat), ("ema", average)):
             if parts:
-                entries = [self.shards.entry(name, *part) for name, part in parts.items()]
-                save_in_parts(folder, stem, entries, self.shards.rank, self.shards.size)
+                entries = [self.shards.lazy_tensor(name, *part) for name, part in parts.items()]
+                save_sharded(folder, stem, entries, self.shards.rank, self.shards.size)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -230,7 +231,7 @@ class Optimizer:
             self.scale = LossScale(**json.loads((folder / SCALE_FILE).read_text(encoding="utf-8")))
         self.steps = 0
         for name, master in self.masters.items():
-            part = part_of(self.parameters[name])
+            part = shard_slices(self.parameters[name])
             if self.has_own_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
                 master.copy_(saved.read(f"master/{name}", part))
             state = {
@@ -246,7 +247,7 @@ class Optimizer:
         if self.average:
             saved = TensorFiles(folder, "ema")
             for name, tensor in self.average.items():
-                tensor.copy_(saved.read(name, part_of(self.parameters[name])))
+                tensor.copy_(saved.read(name, shard_slices(self.parameters[name])))
 
 
 def accumulate_into(master: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -1,10 +1,10 @@
-"""Context parallelism: the context ranks of a data rank divide the tokens of each pack among themselves.
+"""Context parallelism: the context ranks of a data rank divide the tokens of each micro-batch among themselves.
 
-All that works token by token (embeddings, norms, maps, heads) sees this rank's slice of the row. Attention needs whole
-samples: before it the ranks exchange tokens for heads, so that each has all tokens of some heads, and after it back
-(DeepSpeed-Ulysses, arXiv:2309.14509). What is computed at a token its owner sends to all, and every rank computes the
-whole loss. On the way back each takes the gradient at the tokens that it owns, so that the sum over ranks, which is
-FSDP's, is the gradient.
+Everything that works token by token (embeddings, norms, linear layers, heads) processes this rank's slice of the
+tokens. Attention needs whole samples: before it the ranks exchange tokens for heads, so that each has all tokens of
+some heads, and after it they exchange back (DeepSpeed-Ulysses, arXiv:2309.14509). A rank sends what it computed at its
+tokens to all ranks, and every rank computes the whole loss. In the backward pass each rank takes the gradient at the
+tokens that it owns, so that FSDP's sum over ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from posttrain.core.errors import UsageError
 
 
 @dataclass(slots=True, eq=False)
-class Own:
-    """Which of some places of a row are this rank's."""
+class OwnedPositions:
+    """Which of n given token positions this rank owns."""
 
-    mine: torch.Tensor  # [m] numbers of the places; where there are none, one behind the last
-    local: torch.Tensor  # [m] where these are in this rank's slice
-    counts: list[int]  # places of each rank
-    order: torch.Tensor  # [places] brings the ranks' places, one rank after the other, into the order of the row
+    mine: torch.Tensor  # [m] indices into the given positions; if it owns none, the single index n
+    local: torch.Tensor  # [m] the same positions as indices into this rank's slice
+    counts: list[int]  # number of positions that each rank owns
+    order: torch.Tensor  # [n] brings the ranks' values, concatenated by rank, into the order of the given positions
 
 
 @dataclass(slots=True, eq=False)
-class Context:
-    """The ranks that divide packs, and this one's part in it."""
+class ContextGroup:
+    """The ranks that divide the tokens of a micro-batch, and this rank's number among them."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Context:
+    def from_group(cls, group: dist.ProcessGroup) -> ContextGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def check(self, config: Any, tensor_parallel: int) -> None:
-        """UsageError where there are no heads for all ranks, or where a slice does not tell how to rotate it."""
+        """UsageError if the ranks cannot divide the heads, or if rotary angles depend on tokens of other ranks."""
         ropes = getattr(config, "rope_parameters", None) or {}
         kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
         if kinds & {"dynamic", "longrope"}:
@@ -62,41 +62,41 @@ class Context:
                 "cp=1 for its role."
             )
 
-    # A row of tokens
+    # Slices of the tokens
 
-    def slice(self, row: torch.Tensor, tokens: int, whole: int) -> torch.Tensor:
-        """This rank's part of a row of so many tokens, which may already be padded to a multiple of `whole`.
+    def slice_tokens(self, stream: torch.Tensor, tokens: int, multiple_of: int) -> torch.Tensor:
+        """This rank's slice of a stream of `tokens` tokens, which may already be padded to a multiple of `multiple_of`.
 
-        The width follows from the number of tokens alone: a student and its teacher cut at the same places.
+        The slice's width follows from the number of tokens alone: a student and its teacher are sliced alike.
         """
-        width = -(-tokens // whole) * whole
+        width = -(-tokens // multiple_of) * multiple_of
         width = -(-width // self.size)
-        return F.pad(row, (0, width * self.size - len(row)))[self.rank * width : (self.rank + 1) * width]
+        return F.pad(stream, (0, width * self.size - len(stream)))[self.rank * width : (self.rank + 1) * width]
 
-    def whole(self, part: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[width, ...] of each rank -> [T, ...] on all."""
-        own = self.own(torch.arange(tokens, device=part.device), len(part))
-        return self.everywhere(part[own.local], own)
+    def gather_tokens(self, part: torch.Tensor, tokens: int) -> torch.Tensor:
+        """[width, ...] of each rank -> [T, ...] on all ranks."""
+        owned = self.owned_positions(torch.arange(tokens, device=part.device), len(part))
+        return self.gather_values(part[owned.local], owned)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Of all ranks, on all."""
-        return Summed.apply(part, self)
+        """The sum over all ranks, on every rank."""
+        return SumOverRanks.apply(part, self)
 
-    # What is computed at some places
+    # Values at given positions
 
-    def own(self, places: torch.Tensor, width: int) -> Own:
-        """`places` [n] of a row whose slices have so many tokens."""
-        owner = places // width
+    def owned_positions(self, positions: torch.Tensor, width: int) -> OwnedPositions:
+        """Which of the `positions` [n] this rank owns; `width` is the number of tokens in a slice."""
+        owner = positions // width
         mine = (owner == self.rank).nonzero()[:, 0]
         counts = torch.bincount(owner, minlength=self.size).tolist()
-        if not len(mine):  # something is computed nevertheless, so that all ranks do the same
-            mine = torch.full((1,), len(places), device=places.device)
-        local = (F.pad(places, (0, 1))[mine] - self.rank * width).clamp(0, width - 1)
-        return Own(mine, local, counts, owner.argsort(stable=True).argsort())
+        if not len(mine):  # compute at one dummy position, so that all ranks run the same operations
+            mine = torch.full((1,), len(positions), device=positions.device)
+        local = (F.pad(positions, (0, 1))[mine] - self.rank * width).clamp(0, width - 1)
+        return OwnedPositions(mine, local, counts, owner.argsort(stable=True).argsort())
 
-    def everywhere(self, values: torch.Tensor, own: Own) -> torch.Tensor:
-        """[m, ...] at this rank's places -> [places, ...] on all ranks."""
-        return Sent.apply(values[: own.counts[self.rank]], own, self)
+    def gather_values(self, values: torch.Tensor, owned: OwnedPositions) -> torch.Tensor:
+        """[m, ...] at the positions that this rank owns -> [n, ...] at all of them, on all ranks."""
+        return GatherValues.apply(values[: owned.counts[self.rank]], owned, self)
 
     # Attention
 
@@ -108,7 +108,7 @@ class Context:
         value: torch.Tensor,
         tokens: int,
     ) -> torch.Tensor:
-        """By heads: [1, heads, width, d] -> [1, width, heads, d_value]; `attend` gets all tokens of some heads."""
+        """[1, heads, width, d] -> [1, width, heads, d_value]; `attend` gets all tokens of this rank's heads."""
         repeats = max(1, self.size // key.shape[1])
         if repeats > 1:
             key, value = (stream.repeat_interleave(repeats, 1) for stream in (key, value))
@@ -119,62 +119,62 @@ class Context:
     def to_heads(self, stream: torch.Tensor) -> torch.Tensor:
         """[1, heads, width, d] -> [1, heads / size, width * size, d]."""
         _, heads, width, depth = stream.shape
-        found = Exchanged.apply(stream.reshape(self.size, heads // self.size, width, depth), self)
+        found = AllToAll.apply(stream.reshape(self.size, heads // self.size, width, depth), self)
         return found.transpose(0, 1).reshape(1, heads // self.size, self.size * width, depth)
 
     def to_tokens(self, stream: torch.Tensor) -> torch.Tensor:
         """[1, width * size, heads / size, d] -> [1, width, heads, d]."""
         _, tokens, heads, depth = stream.shape
-        found = Exchanged.apply(stream.reshape(self.size, tokens // self.size, heads, depth), self)
+        found = AllToAll.apply(stream.reshape(self.size, tokens // self.size, heads, depth), self)
         return found.transpose(0, 1).reshape(1, tokens // self.size, self.size * heads, depth)
 
-    def my_heads(self, stream: torch.Tensor | None) -> torch.Tensor | None:
-        """Of something that each head has one of."""
+    def local_heads(self, stream: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a tensor with one entry per head."""
         return None if stream is None else stream.chunk(self.size)[self.rank]
 
 
-class Exchanged(torch.autograd.Function):
-    """[size, ...]: part i goes to rank i, and what comes from rank i is part i of the result."""
+class AllToAll(torch.autograd.Function):
+    """[size, ...]: part i is sent to rank i, and part i of the result is received from rank i."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, context: Context) -> torch.Tensor:
-        ctx.context = context
+    def forward(ctx: Any, parts: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.group = group
         found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(found, parts.contiguous(), group=context.group)
+        dist.all_to_all_single(found, parts.contiguous(), group=group.group)
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return Exchanged.apply(gradients[0], ctx.context), None
+        return AllToAll.apply(gradients[0], ctx.group), None
 
 
-class Sent(torch.autograd.Function):
-    """What each rank computed at its places, on all ranks. A rank's gradient is that of its own copy, at its places."""
+class GatherValues(torch.autograd.Function):
+    """All-gathers the values at owned positions. A rank's gradient is that of its own copy, at its own positions."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, own: Own, context: Context) -> torch.Tensor:
-        ctx.own, ctx.count = own, own.counts[context.rank]
-        most = max(1, *own.counts)
+    def forward(ctx: Any, values: torch.Tensor, owned: OwnedPositions, group: ContextGroup) -> torch.Tensor:
+        ctx.owned, ctx.count = owned, owned.counts[group.rank]
+        most = max(1, *owned.counts)
         padded = values.new_zeros(most, *values.shape[1:])
         padded[: len(values)] = values
-        found = values.new_empty(context.size * most, *values.shape[1:])
+        found = values.new_empty(group.size * most, *values.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
-        gather(found, padded, group=context.group)
-        parts = [part[:count] for part, count in zip(found.split(most), own.counts, strict=True)]
-        return torch.cat(parts)[own.order]
+        gather(found, padded, group=group.group)
+        parts = [part[:count] for part, count in zip(found.split(most), owned.counts, strict=True)]
+        return torch.cat(parts)[owned.order]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0][ctx.own.mine[: ctx.count]], None, None
+        return gradients[0][ctx.owned.mine[: ctx.count]], None, None
 
 
-class Summed(torch.autograd.Function):
-    """The sum of all ranks' numbers, each of which has the sum's gradient: every rank computes the whole loss."""
+class SumOverRanks(torch.autograd.Function):
+    """All-reduces a sum. Each rank's term gets the gradient of the sum: every rank computes the whole loss."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, group: ContextGroup) -> torch.Tensor:
         total = part.clone()
-        dist.all_reduce(total, group=context.group)
+        dist.all_reduce(total, group=group.group)
         return total
 
     @staticmethod
@@ -182,4 +182,4 @@ class Summed(torch.autograd.Function):
         return gradients[0], None
 
 
-__all__ = ["Context", "Own"]
+__all__ = ["ContextGroup", "OwnedPositions"]

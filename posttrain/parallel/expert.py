@@ -1,8 +1,8 @@
-"""Expert parallelism: each data rank keeps some experts of every layer, and tokens travel to them.
+"""Expert parallelism: each data rank holds some experts of every layer, and tokens are sent to them.
 
 FSDP would gather all experts of a layer on every rank, most of which few tokens use. Here each rank holds whole experts
 (a part of dimension 0 of the 3D weights that all families have in transformers), sends every token to the ranks of its
-experts and gets the results back. An expert sees the tokens of all ranks, so its gradient is whole.
+experts and receives the results. An expert processes the tokens of all ranks, so its gradient is complete.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from posttrain.core.errors import UsageError
 
 
 def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that hold all experts of a layer, by name."""
+    """The modules that hold all experts of a layer, with their names."""
     for name, module in model.named_modules():
         count = getattr(module, "num_experts", None)
         weights = list(module.parameters(recurse=False))
         stacked = bool(weights) and all(weight.ndim >= 2 and len(weight) == count for weight in weights)
-        if stacked and hasattr(module, "down_proj"):  # which a router has not
+        if stacked and hasattr(module, "down_proj"):  # a router has none
             yield name, module
 
 
-def keep_own(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Any]:
-    """Leave this rank its experts; the modules that hold them. They compute in `dtype` from now on."""
+def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """Keep only this rank's experts, which compute in `dtype` from then on; returns the modules that hold them."""
     found: dict[str, Any] = dict(experts_of(model))
     if not found:
         raise UsageError(f"cluster.layout: ep={mesh.size()}, but {type(model).__name__} has no experts to divide")
@@ -52,61 +52,61 @@ def keep_own(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dty
             )
             setattr(module, name, torch.nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.num_experts //= mesh.size()
-        module.forward = partial(run, module, Exchange(mesh.get_group(), dtype), module.forward)
+        module.forward = partial(run_experts, module, ExpertExchange(mesh.get_group(), dtype), module.forward)
     return list(found.values())
 
 
-class Exchange:
-    """Rows that travel between the ranks that hold experts."""
+class ExpertExchange:
+    """The process group whose ranks send tokens to each other's experts."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
         self.size = dist.get_world_size(group)
-        self.arrived = False  # whether the module's own code is at work, on rows that have travelled
+        self.exchanged = False  # whether the module's own code is running, on tokens that were already exchanged
 
     def counts(self, sent: torch.Tensor) -> list[int]:
-        """How many rows each rank sends here, of how many are sent to each."""
+        """The number of rows that each rank sends here, from the number `sent` to each."""
         coming = torch.empty_like(sent)
         dist.all_to_all_single(coming, sent, group=self.group)
         return coming.tolist()
 
 
-def run(
+def run_experts(
     module: Any,
-    exchange: Exchange,
+    exchange: ExpertExchange,
     stock: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What the experts make of [T, H]: tokens go to the ranks of their experts, and come back."""
-    if exchange.arrived:
+    """The experts' output for [T, H]: tokens are sent to the ranks of their experts, and the results back."""
+    if exchange.exchanged:
         return stock(hidden_states, top_k_index, top_k_weights)
     tokens, choices = top_k_index.shape
     expert = top_k_index.reshape(-1)
     order = expert.argsort(stable=True)  # by expert, and so by rank
     going = torch.bincount(expert // module.num_experts, minlength=exchange.size)
     sent, coming = going.tolist(), exchange.counts(going)
-    rows = Travelled.apply(hidden_states[order // choices], sent, coming, exchange.group)
-    ids = Travelled.apply((expert % module.num_experts)[order], sent, coming, exchange.group)
+    rows = AllToAllRows.apply(hidden_states[order // choices], sent, coming, exchange.group)
+    ids = AllToAllRows.apply((expert % module.num_experts)[order], sent, coming, exchange.group)
     own = {
         name: weight.to_local(grad_placements=[Shard(0)]).to(exchange.dtype)
         for name, weight in module.named_parameters(recurse=False)
     }
-    exchange.arrived = True
+    exchange.exchanged = True
     try:
         ones = torch.ones_like(ids, dtype=top_k_weights.dtype)[:, None]
-        made = torch.func.functional_call(module, own, (rows, ids[:, None], ones))
+        output = torch.func.functional_call(module, own, (rows, ids[:, None], ones))
     finally:
-        exchange.arrived = False
-    back = Travelled.apply(made, coming, sent, exchange.group)
+        exchange.exchanged = False
+    back = AllToAllRows.apply(output, coming, sent, exchange.group)
     unsorted = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     each = back[unsorted].view(tokens, choices, -1) * top_k_weights.reshape(tokens, choices, 1)
     return each.sum(1).to(hidden_states.dtype)
 
 
-class Travelled(torch.autograd.Function):
-    """Rows, `sent[i]` of which go to rank i; those that come from there, `coming[i]` from rank i."""
+class AllToAllRows(torch.autograd.Function):
+    """Sends `sent[i]` rows to rank i and returns the rows received, `coming[i]` from rank i."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class Travelled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return Travelled.apply(gradients[0], *ctx.how), None, None, None
+        return AllToAllRows.apply(gradients[0], *ctx.how), None, None, None
 
 
-__all__ = ["experts_of", "keep_own"]
+__all__ = ["experts_of", "shard_experts"]

@@ -43,7 +43,9 @@ from posttrain.models.tensors import module_tensors, plain_tensors, write_tensor
 from posttrain.nn import training_graphs
 from posttrain.nn.forward import LossGradients, ModelRunner, check_router, forward, verify_against_stock
 from posttrain.nn.optimizer import Optimizer
-from posttrain.parallel.fsdp import Layout, Shards, filled, gathered, local, part_of, skeleton_of, touch
+from posttrain.parallel.fsdp import ModelShards, anchor_outputs, materialize, meta_copy
+from posttrain.parallel.layouts import ParallelLayout
+from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
@@ -74,7 +76,7 @@ class Learner:
         sampler_copy: bool = False,
         engine: Sequence[str] = ("local",),
         seed: int = 0,
-        layout: Layout | None = Layout(),  # noqa: B008  frozen
+        layout: ParallelLayout | None = ParallelLayout(),  # noqa: B008  frozen
     ) -> None:
         """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own.
 
@@ -84,7 +86,7 @@ class Learner:
         self.device = default_device()
         self.dtype = compute_dtype(model, self.device)
         self.update = update
-        self.shards = Shards.among(layout, self.device, self.dtype) if layout and layout.applies() else None
+        self.shards = ModelShards.create(layout, self.device, self.dtype) if layout and layout.is_sharded() else None
         self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed, shards=self.shards)
         self.tokenizer = load_tokenizer(model)
         if template:  # saved with the model, so that it is asked, and stops, as it was trained
@@ -100,8 +102,8 @@ class Learner:
         valued = new_value_head(self.model, seed) if value_head else None
         self.copies: dict[str, Copy] = {}  # to generate with, where this process holds a part of the model only
         if self.shards is not None:
-            self.skeleton = skeleton_of(self.model) if head == "token" else None
-            self.shards.cut(self.model, [taught, None if valued is None else valued.float()])
+            self.skeleton = meta_copy(self.model) if head == "token" else None
+            self.shards.shard(self.model, [taught, None if valued is None else valued.float()])
         self.runner = self.proven(self.model)
         self.teacher: ModelRunner | None = None
         if taught is not None:
@@ -188,7 +190,7 @@ class Learner:
             slopes = LossGradients(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
         out = forward(self.runner, pack, objective.request, self.teacher, slopes)
         if batch is None:
-            return touch(torch.zeros((), device=self.device), out)
+            return anchor_outputs(torch.zeros((), device=self.device), out)
         loss = objective.loss(out, batch)
         scaled = loss.total / (denominator / scale)
         if out.router_loss is not None:
@@ -196,7 +198,7 @@ class Learner:
             totals.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
         totals.add("loss", loss.total)
         totals.add_all(loss.metrics)
-        return scaled if self.shards is None else touch(scaled, out)
+        return scaled if self.shards is None else anchor_outputs(scaled, out)
 
     def step(self, learning_rate: float) -> dict[str, float]:
         """Apply and forget the gradients; see Optimizer.step."""
@@ -297,13 +299,13 @@ class Learner:
         """A whole copy of the model with the weights of now; all processes that hold it call together."""
         assert self.shards is not None and self.skeleton is not None, "a model with a score head does not generate"
         if name not in self.copies:
-            model = filled(self.skeleton, self.device, self.shards.dtype)
+            model = materialize(self.skeleton, self.device, self.shards.dtype)
             self.copies[name] = Copy(ModelRunner.from_model(model), -1)
         mine = self.copies[name]
         if mine.version != self.version:
             theirs = module_tensors(mine.runner.model)
             for key, live in module_tensors(self.model).items():
-                theirs[key].copy_(gathered(local(live).to(theirs[key].dtype), live))
+                theirs[key].copy_(full_tensor(local_shard(live).to(theirs[key].dtype), live))
             mine.version = self.version
         return mine.runner
 
@@ -384,16 +386,16 @@ class Learner:
 
     def inside(self, function: Callable[..., T], *args: Any) -> T:
         """Call it where the parameters are whole."""
-        return function(*args) if self.shards is None else self.shards.inside(function, *args)
+        return function(*args) if self.shards is None else self.shards.with_full_parameters(function, *args)
 
     def let_go(self) -> None:
         """After passes that only looked: whole parameters are not kept."""
         if self.shards is not None:
-            self.shards.let_go()
+            self.shards.reshard()
 
     def paced(self, packs: Sequence[T]) -> Iterator[T | None]:
         """The packs, then None for each pass that others make and this process has nothing for."""
-        return iter(packs) if self.shards is None else self.shards.paced(packs)
+        return iter(packs) if self.shards is None else self.shards.in_lockstep(packs)
 
     def company(self) -> Batch:
         """A pack that stands for none."""
@@ -417,7 +419,7 @@ class Learner:
         save_model(self.model, self.tokenizer, folder / "model", self.shards)
         self.optimizer.save(folder)
         if self.runner.value_head is not None:
-            weight = gathered(local(self.runner.value_head.weight), self.runner.value_head.weight)
+            weight = full_tensor(local_shard(self.runner.value_head.weight), self.runner.value_head.weight)
             if self.shards is None or self.shards.rank == 0:
                 save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
@@ -427,7 +429,7 @@ class Learner:
         load_weights(self.model, folder / "model")
         if self.runner.value_head is not None:
             weight = self.runner.value_head.weight
-            local(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][part_of(weight)])
+            local_shard(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][shard_slices(weight)])
         self.optimizer.load(folder)
         self.version += 1
 

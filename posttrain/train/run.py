@@ -27,7 +27,7 @@ from posttrain.core.files import read_json, write_json
 from posttrain.core.types import Objective, Prompt, Sample
 from posttrain.data.dataset import Dataset, Encoder, ExampleStream, load_dataset, split_examples
 from posttrain.models.loading import is_adapter, load_tokenizer, read_config, resolve_path, vocabulary_size
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
@@ -177,7 +177,7 @@ class Run:
         """A model on the devices of its role."""
         cluster, update = self.config.cluster, self.config.update
         found = cluster.of(role)
-        layout = Layout(
+        layout = ParallelLayout(
             found.tensor_parallel,
             found.zero,
             frozenset(cluster.offload),
@@ -188,7 +188,7 @@ class Run:
         self.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
         with self.log.phase("load"):
             workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
-        return LearnerGroup(workers, layout.alike)
+        return LearnerGroup(workers, layout.ranks_per_sample)
 
     def objective(self) -> Objective:
         request = replace(self.algo.forward_request(self.token_id), router_loss=self.config.model.router_loss)

@@ -16,8 +16,8 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference
-from posttrain.parallel.context import Context
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.context import ContextGroup
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.worlds import once, run_world
 from tests.tiny import tiny_folder
@@ -37,7 +37,7 @@ def samples(case: str) -> list[Sample]:
     return made
 
 
-def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
+def outcome(case: str, folder: str, layout: ParallelLayout) -> dict[str, Any]:
     """Log-probabilities, loss and norm of two steps."""
     learner = Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=150), layout=layout)
     if case == "ragged kernel":
@@ -55,11 +55,11 @@ def outcome(case: str, folder: str, layout: Layout) -> dict[str, Any]:
 
 
 def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
-    layout = Layout(context_parallel=2)
+    layout = ParallelLayout(context_parallel=2)
     found: dict[str, Any] = {}
     for name, family, ranks in (("heads", "odd", 2), ("processes", "llama", 3), ("rope", "rope", 2)):
         try:
-            wrong = Layout(context_parallel=ranks)
+            wrong = ParallelLayout(context_parallel=ranks)
             Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=wrong)
         except UsageError as error:
             found[name] = str(error)
@@ -67,7 +67,7 @@ def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     return found | {case: outcome(case, folders["llama"], layout) for case in CASES}
 
 
-def scores(folder: str, layout: Layout) -> list[float]:
+def scores(folder: str, layout: ParallelLayout) -> list[float]:
     """Of samples without any token that counts, as reward models are asked."""
     learner = Learner(ModelConfig(path=folder), UpdateConfig(), head="score", trainable=False, layout=layout)
     return learner.scores(samples("nothing counts"))
@@ -88,7 +88,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "ragged kernel"])
 def test_two_ranks_find_what_one_does(made, case):
-    alone = outcome(case, made["folders"]["llama"], Layout())
+    alone = outcome(case, made["folders"]["llama"], ParallelLayout())
     for answer in made["answers"]:
         np.testing.assert_allclose(answer[case]["logprobs"], alone["logprobs"], atol=1e-5)
         np.testing.assert_allclose(answer[case]["steps"], alone["steps"], rtol=1e-5)
@@ -109,7 +109,7 @@ def test_what_cannot_be_divided_is_said(made):
 
 
 def test_reward_models_score_whole_samples(made):
-    alone = scores(made["folders"]["llama"], Layout())
+    alone = scores(made["folders"]["llama"], ParallelLayout())
     assert len(set(alone)) == len(alone)
     assert [answer["scores"] for answer in made["answers"]] == [pytest.approx(alone, abs=1e-5)] * 2
 
@@ -118,6 +118,6 @@ def test_rows_are_cut_at_the_same_places_whatever_they_are_padded_to():
     """A teacher whose kernel wants another padding must see the student's tokens."""
     row = torch.arange(1, 301)
     for rank in range(3):
-        context = Context(None, rank, 3)
-        plain, padded = (context.slice(torch.nn.functional.pad(row, (0, n)), 300, 256) for n in (0, 212))
+        context = ContextGroup(None, rank, 3)
+        plain, padded = (context.slice_tokens(torch.nn.functional.pad(row, (0, n)), 300, 256) for n in (0, 212))
         assert torch.equal(plain, padded) and len(plain) == 171

@@ -17,7 +17,7 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import count
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.test_split import algorithm, prepared
 from tests.invariance.worlds import once, run_world
@@ -32,17 +32,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BY_FOUR = ("tied", "experts")
 SPLIT = ("tied", "value head", "adapters", "half precision")  # those that tensor parallelism knows
-DIVIDED = {case: Layout(tensor_parallel=2) for case in SPLIT} | {"experts": Layout(expert_parallel=2)}
+DIVIDED = {case: ParallelLayout(tensor_parallel=2) for case in SPLIT} | {"experts": ParallelLayout(expert_parallel=2)}
 
 
 class Trained:
     """A learner and what it learns from."""
 
-    def __init__(self, case: str, folders: dict[str, str], layout: Layout | None = None) -> None:
+    def __init__(self, case: str, folders: dict[str, str], layout: ParallelLayout | None = None) -> None:
         chosen = dict(CASES[case])
         settings = RolloutSettings(max_completion_tokens=30)
         self.algo: Any = algorithm(chosen.pop("verb", "sft"), settings, **chosen.pop("algo", {}))
-        layout = layout or Layout()
+        layout = layout or ParallelLayout()
         self.model = ModelConfig(path=folders[chosen.pop("family")], **chosen)
         update = UpdateConfig(tokens_per_device=60, ema_decay=0.9)
         self.learner = Learner(self.model, update, value_head="values" in self.algo.outputs(), layout=layout)
@@ -143,7 +143,7 @@ def looks(folders: dict[str, str]) -> dict[str, Any]:
 def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
     """From a model in parts into a whole one."""
     found: dict[str, Any] = {}
-    for case, layout in (("tied", DIVIDED["tied"]), ("adapters", Layout()), ("experts", DIVIDED["experts"])):
+    for case, layout in (("tied", DIVIDED["tied"]), ("adapters", ParallelLayout()), ("experts", DIVIDED["experts"])):
         source = Trained(case, folders, layout)
         source.learn(2, 0.05)
         plain = ModelConfig(path=source.model.path)
@@ -183,12 +183,12 @@ def sampler(folders: dict[str, str]) -> dict[str, Any]:
 
 def refusals(folders: dict[str, str]) -> dict[str, Any]:
     found = {}
-    heads, experts = Layout(tensor_parallel=2), Layout(expert_parallel=2)
+    heads, experts = ParallelLayout(tensor_parallel=2), ParallelLayout(expert_parallel=2)
     for name, family, layout, rank in (
         ("family", "gpt2", heads, 0),
         ("heads", "one head", heads, 0),
         ("no experts", "llama", experts, 0),
-        ("three", "mixtral", Layout(expert_parallel=3), 0),
+        ("three", "mixtral", ParallelLayout(expert_parallel=3), 0),
         ("odd experts", "odd experts", experts, 0),
         ("adapters", "mixtral", experts, 4),
     ):
@@ -204,7 +204,7 @@ def four(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
     for case in BY_FOUR:
         for name, tensor in (("four", 1), ("two by two", 2)):
             if tensor == 1 or case in SPLIT:
-                trained = Trained(case, folders, Layout(tensor_parallel=tensor))
+                trained = Trained(case, folders, ParallelLayout(tensor_parallel=tensor))
                 trained.learner.load(saved_by(case, "two", place))
                 found[f"{case}: {name}"] = trained.learn(2)
     return found
@@ -250,7 +250,7 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     if case in BY_FOUR:
         results["four"] = together(found["4"], f"{case}: four")
     if case in DIVIDED:
-        results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].alike)
+        results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].ranks_per_sample)
         if not rough:
             assert found["2"][0][f"{case}: answers of the divided"] == found["2"][0][f"{case}: answers"]
     if case in BY_FOUR and case in SPLIT:

@@ -15,7 +15,7 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.types import ForwardRequest, Objective, count
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference as plain_steps
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.test_split import algorithm, prepared
 from tests.invariance.worlds import once, run_world
@@ -92,7 +92,7 @@ def tried(case: Case, layout: str) -> bool:
     return able and (case.everywhere or size == 2)
 
 
-def train(case: Case, folder: str, layout: Layout, rank: int = 0, ranks: int = 1) -> list[list[float]]:
+def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks: int = 1) -> list[list[float]]:
     """Sum of losses and norm of gradients of each step, of the part of a data rank."""
     teacher = ModelConfig(path=folder.replace(case.family, "llama")) if case.verb == "distill" else None
     taught = {"teacher": teacher.path} if teacher else {}
@@ -127,8 +127,8 @@ def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str,
         for case_name, case in CASES.items():
             if tried(case, name):
                 offload = frozenset({"parameters"} if case.offload else ())
-                layout = Layout(zero=case.zero, offload=offload, **options)
-                place = rank // layout.alike, dist.get_world_size() // layout.alike
+                layout = ParallelLayout(zero=case.zero, offload=offload, **options)
+                place = rank // layout.ranks_per_sample, dist.get_world_size() // layout.ranks_per_sample
                 found[f"{name}: {case_name}"] = train(case, folders[case.family], layout, *place)
     return found
 
@@ -155,15 +155,15 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_do_not_matter(made, name):
     case = CASES[name]
-    alone = train(case, made["folders"][case.family], Layout())
+    alone = train(case, made["folders"][case.family], ParallelLayout())
     assert len({round(norm, 9) for _, norm in alone}) == case.steps + 1  # it learns
     for layout, ranks in made["answers"].items():
         if not tried(case, layout):
             continue
         answers = [answer[f"{layout}: {name}"] for answer in ranks]
         size, options = LAYOUTS[layout]
-        alike = Layout(**options).alike
+        ranks_per_sample = ParallelLayout(**options).ranks_per_sample
         for step, (loss, norm) in enumerate(alone):
-            together = sum(answer[step][0] for answer in answers[::alike])
+            together = sum(answer[step][0] for answer in answers[::ranks_per_sample])
             assert together == pytest.approx(loss, rel=1e-5, abs=1e-5), (layout, step)
             assert [answer[step][1] for answer in answers] == [pytest.approx(norm, rel=1e-5)] * size, (layout, step)

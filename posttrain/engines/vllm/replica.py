@@ -15,7 +15,7 @@ from posttrain.engines.vllm import engine as vllm
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe
 from posttrain.models import adapters
 from posttrain.models.loading import is_adapter, resolve_path
-from posttrain.parallel.fsdp import gathered, local
+from posttrain.parallel.shards import full_tensor, local_shard
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Looks = Callable[[Sequence[Sample]], list[Floats]]
@@ -90,4 +90,4 @@ def base_folder(model: PreTrainedModel) -> str:
 def whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
     """Tensors that several processes share are put together; all of them must ask."""
     for name, tensor in weights:
-        yield name, gathered(local(tensor), tensor)
+        yield name, full_tensor(local_shard(tensor), tensor)

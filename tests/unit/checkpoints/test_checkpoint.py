@@ -29,10 +29,10 @@ from posttrain.checkpoints.checkpoint import (
     write_checkpoint,
 )
 from posttrain.checkpoints.tensor_files import (
-    Entry,
+    LazyTensors,
     TensorFiles,
     load_tensors,
-    save_in_parts,
+    save_sharded,
     save_tensors,
 )
 from posttrain.core.errors import CheckpointError
@@ -398,9 +398,9 @@ def test_tensors_of_many_are_files_that_anybody_reads(tmp_path, ranks):
         fetched.append(name)
         return {name: tensors[name]}
 
-    entries = [Entry({n: (tuple(t.shape), t.dtype)}, partial(fetch, n)) for n, t in tensors.items()]
+    entries = [LazyTensors({n: (tuple(t.shape), t.dtype)}, partial(fetch, n)) for n, t in tensors.items()]
     for rank in range(ranks):
-        save_in_parts(tmp_path, "x", entries, rank, ranks)
+        save_sharded(tmp_path, "x", entries, rank, ranks)
     assert fetched == list(tensors) * ranks  # all ranks take part in gathering each
     assert len(list(tmp_path.glob("x-*.safetensors"))) == min(ranks, len(tensors))
     found = {name: tensor for file in tmp_path.glob("x-*") for name, tensor in load_tensors(file).items()}

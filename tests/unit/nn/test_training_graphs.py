@@ -16,7 +16,7 @@ from posttrain.nn import layers, training_graphs
 from posttrain.nn.forward import ModelRunner
 from posttrain.nn.kernels import reference
 from posttrain.nn.training_graphs import GraphShape, TrainingGraphs
-from posttrain.parallel.fsdp import Layout
+from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 from tests.unit.nn.test_layers import model_of
@@ -249,7 +249,9 @@ def test_a_run_that_lends_memory_has_no_graphs(tmp_path, monkeypatch):
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
     assert Learner(config, UpdateConfig()).runner.graphs is not None
     assert Learner(config, UpdateConfig(), trainable=False).runner.graphs is None
-    assert Learner(config, UpdateConfig(), layout=Layout(offload=frozenset({"optimizer"}))).runner.graphs is None
+    assert (
+        Learner(config, UpdateConfig(), layout=ParallelLayout(offload=frozenset({"optimizer"}))).runner.graphs is None
+    )
 
 
 @pytest.mark.gpu

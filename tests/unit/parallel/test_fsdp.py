@@ -9,7 +9,9 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Outputs, Sample, count
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.parallel.fsdp import Layout, chunk, part_of, touch
+from posttrain.parallel.fsdp import anchor_outputs
+from posttrain.parallel.layouts import ParallelLayout
+from posttrain.parallel.shards import chunk_bounds, shard_slices
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
@@ -18,25 +20,28 @@ from tests.tiny import tiny_folder
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_parts_are_those_of_torch(size, parts):
     numbers = torch.arange(size)
-    cut = [numbers[slice(*chunk((0, size), parts, index))].tolist() for index in range(parts)]
+    cut = [numbers[slice(*chunk_bounds((0, size), parts, index))].tolist() for index in range(parts)]
     assert cut == [part.tolist() for part in numbers.chunk(parts)] + [[]] * (parts - len(numbers.chunk(parts)))
-    assert part_of(torch.empty(size, 3)) == (slice(0, size), slice(0, 3))  # nobody else has a part
+    assert shard_slices(torch.empty(size, 3)) == (slice(0, size), slice(0, 3))  # nobody else has a part
 
 
 def test_layouts_that_are_none():
     with pytest.raises(UsageError, match="zero is 1; it must be 2 or 3"):
-        Layout(zero=1)
+        ParallelLayout(zero=1)
     with pytest.raises(UsageError, match="tp is 0; it must be at least 1"):
-        Layout(tensor_parallel=0)
-    assert not Layout().applies() and Layout(always=True).applies()
-    assert Layout(offload=frozenset({"parameters"})).applies() and not Layout(offload=frozenset({"critic"})).applies()
+        ParallelLayout(tensor_parallel=0)
+    assert not ParallelLayout().is_sharded() and ParallelLayout(always=True).is_sharded()
+    assert (
+        ParallelLayout(offload=frozenset({"parameters"})).is_sharded()
+        and not ParallelLayout(offload=frozenset({"critic"})).is_sharded()
+    )
 
 
 def test_a_touched_loss_is_the_same_and_gives_every_output_a_gradient():
     """Also where an output is not a number: nothing of it may get into the loss or the gradients."""
     used, unused = torch.ones(3, requires_grad=True), torch.full((2,), torch.nan, requires_grad=True)
     out = Outputs(logprobs=used * 2, scores=unused * 3, entropy=torch.ones(3))
-    total = touch(out.logprobs.sum(), out)
+    total = anchor_outputs(out.logprobs.sum(), out)
     total.backward()
     assert total.item() == 6.0 and used.grad.tolist() == [2.0] * 3 and unused.grad.tolist() == [0.0] * 2
 
@@ -68,7 +73,7 @@ def learn(learner, steps=3):
 
 def test_one_process_may_keep_parameters_in_host_memory(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
-    layouts = (None, Layout(always=True), Layout(offload=frozenset({"parameters"})))
+    layouts = (None, ParallelLayout(always=True), ParallelLayout(offload=frozenset({"parameters"})))
     alone, shared, away = (Learner(model, UpdateConfig(ema_decay=0.9), layout=layout) for layout in layouts)
     assert alone.shards is None and shared.shards is not None and away.shards is not None
     wanted = learn(alone)
@@ -79,7 +84,7 @@ def test_one_process_may_keep_parameters_in_host_memory(tmp_path, group):
 
 def test_parameters_that_were_moved_are_still_those_that_are_trained(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
-    stays, moves = (Learner(model, UpdateConfig(ema_decay=0.9), layout=Layout(always=True)) for _ in range(2))
+    stays, moves = (Learner(model, UpdateConfig(ema_decay=0.9), layout=ParallelLayout(always=True)) for _ in range(2))
     learn(stays), learn(moves)
     before = [parameter.to_local().data_ptr() for parameter in moves.model.parameters()]
     moves.shards.root._apply(torch.clone)  # as to another device and back
@@ -95,7 +100,7 @@ def test_parameters_that_were_moved_are_still_those_that_are_trained(tmp_path, g
 def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, options):
     """float32 parameters that are computed with in bfloat16, as a part of a group of one."""
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path, hidden_size=64)), **options)
-    alone, shared = (Learner(model, UpdateConfig(), layout=layout) for layout in (None, Layout(always=True)))
+    alone, shared = (Learner(model, UpdateConfig(), layout=layout) for layout in (None, ParallelLayout(always=True)))
     assert shared.shards is not None and all(p.dtype == torch.float32 for p in shared.parameters().values())
     assert shared.runner.varlen_kernel == alone.runner.varlen_kernel
     seen = []
@@ -112,7 +117,7 @@ def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, option
 @pytest.mark.gpu
 def test_parts_leave_the_device_and_come_back(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    stays, goes = (Learner(model, UpdateConfig(), layout=Layout(always=True)) for _ in range(2))
+    stays, goes = (Learner(model, UpdateConfig(), layout=ParallelLayout(always=True)) for _ in range(2))
     learn(stays), learn(goes)
     held = torch.cuda.memory_allocated()
     goes.offload("model")
@@ -128,8 +133,8 @@ def test_parts_leave_the_device_and_come_back(tmp_path, group):
 @pytest.mark.gpu
 def test_parameters_in_host_memory_learn_the_same(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    here = Learner(model, UpdateConfig(), layout=Layout(always=True))
-    there = Learner(model, UpdateConfig(), layout=Layout(offload=frozenset({"parameters"})))
+    here = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
+    there = Learner(model, UpdateConfig(), layout=ParallelLayout(offload=frozenset({"parameters"})))
     assert all(parameter.device.type == "cpu" for parameter in there.model.parameters())
     for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(there), learn(here), strict=True):
         assert loss == pytest.approx(wanted_loss, rel=0.01) and norm == pytest.approx(wanted_norm, rel=0.05)
@@ -138,13 +143,13 @@ def test_parameters_in_host_memory_learn_the_same(tmp_path, group):
 @pytest.mark.gpu
 def test_saved_by_parts_and_generated_with_a_whole(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    learner = Learner(model, UpdateConfig(), layout=Layout(always=True))
+    learner = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
     learn(learner)
     folder = tmp_path / "saved"
     folder.mkdir()
     learner.save(folder)
     wanted = learn(learner)
-    again = Learner(model, UpdateConfig(), layout=Layout(always=True))
+    again = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
     again.load(folder)
     assert learn(again) == wanted
     asked = [GenerationRequest(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
