@@ -41,7 +41,12 @@ class Rewards:
         memory_gib: float = 2.0,
         max_failure_rate: float = 0.1,
         env: Sequence[str] = (),
+        allow_unprotected_code: bool = False,
     ) -> None:
+        """`env`: environment variables that reward functions see, besides PATH and the like.
+
+        `allow_unprotected_code`: the verifier `code` also works where programs of the model cannot be isolated.
+        """
         if weights and len(weights) != len(specs):
             raise UsageError(f"{len(specs)} rewards but {len(weights)} weights: give one weight per reward, or none")
         if not all(math.isfinite(weight) for weight in weights):
@@ -62,7 +67,7 @@ class Rewards:
         self.max_failure_rate = max_failure_rate
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
         limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token))
-        self._pool = RewardPool(workers, limits)
+        self._pool = RewardPool(workers, limits, allow_unprotected_code)
 
     @property
     def names(self) -> list[str]:

@@ -17,7 +17,7 @@ from posttrain.rewards import signatures
 from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.remote import RemoteError, RemoteTimeoutError, RewardService
 from posttrain.rewards.verdict import Completion
-from posttrain.rewards.verifier import set_time_limit
+from posttrain.rewards.verifier import settings
 from posttrain.sandbox.request_loop import REASON_LIMIT, CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -40,10 +40,11 @@ class RewardRequestLoop(RequestLoop):
 
     def set_limits(self, request: dict[str, Any]) -> None:
         super().set_limits(request)
-        set_time_limit(self.seconds)
+        settings.seconds = self.seconds
 
     def load(self, request: dict[str, Any]) -> Reply:
         spec, columns = request["spec"], request["columns"]
+        settings.allow_unprotected_code = request["allow_unprotected_code"]
         reward = self.rewards.get(spec["text"]) or load_reward(spec, self.seconds)
         missing = reward.adapted.missing(columns) if reward.adapted and columns else []
         if missing:
@@ -96,8 +97,9 @@ def load_reward(spec: dict[str, str], seconds: float) -> LoadedReward:
     """Load a verifier, a service or a user's function; a UsageError says what the user must change."""
     place = spec["place"]
     if spec["kind"] == "verifier":
-        score = verifiers()[place].score
-        return LoadedReward(lambda completions: score(completions[0]), batch=False)
+        verifier = verifiers()[place]
+        verifier.prepare()
+        return LoadedReward(lambda completions: verifier.score(completions[0]), batch=False)
     if spec["kind"] == "remote":  # less than the parent's deadline, so that the service's own error is reported
         return LoadedReward(RewardService(place, seconds * 0.9).score, batch=True)
     function = import_location(CodeLocation(place, spec["function"]), "function", callable)

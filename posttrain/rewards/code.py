@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.core.errors import UsageError
 from posttrain.rewards.verdict import Completion, label_of
-from posttrain.rewards.verifier import time_limit, verifier
-from posttrain.sandbox.programs import ProgramResult, run_program
+from posttrain.rewards.verifier import settings, verifier
+from posttrain.sandbox.programs import ProgramResult, isolation, run_program
 
 FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "py", "python3")
@@ -28,14 +29,25 @@ class ProgramTests:
     pairs: tuple[tuple[str, str], ...] = ()
 
 
-@verifier("code")
+def check_isolation() -> None:
+    """Raise a UsageError if programs cannot be isolated here and the user does not allow them to run unprotected."""
+    mode, problem = isolation()
+    if mode == "unprotected" and not settings.allow_unprotected_code:
+        raise UsageError(
+            f"programs that the model writes cannot be isolated on this machine: {problem}. docs/rewards.md says what "
+            "is needed. reward.allow_unprotected_code runs them all the same, with your rights: they can then read and "
+            "change your files and use the network"
+        )
+
+
+@verifier("code", prepare=check_isolation)
 def score_code(completion: Completion) -> tuple[float, str]:
     """1 if the program in the completion passes all tests of the example (asserts, or inputs and outputs), else 0."""
     tests = find_tests(completion.columns)
     program = program_of(completion.text)
     if not program.strip():
         return 0.0, "no program"
-    deadline = time.monotonic() + TIME_SHARE * time_limit()
+    deadline = time.monotonic() + TIME_SHARE * settings.seconds
     if tests.statements:
         failure = run_statements(program, tests.statements, deadline)
         return (0.0, failure) if failure else (1.0, "all tests passed")
@@ -100,19 +112,23 @@ def run_statements(program: str, statements: tuple[str, ...], deadline: float) -
     The last statement prints a random token: without it, a program that exits early would pass.
     """
     token = secrets.token_hex(8)
-    result = run_program("\n\n".join((program, *statements, f'print("\\n{token}")')), "", deadline)
+    result = run("\n\n".join((program, *statements, f'print("\\n{token}")')), "", deadline)
     if result.code == 0 and result.output.rstrip().endswith(token):
         return ""
     return describe_failure(result) or "the program ended before the tests"
 
 
 def run_input(program: str, given: str, expected: str, deadline: float) -> str:
-    result = run_program(program, given, deadline)
+    result = run(program, given, deadline)
     failure = describe_failure(result)
     if failure:
         return failure
     found, right = _lines(result.output), _lines(expected)
     return "" if found == right else f"printed {result.output[:100]!r}, expected {expected[:100]!r}"
+
+
+def run(program: str, given: str, deadline: float) -> ProgramResult:
+    return run_program(program, given, deadline, allow_unprotected=settings.allow_unprotected_code)
 
 
 def _lines(text: str) -> list[str]:

@@ -51,15 +51,21 @@ class ScoringJob:
 class RewardWorker:
     """Scores jobs with one child process at a time."""
 
-    def __init__(self, limits: ProcessLimits, slow: set[str], cancelled: threading.Event) -> None:
+    def __init__(
+        self, limits: ProcessLimits, allow_unprotected_code: bool, slow: set[str], cancelled: threading.Event
+    ) -> None:
         """`slow`: rewards for which a whole batch takes longer than the deadline; shared by all workers."""
-        self.slow, self.cancelled = slow, cancelled
+        self.allow_unprotected_code, self.slow, self.cancelled = allow_unprotected_code, slow, cancelled
         self.supervisor = ProcessSupervisor("posttrain.rewards.child", limits, cancelled)
         self.scored = 0  # completions that the current process scored; they may have left threads or memory behind
 
     def load(self, spec: RewardSpec, columns: Sequence[str] = ()) -> bool:
         """Load a reward into the process, and return whether it takes batches."""
-        request = {"spec": dataclasses.asdict(spec), "columns": list(columns)}
+        request = {
+            "spec": dataclasses.asdict(spec),
+            "columns": list(columns),
+            "allow_unprotected_code": self.allow_unprotected_code,
+        }
         reply = self.supervisor.load(f"reward {spec.text}", request, again=bool(columns))
         return bool(reply["batch"])
 
@@ -132,10 +138,10 @@ class RewardWorker:
 class RewardPool:
     """Several workers; their processes start when they are first needed."""
 
-    def __init__(self, workers: int, limits: ProcessLimits) -> None:
+    def __init__(self, workers: int, limits: ProcessLimits, allow_unprotected_code: bool = False) -> None:
         slow: set[str] = set()
         self.cancelled = threading.Event()
-        self.workers = [RewardWorker(limits, slow, self.cancelled) for _ in range(workers)]
+        self.workers = [RewardWorker(limits, allow_unprotected_code, slow, self.cancelled) for _ in range(workers)]
         self.lock = threading.Lock()
 
     def check(self, specs: Sequence[RewardSpec], columns: Sequence[str] = ()) -> None:

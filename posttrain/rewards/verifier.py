@@ -1,4 +1,4 @@
-"""How a built-in verifier is registered under its name."""
+"""How a built-in verifier is registered under its name, and the settings that verifiers share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ ScoreFunction = Callable[[Completion], tuple[float, str]]
 """Returns a value and the reason for it."""
 
 
+@dataclass(slots=True)
+class VerifierSettings:
+    """Settings of the process in which verifiers run; it sets them before it loads a verifier."""
+
+    seconds: float = 10.0  # until this process is killed, per completion: a verifier must end its own processes before
+    allow_unprotected_code: bool = False  # run programs of the model also where they cannot be isolated
+
+
+settings = VerifierSettings()
+
+
 @dataclass(slots=True, frozen=True)
 class Verifier:
     """A built-in function that scores completions; `pip install 'posttrain[<extra>]'` installs what it needs."""
@@ -21,6 +32,7 @@ class Verifier:
     score: ScoreFunction
     needs: str = ""  # module
     extra: str = ""
+    prepare: Callable[[], None] = lambda: None  # a UsageError says why it cannot work on this machine
 
     @property
     def summary(self) -> str:
@@ -33,26 +45,16 @@ class Verifier:
 
 
 _VERIFIERS: dict[str, Verifier] = {}
-_seconds = 10.0
 
 
-def set_time_limit(seconds: float) -> None:
-    """Set how long a verifier may take for one completion; the process in which verifiers run calls this."""
-    global _seconds
-    _seconds = seconds
-
-
-def time_limit() -> float:
-    """Seconds until this process is killed; a verifier that starts processes must end them before."""
-    return _seconds
-
-
-def verifier(name: str, needs: str = "", extra: str = "") -> Callable[[ScoreFunction], ScoreFunction]:
+def verifier(
+    name: str, needs: str = "", extra: str = "", prepare: Callable[[], None] = lambda: None
+) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the verifier of this name."""
 
     def register(score: ScoreFunction) -> ScoreFunction:
         assert name not in _VERIFIERS, name
-        _VERIFIERS[name] = Verifier(name, score, needs, extra)
+        _VERIFIERS[name] = Verifier(name, score, needs, extra, prepare)
         return score
 
     return register

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.errors import UsageError
 from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.choice import chosen
 from posttrain.rewards.code import find_tests, program_of
@@ -328,7 +329,7 @@ def test_code_with_inputs_and_outputs():
 
 
 def test_a_program_that_hangs_is_wrong_not_failed(monkeypatch):
-    monkeypatch.setattr("posttrain.rewards.verifier._seconds", 2.0)
+    monkeypatch.setattr("posttrain.rewards.verifier.settings.seconds", 2.0)
     before = time.monotonic()
     assert score("code", "while True: pass", inputs=[""], outputs=[""]) == 0
     assert score("code", "import os\nos.fork()\nwhile True: print('x' * 1000)", inputs=[""], outputs=[""]) == 0
@@ -343,3 +344,11 @@ def test_tests_are_found_as_data_sets_keep_them():
     assert find_tests({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}).pairs == (("1\n2", "3"),)
     with pytest.raises(LookupError, match="no tests"):
         find_tests({"tests": []})
+
+
+def test_programs_that_cannot_be_isolated_are_refused(monkeypatch):
+    monkeypatch.setattr("posttrain.rewards.code.isolation", lambda: ("unprotected", "unshare: Operation not permitted"))
+    with pytest.raises(UsageError, match=r"Operation not permitted.*reward.allow_unprotected_code"):
+        verifiers()["code"].prepare()
+    monkeypatch.setattr("posttrain.rewards.verifier.settings.allow_unprotected_code", True)
+    verifiers()["code"].prepare()
