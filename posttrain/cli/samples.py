@@ -29,8 +29,8 @@ Row = dict[str, Any]
 def run(args: list[str]) -> int:
     """`posttrain samples RUN ...`: 0 if there was something to show."""
     options = parser().parse_args(args)
-    path = records.file_of(Path(options.run))
-    newest = records.newest_step(path)
+    path = records.find_file(Path(options.run))
+    newest = records.last_step(path)
     if newest < 0:
         raise UsageError(f"{path}: nothing is recorded there yet")
     if options.failed:

@@ -34,9 +34,9 @@ class DivergedError(PosttrainError):
 class RewardError(PosttrainError):
     """Reward functions failed for too many completions."""
 
-    def __init__(self, message: str, answers: Sequence[Any] = ()) -> None:
+    def __init__(self, message: str, rollouts: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        self.answers = answers  # those of the batch, where there is a run to record them
+        self.rollouts = rollouts  # of the batch, so that a run can record them
 
 
 class WorkerError(PosttrainError):

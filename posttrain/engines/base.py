@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -79,3 +80,9 @@ class CopyEngine(Engine, Protocol):
 
     def wake(self) -> None:
         """Take the memory again; weights may have to be sent again."""
+
+
+def seed_for(run_seed: int, position: int, completion: int) -> int:
+    """Seed of the k-th completion of a prompt: different for each, and independent of what else is generated."""
+    digest = hashlib.blake2b(f"{run_seed}/{position}/{completion}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -10,10 +10,9 @@ from typing import Any
 
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.data.reading.examples import Message, turn
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
 from posttrain.inference.text_stream import TextStream, visible
-from posttrain.rollout.rollouts import seed_for
 
 HELP = """\
 /clear           forget the conversation (also: clear, new)

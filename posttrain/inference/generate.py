@@ -26,7 +26,7 @@ from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.reading.examples import PromptExample
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.completion_files import jsonl
 from posttrain.inference.model import (
     CONDITION,
@@ -40,7 +40,6 @@ from posttrain.inference.model import (
 from posttrain.inference.progress import Progress
 from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
 from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
-from posttrain.rollout.rollouts import seed_for
 from posttrain.train.run import fingerprint
 
 WORTH_SHARING = 64  # answers for a device

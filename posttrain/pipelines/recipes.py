@@ -15,7 +15,7 @@ from posttrain.config.sections import Config, DataConfig, ModelConfig, as_mappin
 from posttrain.core.errors import Stopped, UsageError
 from posttrain.core.files import atomic_write_json
 from posttrain.data.reading.sources import source_parts
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Sampling, seed_for
 from posttrain.inference.generate import Generation
 from posttrain.inference.model import fill_condition
 from posttrain.inference.score import Scoring
@@ -24,7 +24,6 @@ from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_o
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward
 from posttrain.pipelines.summary import by_iteration, closing_words
-from posttrain.rollout.rollouts import seed_for
 from posttrain.train.roles import check_reward_model
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer

@@ -17,10 +17,9 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
-from posttrain.engines.base import GenerationRequest, Generator, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rollout.environments import Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
-from posttrain.rollout.rollouts import seed_for
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class TokenizedEpisode:
             text=self.text,
             messages=self.messages,
             turns=len(self.episode.replies),
-            parts={"environment": sum(result.reward for result in self.episode.results)},
+            rewards={"environment": sum(result.reward for result in self.episode.results)},
             failure=f"{ENVIRONMENT_FAILED}{failure}" if failure else "",
         )
 

@@ -1,4 +1,4 @@
-"""A rollout: an answer, the prompt it belongs to and what became of it; as a line of a file and back."""
+"""Rollouts, and their form as lines of a file: rollouts.jsonl of a run."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from posttrain.core.types import Floats, Prompt, Sample
 from posttrain.rewards.verdict import Verdict
 
 FILE = "rollouts.jsonl"
-ENVIRONMENT_FAILED = "environment: "  # so begins a failure that no reward can mend
+ENVIRONMENT_FAILED = "environment: "  # prefix of a failure that scoring again cannot fix
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
-GIVE_WAY = 5e-4  # seconds that a thread may keep others waiting: answers are drawn beside it, a few tokens at a time
-REST = 2e-4  # seconds after each line, for the same reason
+SWITCH_SECONDS = 5e-4  # a thread yields the interpreter at least this often: generation needs it for every few tokens
+PAUSE_SECONDS = 2e-4  # between two lines, for the same reason
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One answer. `sample.reward` is the sum that is trained on, `parts` what each reward said."""
+    """A completion with its prompt and rewards. `sample.reward` is the sum that is trained on."""
 
     sample: Sample
     prompt: Prompt
-    text: str  # of the answer; of its last turn, if there are several
-    messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation with an environment, all of it
+    text: str  # of the completion; of its last turn, if there are several
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the whole conversation, if there is an environment
     turns: int = 1
-    parts: dict[str, float] = field(default_factory=dict)
-    failure: str = ""  # why it could not be scored; it is then left out
+    rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
+    failure: str = ""  # why it could not be scored; it is then left out of training
     seconds: float = 0.0  # that its rewards took
-    early: list[Verdict | None] | None = None  # what reward functions said while others were still being written
+    early_verdicts: list[Verdict | None] | None = None  # of rewards that ran while others were still being generated
 
     @property
-    def answer_tokens(self) -> int:
+    def completion_tokens(self) -> int:
         return int(self.sample.mask.sum())
 
 
 def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
-    """All that is known of it, as JSON can hold it: mask is a text of 0 and 1, streams are of the tokens marked 1."""
-    of_tokens = {name: numbers.tolist() for name, numbers in streams(rollout.sample).items()}
-    return without_streams(rollout, step) | of_tokens
+    """Convert to JSON values: the mask is a text of 0 and 1, streams hold the tokens marked 1."""
+    per_token = {name: numbers.tolist() for name, numbers in streams(rollout.sample).items()}
+    return without_streams(rollout, step) | per_token
 
 
 def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         "finish": sample.finish,
         "reward": sample.reward,
         "baseline": sample.baseline,
-        "rewards": dict(rollout.parts),
+        "rewards": dict(rollout.rewards),
         "failure": rollout.failure,
         "seconds": round(rollout.seconds, 6),
         "turns": rollout.turns,
@@ -81,24 +81,24 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
 
 
 def streams(sample: Sample) -> dict[str, Floats]:
-    """What is known of each token marked 1."""
+    """The sample's streams at the tokens marked 1."""
     known = {name: getattr(sample, name) for name in STREAMS}
     return {name: stream[sample.mask] for name, stream in known.items() if stream is not None}
 
 
 def line_of(row: dict[str, Any], numbers: dict[str, Floats]) -> str:
-    """The line of `as_row`, several times as fast: nine digits tell every float32 from its neighbours."""
+    """Write the line of `as_row` several times as fast: nine digits distinguish all float32 numbers."""
     text = "".join(
         f', "{name}": [{", ".join(["%.9g"] * len(stream)) % tuple(stream.tolist())}]'
         for name, stream in numbers.items()
     )
-    if "nan" in text or "inf" in text or "-0," in text or "-0]" in text:  # JSON writes or reads them otherwise
+    if "nan" in text or "inf" in text or "-0," in text or "-0]" in text:  # JSON writes or reads these differently
         return as_line(row | {name: stream.tolist() for name, stream in numbers.items()})
     return f"{as_line(row)[:-2]}{text}}}\n"
 
 
 def from_row(row: dict[str, Any]) -> Rollout:
-    """The inverse of `as_row`."""
+    """Undo `as_row`."""
     tokens = np.array(row["tokens"], dtype=np.int32)
     mask = np.frombuffer(row["mask"].encode("ascii"), dtype=np.uint8) != ZERO
     known: dict[str, Any] = {name: np.zeros(len(tokens), dtype=np.float32) for name in STREAMS if name in row}
@@ -117,7 +117,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         baseline=row["baseline"],
         group=row["group"],
         version=row["version"],
-        newest=row.get("newest", row["version"]),  # absent in records of old
+        newest=row.get("newest", row["version"]),  # missing in files of the first versions
         finish=row["finish"],
         origin=row["origin"],
         **known,
@@ -128,35 +128,36 @@ def from_row(row: dict[str, Any]) -> Rollout:
         text=row["text"],
         messages=row.get("messages", []),
         turns=row["turns"],
-        parts=row["rewards"],
+        rewards=row["rewards"],
         failure=row["failure"],
         seconds=row["seconds"],
     )
 
 
 def unscored(rollout: Rollout) -> Rollout:
-    """A recorded answer as it was when it was sampled: what was found out later is to be found out again.
+    """Return a recorded rollout as it was when it was sampled, to be scored again.
 
-    What an environment said of it stays, as it cannot be asked again.
+    The reward and the failure of an environment are kept, since the episode cannot be run again.
     """
-    blamed = rollout.failure.startswith(ENVIRONMENT_FAILED)
-    said = {name: value for name, value in rollout.parts.items() if name == "environment"}
-    later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
-    sample = replace(rollout.sample, reward=0.0, **later)
-    return replace(rollout, sample=sample, parts=said, failure=rollout.failure if blamed else "", seconds=0.0)
+    environment_failed = rollout.failure.startswith(ENVIRONMENT_FAILED)
+    kept = {name: value for name, value in rollout.rewards.items() if name == "environment"}
+    computed_later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
+    sample = replace(rollout.sample, reward=0.0, **computed_later)
+    failure = rollout.failure if environment_failed else ""
+    return replace(rollout, sample=sample, rewards=kept, failure=failure, seconds=0.0)
 
 
 def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
-    """The recorded batches of a run, step by step."""
-    path, step = file_of(folder), -1
+    """Yield (step, batch) for each recorded batch of a run."""
+    path, step = find_file(folder), -1
     batch: list[Rollout] = []
     for number, row in read_rows(path):
-        if row is None:  # torn: its batch is not whole
+        if row is None:  # an incomplete last line: its batch is incomplete
             return
         try:
             rollout = from_row(row)
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number}: not a recorded answer: {error!r}") from error
+            raise DataError(f"{path}:{number}: not a recorded rollout: {error!r}") from error
         if row["step"] != step and batch:
             yield step, batch
             batch = []
@@ -166,18 +167,18 @@ def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:
         yield step, batch
 
 
-def file_of(folder: Path) -> Path:
-    """The record of a run folder, or the file itself; it must be there."""
+def find_file(folder: Path) -> Path:
+    """Return the rollout file of a run directory, or the file itself; raises UsageError if it does not exist."""
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
-        raise UsageError(f"{folder}: no recorded answers there (a run of reinforcement learning has {FILE})")
+        raise UsageError(f"{folder}: no recorded rollouts there (a run of reinforcement learning has {FILE})")
     return path
 
 
 def read_rows(path: Path, only: int | None = None) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Line numbers and rows, one in memory at a time; None in the place of a last line that a kill tore.
+    """Yield line numbers and rows, one in memory at a time; None for a last line that a kill left incomplete.
 
-    With `only` the rows of that step: others are passed over without being read, which is quick.
+    `only`: yield the rows of this step; lines of other steps are skipped without being parsed, which is fast.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -189,64 +190,66 @@ def read_rows(path: Path, only: int | None = None) -> Iterator[tuple[int, dict[s
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: not a recorded answer: {error}") from error
+                raise DataError(f"{path}:{number}: not a recorded rollout: {error}") from error
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise DataError(f"{path}:{number}: not a recorded answer: it has no step")
+                raise DataError(f"{path}:{number}: not a recorded rollout: it has no step")
             yield number, row
 
 
-def newest_step(path: Path) -> int:
-    """Of the last whole line; -1 if there is none."""
-    newest = -1
+def last_step(path: Path) -> int:
+    """Step of the last complete line; -1 if there is none."""
+    last = -1
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n") and (found := STEP.match(line)):
-                newest = int(found[1])
-    return newest
+                last = int(found[1])
+    return last
 
 
-class Record:
-    """The answers of a run that goes on after a step; what was written after it is dropped: it is done again.
+class RolloutWriter:
+    """Appends the rollouts of a run to its file. Lines after the step at which the run resumes are dropped first.
 
-    A thread writes them while the next ones are drawn. `settle` waits for it: a checkpoint must not be ahead of it.
+    A thread writes while the next rollouts are generated. `flush` waits for it: a checkpoint must not be ahead of the
+    file.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / FILE
         cut_after(path, step)
         self.file = path.open("ab", buffering=0)
-        sys.setswitchinterval(min(GIVE_WAY, sys.getswitchinterval()))
-        self.writing: threading.Thread | None = None
-        self.hurry = threading.Event()  # somebody waits
+        sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
+        self.thread: threading.Thread | None = None
+        self.hurry = threading.Event()  # set while `wait` waits: do not pause between lines
         self.error: BaseException | None = None
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
-        # Now: samples are free to change.
+        # Convert now: the caller may change the samples afterwards.
         rows = [(without_streams(rollout, step), streams(rollout.sample)) for rollout in rollouts]
-        self.settle()
+        self.flush()
         self.hurry.clear()
-        self.writing = threading.Thread(target=self.write, args=(rows,), name="record")
-        self.writing.start()
+        self.thread = threading.Thread(target=self.write, args=(rows,), name="rollout writer")
+        self.thread.start()
 
     def write(self, rows: Sequence[tuple[dict[str, Any], dict[str, Floats]]]) -> None:
         try:
             lines = []
             for row in rows:
                 lines.append(line_of(*row))
-                self.hurry.wait(REST)
+                self.hurry.wait(PAUSE_SECONDS)
             append(self.file, "".join(lines))
-        except BaseException as error:  # raised again by whoever waits
+        except BaseException as error:  # raised again by `flush`
             self.error = error
             if not isinstance(error, Exception):
                 raise
 
-    def settle(self) -> None:
+    def flush(self) -> None:
+        """Wait until all rollouts are written; raises the error of the thread, if there was one."""
         self.wait()
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        if self.writing is not None:
+        if self.thread is not None:
             self.hurry.set()
-            self.writing.join()
-            self.writing = None
+            self.thread.join()
+            self.thread = None

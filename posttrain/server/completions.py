@@ -17,9 +17,8 @@ import numpy as np
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Ints
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.engines.base import GenerationRequest
+from posttrain.engines.base import GenerationRequest, seed_for
 from posttrain.inference.model import ServedModel
-from posttrain.rollout.rollouts import seed_for
 from posttrain.server.engine_thread import Scheduler, Ticket
 from posttrain.server.http import Call, Handler, Refusal, Reply
 from posttrain.server.metrics import Metrics

@@ -11,9 +11,10 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Prompt, Sample
-from posttrain.engines.base import GenerationRequest, Generator, OnCompletion, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, OnCompletion, Sampling, seed_for
+from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.records import Rollout
-from posttrain.rollout.rollouts import EpisodeRunner, answers, by_group, seed_for
+from posttrain.rollout.rollouts import by_group, generate_rollouts
 from posttrain.rollout.scoring import RolloutScorer
 
 RIGHT = 0.5  # an answer whose first reward is above this counts as right
@@ -53,7 +54,7 @@ class Examination:
         if conversation is not None:
             rollouts = conversation.play(asked, seeds)
         else:
-            rollouts = answers(examinee, asked, seeds, self.sampling, self.tokenizer)
+            rollouts = generate_rollouts(examinee, asked, seeds, self.sampling, self.tokenizer)
         self.scorer.score(rollouts, training=False)
         return self.figures(rollouts)
 
@@ -66,7 +67,7 @@ class Examination:
             "reward": float(np.mean([rollout.sample.reward for rollout in scored])),
             "accuracy": float(np.mean(accuracies)),
             "accuracy_interval": half_width(accuracies),
-            "length": float(np.mean([rollout.answer_tokens for rollout in scored])),
+            "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
             "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
             "failures": float(len(rollouts) - len(scored)),
         }
@@ -79,7 +80,7 @@ class Examination:
         return found
 
     def is_right(self, rollout: Rollout) -> bool:
-        return next(iter(rollout.parts.values())) > RIGHT
+        return next(iter(rollout.rewards.values())) > RIGHT
 
 
 class Examinee:

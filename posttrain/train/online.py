@@ -61,7 +61,7 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
         for _, path in rewards.models:
             check_reward_model(path)
         if config.rollout.replay:
-            records.file_of(Path(config.rollout.replay))
+            records.find_file(Path(config.rollout.replay))
         environments = environments_of(config)
         if environments is not None:
             stack.enter_context(environments).check()
@@ -70,7 +70,7 @@ def opened(verb: str, config: OnlineConfig) -> Iterator[Trainer]:
         trainer = Trainer(run, algo, rewards, environments)
         stack.callback(trainer.record.wait)  # before others may write to the folder
         yield trainer
-        trainer.record.settle()
+        trainer.record.flush()
 
 
 def make_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
@@ -143,9 +143,11 @@ class Trainer:
             run.tokenizer,
             phase=run.log.phase,
             greedy_baseline=algo.greedy_baseline,
-            environment=self.dialogues(generator, self.sampling),
+            episodes=self.dialogues(generator, self.sampling),
             recorded=records.read_steps(Path(self.config.rollout.replay)) if self.config.rollout.replay else None,
-            update=self.rollout_workers.update if self.rollout_workers else lambda _: self.policy.refresh_sampler(),
+            update_weights=self.rollout_workers.update
+            if self.rollout_workers
+            else lambda _: self.policy.refresh_sampler(),
         )
         self.pretraining = Pretraining(run, algo) if algo.pretrain_files() else None
         self.objective = run.objective()
@@ -155,7 +157,7 @@ class Trainer:
         if self.rollouts.recorded is not None:
             for _ in range(self.step):
                 next(self.rollouts.recorded, None)
-        self.record = records.Record(run.folder.path, self.step)
+        self.record = records.RolloutWriter(run.folder.path, self.step)
 
     def train(self) -> Result:
         run, metrics = self.run, dict[str, float]()
@@ -174,9 +176,16 @@ class Trainer:
                 with run.log.phase("save"):
                     run.save(self.step, self.policy)
             run.stop_if_asked(self.step, self.policy)
-        self.record.settle()
+        self.record.flush()
         run.log.done(closing_words(run, metrics))
         return Result(run.folder.path, run.data.steps, metrics)
+
+    def update_weights(self, version: int) -> None:
+        """Bring the policy's current weights to the generator."""
+        if self.rollout_workers is not None:
+            self.rollout_workers.update(version)
+        else:
+            self.policy.refresh_sampler()
 
     def make_experience(self) -> list[Rollout]:
         """A batch of judged answers, filled with what the algorithm needs and scored."""
@@ -198,10 +207,10 @@ class Trainer:
 
     def with_answers(self, error: RewardError) -> RewardError:
         """Records the answers that could not be judged, so that they can be looked at; a resume drops them."""
-        if not error.answers:
+        if not error.rollouts:
             return error
-        self.record.add(error.answers, self.step + 1)
-        self.record.settle()
+        self.record.add(error.rollouts, self.step + 1)
+        self.record.flush()
         folder = self.run.folder.path
         return RewardError(
             f"{error}\n\nthe answers: posttrain samples {folder} --failed\n"
@@ -262,7 +271,7 @@ class Trainer:
         assert self.run.data.eval is not None, "there is no evaluation data: set data.eval"
         exam = Examination(self.config, self.sampling, self.scorer, self.run.tokenizer, self.dialogues)
         if self.rollout_workers is not None:  # learners that generate elsewhere have no room for a whole model
-            self.rollouts.settle()
+            self.rollouts.wait()
             self.rollout_workers.update(self.step)
         found = exam.hold(self.rollout_workers or self.policy, [row[0] for row in self.run.data.eval.rows])
         progress = self.run.progress
@@ -299,7 +308,7 @@ class Trainer:
     # What a checkpoint holds besides weights
 
     def save(self, folder: Path) -> None:
-        self.record.settle()
+        self.record.flush()
         pending = self.rollouts.state()  # first: batches that are still being made change the state of the scorer
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")

@@ -32,15 +32,15 @@ def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
     found = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
-        "length": float(np.mean([rollout.answer_tokens for rollout in scored])),
+        "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
         "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
         "failures": float(len(rollouts) - len(scored)),
         "staleness": float(np.mean([version - rollout.sample.version for rollout in scored])),
     }
     if groups:  # where a prompt has one answer there is nothing to compare
         found["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.parts):
-        found[f"rewards/{name}"] = float(np.mean([r.parts[name] for r in scored if name in r.parts]))
+    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
+        found[f"rewards/{name}"] = float(np.mean([r.rewards[name] for r in scored if name in r.rewards]))
     return found
 
 

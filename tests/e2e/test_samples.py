@@ -138,7 +138,7 @@ def test_a_pipe_gets_plain_lines_that_fit(run):
 def test_wrong_use(run, tmp_path):
     (tmp_path / records.FILE).touch()
     for args, complaint in (
-        ([tmp_path / "none"], "no recorded answers"),
+        ([tmp_path / "none"], "no recorded rollouts"),
         ([tmp_path], "nothing is recorded there yet"),
         ([run, "--step", 9], "there is no step 9; the newest is 4"),
         ([run, "--prompt", "rows.jsonl:99"], "no answer to a prompt 'rows.jsonl:99'. Give its file:line, as"),
@@ -210,5 +210,5 @@ def test_a_replay_needs_a_record_that_is_long_enough(workplace, run, tmp_path, c
     assert command("grpo", *given, "--rollout.replay", run, "--out", tmp_path / "run") == 1
     assert "fewer recorded batches than steps" in capsys.readouterr().err
     assert command("grpo", *given, "--rollout.replay", tmp_path / "none", "--out", tmp_path / "other") == 2
-    assert "no recorded answers there" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert "no recorded rollouts there" in capsys.readouterr().err and not (tmp_path / "other").exists()
     assert issubclass(UsageError, PosttrainError)

@@ -12,12 +12,11 @@ from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Sampling, seed_for
 from posttrain.inference.completion_files import read_answers
 from posttrain.inference.generate import Generation, generate, manifest_of, opened
 from posttrain.inference.model import ServedModel
 from posttrain.inference.progress import Progress, ProgressLine
-from posttrain.rollout.rollouts import seed_for
 from tests.tiny import tiny_folder
 
 

@@ -11,10 +11,11 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.errors import RewardError
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import TokenEncoder
+from posttrain.engines.base import seed_for
 from posttrain.models.pico import build_tokenizer
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodeRunner
-from posttrain.rollout.rollouts import answers, seed_for
+from posttrain.rollout.rollouts import generate_rollouts
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, online, prompt
@@ -91,7 +92,7 @@ def test_tokens_are_those_of_the_whole_conversation(environments):
     assert sample.logprobs[sample.mask].tolist() == pytest.approx(np.concatenate(spoken).tolist())
     assert not sample.logprobs[~sample.mask].any()
     assert (rollout.turns, rollout.text, sample.finish, sample.group) == (3, "three", "stop", 4)
-    assert rollout.parts == {"environment": 1.5} and not rollout.failure
+    assert rollout.rewards == {"environment": 1.5} and not rollout.failure
     assert rollout.prompt.messages == [{"role": "user", "content": "go"}]
 
 
@@ -138,7 +139,7 @@ def test_each_has_its_own_room_left(environments):
     rollouts = runner(environments, Speaker(words), max_tokens=64).play(asked, [1, 2])
     for rollout, first in zip(rollouts, (31, 2), strict=True):
         assert len(rollout.sample) - len(rollout.prompt.tokens) == 64 and rollout.sample.finish == "length"
-        second = rollout.answer_tokens - first
+        second = rollout.completion_tokens - first
         assert rollout.text == "z" * second and rollout.messages[-1]["content"] == rollout.text
         assert rollout.sample.logprobs[-1] == pytest.approx(-0.01 * second)
 
@@ -188,7 +189,7 @@ def test_openings_that_cannot_be_are_failures(file):
 def test_one_turn_is_what_it_is_without_environment(environments, policy):
     asked = [(n, prompt(f"{n}+1=", turns=1)) for n in range(3)]
     sampling = replace(SAMPLING, max_tokens=12)
-    plain = answers(policy, asked, [5, 6, 7], sampling, TOKENIZER)
+    plain = generate_rollouts(policy, asked, [5, 6, 7], sampling, TOKENIZER)
     played = runner(environments, policy, max_tokens=12).play(asked, [5, 6, 7])
     for one, other in zip(plain, played, strict=True):
         assert one.sample.tokens.tolist() == other.sample.tokens.tolist()

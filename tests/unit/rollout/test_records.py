@@ -52,7 +52,7 @@ def rollouts(draw):
         text=draw(st.text()),
         messages=draw(st.lists(MESSAGE, max_size=2)),
         turns=draw(st.integers(1, 9)),
-        parts=draw(st.dictionaries(st.text(), NUMBER, max_size=3)),
+        rewards=draw(st.dictionaries(st.text(), NUMBER, max_size=3)),
         failure=draw(st.text()),
         seconds=draw(st.integers(0, 10**9)) / 10**6,
     )
@@ -97,10 +97,10 @@ def made(step, group=0, **options):
 
 @pytest.fixture
 def run(tmp_path):
-    written = records.Record(tmp_path, 0)
+    written = records.RolloutWriter(tmp_path, 0)
     for step in (1, 2, 3):
         written.add([made(step, group) for group in (0, 1)], step)
-    written.settle()
+    written.flush()
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def steps(folder):
 
 def test_batches_come_back_step_by_step(run):
     assert steps(run) == steps(run / records.FILE) == [(1, [0, 1]), (2, [0, 1]), (3, [0, 1])]
-    assert records.newest_step(run / records.FILE) == 3
+    assert records.last_step(run / records.FILE) == 3
     assert [number for number, _ in records.read_rows(run / records.FILE, only=2)] == [3, 4]
 
 
@@ -124,25 +124,25 @@ def test_a_batch_that_is_not_whole_is_left_out(run, lost):
 def test_going_on_drops_what_is_done_again(run):
     file = run / records.FILE
     file.write_bytes(file.read_bytes()[:-50])  # a kill
-    going_on = records.Record(run, 1)
+    going_on = records.RolloutWriter(run, 1)
     going_on.add([made(2, 7)], 2)
-    going_on.settle()
+    going_on.flush()
     assert steps(run) == [(1, [0, 1]), (2, [7])]
     assert [row["step"] for _, row in records.read_rows(file)] == [1, 1, 2]
 
 
 def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
-    written, rollout = records.Record(tmp_path, 0), made(1)
+    written, rollout = records.RolloutWriter(tmp_path, 0), made(1)
     written.add([rollout], 1)
     rollout.sample.reward, rollout.text = 5.0, "later"
-    written.settle()
+    written.flush()
     [(_, [read])] = records.read_steps(tmp_path)
     assert read.text == "answer 1" and read.sample.reward == 0.0
     written.file.close()
     with open("/dev/full", "ab", buffering=0) as written.file:  # noqa: PTH123
         written.add([rollout], 2)
         with pytest.raises(PosttrainError, match="cannot write: No space left"):
-            written.settle()
+            written.flush()
 
 
 def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
@@ -150,21 +150,21 @@ def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
     for line, complaint in ((b"{}\n", "no step"), (b"hello\n", "Expecting value"), (b'{"step": 4}\n', "KeyError")):
         whole = file.read_bytes()
         file.write_bytes(whole + line)
-        with pytest.raises(DataError, match=rf"{records.FILE}:7: not a recorded answer: .*{complaint}"):
+        with pytest.raises(DataError, match=rf"{records.FILE}:7: not a recorded rollout: .*{complaint}"):
             steps(run)
         file.write_bytes(whole)
-    with pytest.raises(UsageError, match="no recorded answers there"):
+    with pytest.raises(UsageError, match="no recorded rollouts there"):
         steps(tmp_path / "elsewhere")
 
 
 def test_a_replay_forgets_what_is_to_be_found_out_again():
-    rollout = made(1, parts={"old": 1.0, "environment": 0.5, "overlong": -1.0}, failure="old: error: no")
+    rollout = made(1, rewards={"old": 1.0, "environment": 0.5, "overlong": -1.0}, failure="old: error: no")
     ones = np.ones(3, dtype=np.float32)
     for name in STREAMS:
         setattr(rollout.sample, name, ones)
     rollout.sample.reward = 3.0
     again = unscored(rollout)
-    assert again.parts == {"environment": 0.5} and again.failure == "" and again.sample.reward == 0.0
+    assert again.rewards == {"environment": 0.5} and again.failure == "" and again.sample.reward == 0.0
     assert again.sample.logprobs is ones  # the sampler's, which nobody can find out again
     assert all(getattr(again.sample, name) is None for name in STREAMS if name != "logprobs")
     assert rollout.sample.reward == 3.0  # a copy

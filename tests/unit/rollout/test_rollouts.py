@@ -12,8 +12,9 @@ import pytest
 from posttrain.core.errors import DataError
 from posttrain.data.dataset import ExampleStream
 from posttrain.data.prompts import PromptStore
+from posttrain.engines.base import seed_for
 from posttrain.rewards.base import Rewards
-from posttrain.rollout.rollouts import Rollouts, by_group, has_signal, seed_for
+from posttrain.rollout.rollouts import Rollouts, by_group, has_signal
 from posttrain.rollout.scoring import RolloutScorer
 from tests.unit.rollout.made import SAMPLING, TOKENIZER, Speaker, online, prompt
 
@@ -49,7 +50,7 @@ def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **opt
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
     speaker = speaker or Speaker(digit)
     update = update or (lambda version: speaker.refresh_sampler())
-    return Rollouts(speaker, scorer, stream, config, SAMPLING, TOKENIZER, update=update)
+    return Rollouts(speaker, scorer, stream, config, SAMPLING, TOKENIZER, update_weights=update)
 
 
 def groups(batch):
@@ -84,27 +85,27 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
         for index in reversed(range(1, len(samples))):
             on_completion(index, samples[index])
         deadline = time.monotonic() + 60
-        while sum(rollout.early is not None for rollout in early) < 6 and time.monotonic() < deadline:
+        while sum(rollout.early_verdicts is not None for rollout in early) < 6 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert [rollout.early is not None for rollout in early] == [True] * 6 + [False]
+        assert [rollout.early_verdicts is not None for rollout in early] == [True] * 6 + [False]
         return samples
 
     speaker.generate = slow
     made = rollouts(rewards, speaker, rollout__samples_per_prompt=4)
-    begin = made.scorer.early
+    begin = made.scorer.score_early
 
     @contextmanager
     def watched(count):
         with begin(count) as found:
-            tell, found.tell = found.tell, lambda rollout: (early.append(rollout), tell(rollout))
+            add, found.add = found.add, lambda rollout: (early.append(rollout), add(rollout))
             yield found
 
-    made.scorer.early = watched
+    made.scorer.score_early = watched
     batch = made.next_batch()
     expected = rollouts(rewards, rollout__samples_per_prompt=4).next_batch()
-    assert [(r.sample.reward, r.parts) for r in batch] == [(r.sample.reward, r.parts) for r in expected]
+    assert [(r.sample.reward, r.rewards) for r in batch] == [(r.sample.reward, r.rewards) for r in expected]
     assert {id(rollout) for rollout in early} < {id(rollout) for rollout in batch}
-    assert all(rollout.early is None for rollout in batch), "a replay asks again"
+    assert all(rollout.early_verdicts is None for rollout in batch), "a replay asks again"
 
 
 def test_another_seed_of_the_run_gives_other_seeds():
@@ -235,7 +236,7 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
     made = rollouts(rewards, speaker, update=update, rollout__ahead=1, rollout__engine=("local", "inflight"))
     batches = trained(made, 4)
     update(4)
-    made.settle()  # the one that nobody takes
+    made.wait()  # the one that nobody takes
     found = [(batch[0].sample.version, batch[0].sample.newest) for batch in batches]
     assert found == [(100, 0), (101, 1), (102, 2), (103, 3)], "as the sampler says"
 
@@ -267,7 +268,7 @@ def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
             assert one.sample.logprobs.tolist() == other.sample.logprobs.tolist()
             for name in ("group", "version", "reward", "finish", "origin"):
                 assert getattr(one.sample, name) == getattr(other.sample, name)
-            assert (one.text, one.parts, one.prompt.columns) == (other.text, other.parts, other.prompt.columns)
+            assert (one.text, one.rewards, one.prompt.columns) == (other.text, other.rewards, other.prompt.columns)
 
 
 def test_an_error_made_ahead_is_raised_where_the_batch_is_taken(rewards):
@@ -292,7 +293,7 @@ def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
     replayed = again.next_batch()
     assert not speaker.asked
     for old, new in zip(batch, replayed, strict=True):
-        assert old.sample.tokens is new.sample.tokens and list(new.parts) in (["r.hard"], [])
+        assert old.sample.tokens is new.sample.tokens and list(new.rewards) in (["r.hard"], [])
         even = new.prompt.messages[0]["content"] == "0"
         assert new.failure if new.text == "3" else new.sample.reward == (float(new.text) if even else 0.0)
         assert new.sample.advantages is None
@@ -309,15 +310,16 @@ class Environment:
     def play(self, prompts, seeds, *, greedy=False):
         self.played.append((len(prompts), greedy))
         return [
-            replace(rollout, parts={"environment": 0.5}) for rollout in self.asker.ask(prompts, seeds, greedy=greedy)
+            replace(rollout, rewards={"environment": 0.5})
+            for rollout in self.asker.generate(prompts, seeds, greedy=greedy)
         ]
 
 
 def test_an_environment_plays_all_answers_the_greedy_too(rewards):
     made, environment = rollouts(rewards), Environment()
     environment.asker = rollouts(rewards, Speaker(lambda _: "2<|end|>"))
-    made.environment, made.greedy_baseline = environment, True
+    made.episodes, made.greedy_baseline = environment, True
     batch = made.next_batch()
     assert environment.played == [(6, False), (2, True)]
     assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
-    assert not made.policy.asked
+    assert not made.generator.asked

@@ -49,7 +49,7 @@ def test_a_weighted_sum_and_its_parts(rewards):
     rollouts = [rollout("a bc"), rollout("d")]
     scorer(rewards, rewards__weights=(2.0, 0.5)).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [2 * 2 + 0.5 * 4, 2 * 1 + 0.5 * 1]
-    assert [r.parts for r in rollouts] == [{"r.words": 2, "r.letters": 4}, {"r.words": 1, "r.letters": 1}]
+    assert [r.rewards for r in rollouts] == [{"r.words": 2, "r.letters": 4}, {"r.words": 1, "r.letters": 1}]
     assert all(r.seconds > 0 and not r.failure for r in rollouts)
 
 
@@ -64,12 +64,12 @@ def test_a_function_that_combines_what_the_others_said(tmp_path):
         rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]
         asked.score(rollouts)
     assert [r.sample.reward for r in rollouts[:3]] == [2.0, 3.0, -1.0]
-    assert rollouts[0].parts == {"r.letters": 2.0, "model.judge": 3.0, "r.gated": 2.0}
+    assert rollouts[0].rewards == {"r.letters": 2.0, "model.judge": 3.0, "r.gated": 2.0}
     assert "no letters" in rollouts[3].failure and "r.gated: error: not scored" in rollouts[3].failure
 
 
 def test_the_environment_and_reward_models_count_too(rewards):
-    rollouts = [rollout("a", parts={"environment": 0.25}), rollout("b")]
+    rollouts = [rollout("a", rewards={"environment": 0.25}), rollout("b")]
     place = 1
     rewards_and_model = scorer(rewards, rewards__weights=(1.0, 10.0))
     rewards_and_model.models = {place: lambda asked: [7.0 for _ in asked]}
@@ -148,12 +148,12 @@ def test_a_failure_is_never_a_zero(rewards):
     bad.sample.reward = good.sample.reward = 77.0
     scorer(rewards).score([bad, good, lost])
     assert bad.failure.startswith("r.letters: error:") and "no letters" in bad.failure
-    assert bad.parts == {"r.words": 1.0} and bad.sample.finish == "stop"  # how it ended is another matter
+    assert bad.rewards == {"r.words": 1.0} and bad.sample.finish == "stop"  # how it ended is another matter
     assert good.sample.reward == 1 + 4
-    assert lost.parts == {} and lost.failure == "environment: no"  # not even asked
+    assert lost.rewards == {} and lost.failure == "environment: no"  # not even asked
     with pytest.raises(RewardError, match="no letters") as stopped:
         scorer(rewards).score([rollout("bad")])
-    assert "no letters" in stopped.value.answers[0].failure  # to be recorded
+    assert "no letters" in stopped.value.rollouts[0].failure  # to be recorded
 
 
 def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):
@@ -177,21 +177,21 @@ def test_long_answers_cost_what_dapo_says(longest, buffer, whole, tokens):
     else:
         expected = -1.0
     with Rewards([]) as none:
-        assert RolloutScorer(none, {}, config, TOKENIZER).penalty(tokens) == pytest.approx(-expected * whole)
+        assert RolloutScorer(none, {}, config, TOKENIZER).overlong_penalty(tokens) == pytest.approx(-expected * whole)
 
 
 def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
     rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
     rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
     scorer(rewards, rewards__overlong=(10, 2.0)).score(rollouts)
-    assert "overlong" not in rollouts[0].parts
-    assert [r.parts["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
+    assert "overlong" not in rollouts[0].rewards
+    assert [r.rewards["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
     assert rollouts[1].sample.reward == 1 + 14 - 1
 
 
 def test_judging_beside_ends_where_drawing_fails(rewards):
-    with pytest.raises(MemoryError), scorer(rewards).early(4) as early:
-        early.tell(rollout("a b"))
+    with pytest.raises(MemoryError), scorer(rewards).score_early(4) as early:
+        early.add(rollout("a b"))
         raise MemoryError("no room")
     early.thread.join(60)
     assert not early.thread.is_alive()

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.rollout.rollouts import seed_for
+from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from tests.unit.server.serving import PATIENCE, Talk, ask, metrics_of, pico, serving
 
 openai = pytest.importorskip("openai")
