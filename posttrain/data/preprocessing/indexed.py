@@ -1,10 +1,10 @@
-"""Megatron's indexed format: `.bin` holds the numbers end to end, `.idx` says where each sequence begins.
+"""Read and write Megatron's indexed format: `.bin` holds the concatenated numbers, `.idx` the start of each sequence.
 
     .idx   magic, version, type code | sequences S, document edges D | S lengths int32 | S byte offsets int64
            | D edges int64, from 0 to S | optionally S modes int8
     .bin   the sequences one after the other, in the type that the code names
 
-All numbers are little-endian. A file under its own name is complete: it is written under another one, brought to the
+All numbers are little-endian. A file with its final name is complete: it is written under a temporary name, synced to
 disk and renamed, the `.idx` last.
 """
 
@@ -31,13 +31,13 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, docum
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 DTYPES = {code: np.dtype(name) for code, name in TYPES.items()}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-UNFINISHED = ".unfinished"  # end of the name of a file that is being written
+UNFINISHED = ".unfinished"  # suffix of a file that is being written
 
 Numbers = npt.NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice: two bytes a token where they suffice."""
+    """Return Megatron's token type: two bytes per token if they suffice."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -50,7 +50,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes sequences as they come; only lengths stay in memory. Nothing has its name until `finish`."""
+    """Appends sequences; only their lengths stay in memory. The files get their final names in `finish`."""
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, with_modes: bool = False) -> None:
         self.prefix = str(prefix)
@@ -71,12 +71,12 @@ class IndexedWriter:
             self.finish()
 
     def add(self, sequence: npt.ArrayLike, mode: int = 0) -> None:
-        """A sequence that is a document of its own."""
+        """Add a sequence that is a document of its own."""
         self.add_sequence(sequence, mode)
         self.end_document()
 
     def add_sequence(self, sequence: npt.ArrayLike, mode: int = 0) -> None:
-        """A sequence of the document that `end_document` ends."""
+        """Add a sequence to the current document, which `end_document` ends."""
         numbers = self._fitting(np.asarray(sequence))
         self.bin.write(numbers.tobytes())
         self.lengths.append(len(numbers))
@@ -87,7 +87,7 @@ class IndexedWriter:
         self.edges.append(len(self.lengths))
 
     def add_all(self, numbers: Numbers, lengths: Numbers, documents: Numbers) -> None:
-        """Many sequences end to end; `documents` says how many of them each document has."""
+        """Add many concatenated sequences; `documents` has the number of sequences of each document."""
         assert self.modes is None, "modes are given one by one"
         assert len(numbers) == lengths.sum() and len(lengths) == documents.sum(), "the lengths do not add up"
         self.bin.write(self._fitting(numbers).tobytes())
@@ -96,11 +96,11 @@ class IndexedWriter:
         self.edges.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
 
     def add_index(self, prefix: str | Path) -> None:
-        """All of another file, as if its sequences had been written here."""
+        """Append all sequences of another indexed file."""
         other = IndexedReader(prefix)
         if other.dtype != self.dtype or (len(other) and (other.modes is None) != (self.modes is None)):
             kinds = [f"{file.dtype}, with{'out' * (file.modes is None)} modes" for file in (other, self)]
-            raise DataError(f"{idx_path(prefix)}: holds {kinds[0]}: cannot be added to {kinds[1]}")
+            raise DataError(f"{idx_path(prefix)}: has {kinds[0]}; it cannot be added to {kinds[1]}")
         first = len(self.lengths)
         self.lengths.frombytes(other.lengths.tobytes())
         self.edges.frombytes((other.edges[1:] + first).tobytes())
@@ -114,12 +114,12 @@ class IndexedWriter:
                 self.bin.write(sequence.tobytes())
 
     def finish(self) -> None:
-        """Bring both files to the disk, then give them their names, `.idx` last."""
+        """Sync both files to disk, then rename them, the `.idx` last."""
         self.write_index()
         self.publish()
 
     def write_index(self) -> None:
-        """The `.idx` beside the `.bin`, both complete but still without their names."""
+        """Write the `.idx`; both files are then complete, still under their temporary names."""
         close_safely(self.bin)
         lengths = np.frombuffer(self.lengths, dtype="<i4")
         offsets = np.zeros(len(lengths), dtype="<i8")
@@ -134,7 +134,7 @@ class IndexedWriter:
             close_safely(file)
 
     def publish(self) -> None:
-        """Give the files their names; what had them before is gone first, so that old and new never mix."""
+        """Rename the files; files with these names are removed first, so that old and new never mix."""
         unpublish(self.prefix)
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             Path(f"{path}{UNFINISHED}").replace(path)
@@ -146,19 +146,21 @@ class IndexedWriter:
             Path(f"{path}{UNFINISHED}").unlink(missing_ok=True)
 
     def _fitting(self, numbers: Numbers) -> Numbers:
-        """In the type of the file, and with the same values."""
+        """Convert to the type of the file; ValueError if a value would change."""
         if numbers.ndim != 1:
-            raise ValueError(f"{self.prefix}: a sequence has one dimension, not {numbers.ndim}")
+            raise ValueError(f"{self.prefix}: a sequence must have one dimension, not {numbers.ndim}")
         if not numbers.size or np.can_cast(numbers.dtype, self.dtype, "safe"):
             return numbers.astype(self.dtype, copy=False)
         converted = numbers.astype(self.dtype)
         if (converted != numbers).any():
-            raise ValueError(f"{self.prefix}: {numbers.min()} to {numbers.max()} do not fit into {self.dtype}")
+            raise ValueError(
+                f"{self.prefix}: values from {numbers.min()} to {numbers.max()} do not fit into {self.dtype}"
+            )
         return converted
 
 
 class IndexedReader(Sequence[Numbers]):
-    """The sequences of a file, memory-mapped: `reader[i]` is a view and costs the same wherever it lies."""
+    """Gives access to the memory-mapped sequences of an indexed file: `reader[i]` is a view, in constant time."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -170,7 +172,7 @@ class IndexedReader(Sequence[Numbers]):
         needed, there = int(ends.max(initial=0)), bin_path(prefix).stat().st_size
         if needed > there:
             raise DataError(
-                f"{bin_path(prefix)}: {there} bytes, but {idx_path(prefix)} needs {needed}: was it cut off?"
+                f"{bin_path(prefix)}: {there} bytes, but {idx_path(prefix)} needs {needed}: is it truncated?"
             )
         self.starts = self.offsets // self.dtype.itemsize
         self.is_dense = there == needed == int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
@@ -191,14 +193,16 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], Numbers, Numbers, Numbers, N
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(raw) < HEADER.size or raw[:9].tobytes() != MAGIC:
-        raise DataError(f"{path}: not an index of the indexed format")
+        raise DataError(f"{path}: not an index file of Megatron's indexed format")
     _, version, code, sequences, edges = HEADER.unpack(raw[: HEADER.size].tobytes())
     if version != VERSION or code not in DTYPES:
-        raise DataError(f"{path}: version {version} with type code {code}; known is version 1 with codes 1 to 8")
+        raise DataError(f"{path}: version {version} with type code {code}; supported is version 1 with codes 1 to 8")
     sizes = (4 * sequences, 8 * sequences, 8 * edges)
     with_modes = len(raw) == HEADER.size + sum(sizes) + sequences
     if len(raw) != HEADER.size + sum(sizes) and not with_modes:
-        raise DataError(f"{path}: {len(raw)} bytes do not fit {sequences} sequences and {edges} edges: was it cut off?")
+        raise DataError(
+            f"{path}: {len(raw)} bytes do not match {sequences} sequences and {edges} edges: is it truncated?"
+        )
     lengths, offsets, document_edges, modes = (
         part.view(kind)
         for part, kind in zip(np.split(raw[HEADER.size :], np.cumsum(sizes)), ("<i4", "<i8", "<i8", "i1"), strict=True)
@@ -212,7 +216,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], Numbers, Numbers, Numbers, N
         or not in_order
         or (np.diff(document_edges) < 0).any()
     ):
-        raise DataError(f"{path}: damaged: lengths, offsets or edges of documents that cannot be")
+        raise DataError(f"{path}: damaged: impossible lengths, offsets or document edges")
     return dtype, lengths, offsets, document_edges, modes if with_modes and sequences else None
 
 
@@ -225,13 +229,13 @@ def _read_numbers(path: Path, dtype: np.dtype[Any]) -> Numbers:
 
 
 def unpublish(prefix: str | Path) -> None:
-    """Remove the files of that name, `.idx` first: a `.bin` alone is nothing."""
+    """Remove the files with this prefix, the `.idx` first: without it the `.bin` is not read."""
     for path in (idx_path(prefix), bin_path(prefix)):
         path.unlink(missing_ok=True)
 
 
 def close_safely(file: BinaryIO) -> None:
-    """Close a file whose bytes are on the disk and not only on their way."""
+    """Flush and fsync a file, then close it."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

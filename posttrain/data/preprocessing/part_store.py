@@ -1,4 +1,4 @@
-"""What preprocessing keeps on the disk: parts, so that a killed run can go on; and the result, whole or not at all."""
+"""Files of preprocessing: parts, from which a killed run resumes, and the output, published complete or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write_text, file_sha256, read_json, sync_folder, temporary_prefix
-from posttrain.data.preprocessing.handlers import Handler, Outcome
+from posttrain.data.preprocessing.handlers import EncodedChunk, Handler
 from posttrain.data.preprocessing.indexed import (
     UNFINISHED,
     IndexedReader,
@@ -26,10 +26,10 @@ from posttrain.data.preprocessing.indexed import (
 
 
 @contextmanager
-def shop_of(target: Target, cache_dir: str) -> Iterator[Shop]:
-    """The folder of unfinished work, for this process alone."""
+def open_part_store(target: OutputFiles, cache_dir: str) -> Iterator[PartStore]:
+    """Open and lock the folder of unfinished parts for this process."""
     name = f".{target.name}.parts"
-    if cache_dir:  # there, equal names from several folders meet
+    if cache_dir:  # outputs of several folders with equal names share it
         digest = hashlib.sha256(str(target.folder.resolve()).encode()).hexdigest()[:12]
         folder = Path(cache_dir) / f"{target.name}-{digest}.parts"
     else:
@@ -39,29 +39,29 @@ def shop_of(target: Target, cache_dir: str) -> Iterator[Shop]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{folder}: another process is writing {target.named('*')} right now") from None
-        shop = Shop(folder, target.handler)
+            raise UsageError(f"{folder}: another process is writing {target.prefix('*')}") from None
+        store = PartStore(folder, target.handler)
         try:
-            yield shop
+            yield store
         finally:
-            shop.leave()
+            store.close()
 
 
-class Shop:
-    """Parts: indexed files of consecutive rows, and for each finished one a record of what it holds."""
+class PartStore:
+    """Stores parts: indexed files of consecutive examples, each with a JSON record once it is finished."""
 
     def __init__(self, folder: Path, handler: Handler) -> None:
         self.folder = folder
         self.handler = handler
         self.finished: list[dict[str, Any]] = []
-        self.size = 0  # bytes of rows in the part that is being written
+        self.size = 0  # bytes of records in the part that is being written
         self._writers: dict[str, IndexedWriter] = {}
         self._counts: dict[str, int] = {}
         self._bad: list[dict[str, Any]] = []
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of all finished parts."""
+        """The sums over all finished parts."""
         total: dict[str, int] = {}
         for record in self.finished:
             for name, count in record["counts"].items():
@@ -77,44 +77,44 @@ class Shop:
     def prefix(self, number: int, key: str) -> str:
         return str(self.folder / f"{number:06}.{key}")
 
-    def take_over(self, job: dict[str, Any]) -> None:
-        """Keep the finished parts of an earlier run of the same job; remove all else."""
+    def resume(self, job: dict[str, Any]) -> None:
+        """Keep the finished parts of an earlier run of the same job; remove all other files."""
         job_file = self.folder / "job.json"
-        known = read_record(job_file)
-        if known == job:
-            while self._is_whole(record := read_record(self.folder / f"{len(self.finished):06}.json")):
+        previous = read_record(job_file)
+        if previous == job:
+            while self._is_complete(record := read_record(self.folder / f"{len(self.finished):06}.json")):
                 assert record is not None
                 self.finished.append(record)
-        keep = {"lock", "job.json"} if known == job else {"lock"}
+        keep = {"lock", "job.json"} if previous == job else {"lock"}
         for number in range(len(self.finished)):
             keep |= {f"{number:06}.json", f"{number:06}.bad.jsonl"}
             keep |= {f"{number:06}.{key}.{end}" for key in self.handler.keys for end in ("bin", "idx")}
         for file in self.folder.iterdir():
             if file.name not in keep:
                 file.unlink()
-        if known != job:
+        if previous != job:
             write_record(job_file, job)
 
-    def _is_whole(self, record: dict[str, Any] | None) -> bool:
+    def _is_complete(self, record: dict[str, Any] | None) -> bool:
         if record is None:
             return False
         return is_unchanged(self.folder, record["files"])
 
-    def add(self, outcome: Outcome, size: int) -> None:
+    def add(self, encoded: EncodedChunk, size: int) -> None:
         number = len(self.finished)
         if not self._writers:
             self._writers = {
                 key: IndexedWriter(self.prefix(number, key), self.handler.dtype(key)) for key in self.handler.keys
             }
-        for key, column in outcome.columns.items():
+        for key, column in encoded.columns.items():
             self._writers[key].add_all(column.numbers, column.lengths, column.documents)
-        for name, count in outcome.counts.items():
+        for name, count in encoded.counts.items():
             self._counts[name] = self._counts.get(name, 0) + count
-        self._bad += outcome.bad
+        self._bad += encoded.bad
         self.size += size
 
     def finish_part(self) -> None:
-        """Everything on the disk, the record last."""
+        """Write everything to disk, the record last."""
         if not self._writers:
             return
         number = len(self.finished)
@@ -135,8 +135,8 @@ class Shop:
     def readers(self, key: str) -> list[IndexedReader]:
         return [IndexedReader(self.prefix(number, key)) for number in range(len(self.finished))]
 
-    def leave(self) -> None:
-        """After an error: what was half written goes, what was finished stays."""
+    def close(self) -> None:
+        """Discard the unfinished part; keep the finished ones."""
         for writer in self._writers.values():
             writer.discard()
         if not self.finished and self.folder.exists():
@@ -146,46 +146,46 @@ class Shop:
         shutil.rmtree(self.folder)
 
 
-class Target:
-    """The files that are written, under names that others look for."""
+class OutputFiles:
+    """The output files, under the names that trainers expect."""
 
     def __init__(self, output_prefix: str, handler: Handler) -> None:
         self.handler = handler
         self.folder = Path(output_prefix).parent
-        self.name = Path(output_prefix).name + handler.mark
+        self.name = Path(output_prefix).name + handler.suffix
         if not Path(output_prefix).name:
-            raise UsageError(f"output_prefix {output_prefix!r} names a folder; add how file names are to begin")
+            raise UsageError(f"output_prefix {output_prefix!r} is a folder; add the beginning of the file names")
         self.manifest = self.folder / f"{self.name}_manifest.json"
 
-    def named(self, key: str) -> str:
+    def prefix(self, key: str) -> str:
         return str(self.folder / f"{self.name}_{key}_{self.handler.level}")
 
     def writer(self, key: str) -> IndexedWriter:
-        return IndexedWriter(self.named(key), self.handler.dtype(key))
+        return IndexedWriter(self.prefix(key), self.handler.dtype(key))
 
     def finished(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """The manifest, if it is of this job and the files are those it speaks of."""
+        """Return the manifest, if it describes this job and the files are unchanged."""
         manifest = read_record(self.manifest)
         if manifest is None or manifest["job"] != job:
             return None
         return manifest if is_unchanged(self.folder, manifest["files"]) else None
 
     def publish(self, job: dict[str, Any], counts: dict[str, int], bad: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Give all files their names, the one without which the others mean nothing last."""
+        """Rename all files to their final names, the indexes last."""
         self.manifest.unlink(missing_ok=True)
-        for left in self.folder.glob(f"{temporary_prefix(self.manifest)}*"):  # by a process that was killed
+        for left in self.folder.glob(f"{temporary_prefix(self.manifest)}*"):  # left by a killed process
             left.unlink()
-        prefixes = [self.named(key) for key in self.handler.keys]
+        prefixes = [self.prefix(key) for key in self.handler.keys]
         for prefix in reversed(prefixes):
             unpublish(prefix)
-        sync_folder(self.folder)  # no old file may come back beside a new one
+        sync_folder(self.folder)  # after a power cut no old file may reappear beside a new one
         for path in [*map(bin_path, prefixes), *map(idx_path, prefixes)]:
             Path(f"{path}{UNFINISHED}").replace(path)
         sync_folder(self.folder)
         files = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         if counts["bad"]:
             quarantine = self.folder / f"{self.name}_quarantine.jsonl"
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad)
+            lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in bad)
             quarantine.write_text(lines, encoding="utf-8")
             files.append(quarantine)
         manifest = {
@@ -193,7 +193,7 @@ class Target:
             "kind": self.handler.kind,
             "counts": counts,
             "files": {file.name: file_sha256(file) for file in files},
-            **self.handler.facts(),
+            **self.handler.manifest_entries(),
         }
         write_record(self.manifest, manifest)
         return manifest
@@ -205,7 +205,7 @@ def is_unchanged(folder: Path, files: dict[str, str]) -> bool:
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no such file or it is damaged."""
+    """Read a JSON record; None if there is no such file or it is damaged."""
     try:
         return read_json(file) if file.is_file() else None
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""`posttrain data preprocess`: tokenise once into indexed files.
+"""`posttrain data preprocess`: tokenize examples once into indexed files.
 
-Rows are read here in order, encoded in chunks by worker processes and written in order, so that the result is the same
-for any number of workers. Finished parts stay on the disk until the whole is there: a run that was killed goes on after
-the last of them, if neither its configuration nor its inputs changed.
+Records are read in order, encoded in chunks by worker processes and written in order, so that the result is the same
+for any number of workers. Finished parts stay on disk until the output is complete: a killed run resumes after the last
+of them, if neither its configuration nor its inputs changed.
 """
 
 from __future__ import annotations
@@ -31,82 +31,85 @@ from posttrain.core.files import file_sha256
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.preprocessing.handlers import (
     IGNORED,
+    EncodedChunk,
     GeneralPretrainHandler,
     Handler,
-    Outcome,
     PreprocessConfig,
     handler_class,
     make_handler,
 )
 from posttrain.data.preprocessing.indexed import IndexedReader, Numbers
-from posttrain.data.preprocessing.part_store import Shop, Target, shop_of
+from posttrain.data.preprocessing.part_store import OutputFiles, PartStore, open_part_store
 from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, SourcePart, source_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK_ROWS = 256
+CHUNK_RECORDS = 256
 CHUNK_BYTES = 2**20
-AHEAD = 32  # chunks that this process may encode before it waits for others
-PART_BYTES = 2**26  # of rows, in a part that a killed run need not do again
-FORMAT = 1  # of what is written; a change makes older parts useless
-FREE = {"workers", "n_subs", "cache_dir", "log_interval", "seed"}  # options that do not change the result
+AHEAD = 32  # chunks that this process may encode before it waits for the workers
+PART_BYTES = 2**26  # bytes of records per part
+FORMAT = 1  # version of the parts; a change invalidates older parts
+NOT_IN_JOB = {"workers", "n_subs", "cache_dir", "log_interval", "seed"}  # options that do not change the result
 
 
 def preprocess(
-    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print
+    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Write the files; what it returns is also in the manifest beside them."""
+    """Write the output files and return the manifest, which is also written beside them."""
     check(config)
     started = time.perf_counter()
     apply_template(tokenizer, config.prompt_type)
     handler = make_handler(config, tokenizer)
     parts = [part for name in config.input for part in source_parts(name)]
-    target = Target(config.output_prefix, handler)
+    target = OutputFiles(config.output_prefix, handler)
     target.folder.mkdir(parents=True, exist_ok=True)
     job = describe_job(config, tokenizer, parts)
-    with shop_of(target, config.cache_dir) as shop:
+    with open_part_store(target, config.cache_dir) as store:
         if (done := target.finished(job)) is not None:
-            shop.clear()
-            say(f"{target.named('*')}: already there, from the same rows and the same options")
+            store.clear()
+            log(f"{target.prefix('*')}: already complete, from the same inputs and options")
             return done
-        shop.take_over(job)
-        if shop.counts:
-            say(f"going on after row {shop.counts['read']:,}: {len(shop.finished)} finished parts are taken over")
-        encode_rows(config, handler, parts, shop, say)
-        counts = shop.counts
+        store.resume(job)
+        if store.counts:
+            done_before = f"{len(store.finished)} finished parts"
+            log(f"resuming after example {store.counts['read']:,}: {done_before} are reused")
+        encode_parts(config, handler, parts, store, log)
+        counts = store.counts
         if not counts["kept"]:
             raise DataError(
-                f"{', '.join(config.input)}: nothing to write: {counts['read']} rows read, {counts['dropped']} dropped "
-                f"(seq_length {config.seq_length} or longer), {counts['bad']} set aside"
+                f"{', '.join(config.input)}: nothing to write: {counts['read']} examples read, "
+                f"{counts['dropped']} dropped (seq_length {config.seq_length} or longer), {counts['bad']} quarantined"
             )
         if config.pack or config.neat_pack:
-            counts["rows"] = write_packed(config, handler, shop, target)
+            counts["rows"] = write_packed(config, handler, store, target)
         else:
-            counts["rows"] = write_merged(handler, shop, target)
-        manifest = target.publish(job, counts, shop.bad)
-        shop.clear()
-    say(summary(config, target, counts, time.perf_counter() - started))
+            counts["rows"] = write_merged(handler, store, target)
+        manifest = target.publish(job, counts, store.bad)
+        store.clear()
+    log(summary(config, target, counts, time.perf_counter() - started))
     return manifest
 
 
 def check(config: PreprocessConfig) -> None:
-    """Settings that cannot work, named with what resolves them."""
+    """Raise UsageError for settings that cannot work."""
 
     def refuse(problem: bool, message: str) -> None:
         if problem:
             raise UsageError(message)
 
     handler = handler_class(config.handler_name)
-    refuse(not config.input, "input is not set. Name the files to read: --input rows.jsonl")
-    refuse(not config.output_prefix, "output_prefix is not set. Say where to write: --output_prefix data/rows")
+    refuse(not config.input, "input is not set. Name the files to read: --input train.jsonl")
+    refuse(not config.output_prefix, "output_prefix is not set. Say where to write: --output_prefix data/train")
     packs = config.pack or config.neat_pack
-    refuse(packs and not handler.can_pack, f"pack is for instruction handlers, not for {config.handler_name}.")
+    refuse(packs and not handler.can_pack, f"pack works with instruction handlers, not with {config.handler_name}.")
     refuse(
         config.split_sentences and handler is not GeneralPretrainHandler,
-        f"split_sentences is for GeneralPretrainHandler, not for {config.handler_name}.",
+        f"split_sentences works with GeneralPretrainHandler, not with {config.handler_name}.",
     )
-    refuse(packs and not config.seq_length, "pack needs to know how long a row is to be: --seq_length 4096, say.")
+    refuse(
+        packs and not config.seq_length, "pack needs the length of the packed sequences, for example --seq_length 4096."
+    )
     for name, value, low in (
         ("workers", config.workers, 1),
         ("n_subs", config.n_subs, 0),
@@ -119,13 +122,13 @@ def check(config: PreprocessConfig) -> None:
     )
 
 
-# What a run is: if all of this is the same, so is the result
+# The identity of a job: equal descriptions give equal results
 
 
 def describe_job(
     config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, parts: list[SourcePart]
 ) -> dict[str, Any]:
-    options = {name: value for name, value in asdict(config).items() if name not in FREE}
+    options = {name: value for name, value in asdict(config).items() if name not in NOT_IN_JOB}
     return {
         "format": FORMAT,
         "posttrain": posttrain.__version__,
@@ -153,90 +156,90 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows that are encoded together."""
+    """Records that are encoded together."""
 
-    rows: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
     size: int = 0  # bytes
 
 
-def chunks_of(parts: Iterable[SourcePart], skip: int) -> Iterator[Chunk]:
-    """All rows but the first `skip`; chunks end at the same rows whoever asks."""
+def read_chunks(parts: Iterable[SourcePart], skip: int) -> Iterator[Chunk]:
+    """Read all records but the first `skip` in chunks."""
     chunk = Chunk()
-    for row in islice((row for part in parts for row in part.scan(ReadProgress())), skip, None):
-        if isinstance(row, BadRecord):
-            chunk.bad.append(row)
+    for record in islice((record for part in parts for record in part.scan(ReadProgress())), skip, None):
+        if isinstance(record, BadRecord):
+            chunk.bad.append(record)
         else:
-            chunk.rows.append(row)
-            chunk.size += row.size
-        if len(chunk.rows) + len(chunk.bad) >= CHUNK_ROWS or chunk.size >= CHUNK_BYTES:
+            chunk.records.append(record)
+            chunk.size += record.size
+        if len(chunk.records) + len(chunk.bad) >= CHUNK_RECORDS or chunk.size >= CHUNK_BYTES:
             yield chunk
             chunk = Chunk()
-    if chunk.rows or chunk.bad:
+    if chunk.records or chunk.bad:
         yield chunk
 
 
-def encode_rows(
-    config: PreprocessConfig, handler: Handler, parts: list[SourcePart], shop: Shop, say: Callable[[str], None]
+def encode_parts(
+    config: PreprocessConfig, handler: Handler, parts: list[SourcePart], store: PartStore, log: Callable[[str], None]
 ) -> None:
-    """All rows into finished parts."""
+    """Encode all records into finished parts."""
     total = sum(part.size for part in parts)
     enough = max(1, total // config.n_subs) if config.n_subs and total else PART_BYTES
-    progress = Progress(config.log_interval, say)
-    for chunk, outcome in encode_in_order(config, handler, chunks_of(parts, shop.counts.get("read", 0))):
-        outcome.bad += [{"reason": f"{bad.origin}: {bad.reason}", "raw": bad.raw} for bad in chunk.bad]
-        outcome.counts["read"] += len(chunk.bad)
-        outcome.counts["bad"] += len(chunk.bad)
-        shop.add(outcome, chunk.size)
-        progress.add(outcome.counts)
-        if shop.size >= enough:
-            shop.finish_part()
-    shop.finish_part()
+    progress = PreprocessProgress(config.log_interval, log)
+    for chunk, encoded in encode_in_order(config, handler, read_chunks(parts, store.counts.get("read", 0))):
+        encoded.bad += [{"reason": f"{bad.origin}: {bad.reason}", "raw": bad.raw} for bad in chunk.bad]
+        encoded.counts["read"] += len(chunk.bad)
+        encoded.counts["bad"] += len(chunk.bad)
+        store.add(encoded, chunk.size)
+        progress.add(encoded.counts)
+        if store.size >= enough:
+            store.finish_part()
+    store.finish_part()
 
 
 def encode_in_order(
     config: PreprocessConfig, handler: Handler, chunks: Iterator[Chunk]
-) -> Iterator[tuple[Chunk, Outcome]]:
-    """Chunks and what became of them; a few are under way at a time, so that memory stays flat."""
+) -> Iterator[tuple[Chunk, EncodedChunk]]:
+    """Yield chunks with their encodings, in order; the number of chunks in flight is bounded, and so is memory."""
     if config.on_bad_row == "stop":
         chunks = map(refuse_bad, chunks)
     if config.workers == 1:
         for chunk in chunks:
-            yield chunk, handler.encode(chunk.rows)
+            yield chunk, handler.encode(chunk.records)
         return
-    helpers = config.workers - 1  # this process is a worker too: it need not be started, and would wait otherwise
+    workers = config.workers - 1  # this process also encodes, as it would wait otherwise
     pool = ProcessPoolExecutor(
-        helpers,
+        workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=start_worker,
         initargs=(config, handler.tokenizer),
     )
-    under_way: deque[tuple[Chunk, Future[Outcome]]] = deque()
+    in_flight: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
     try:
         for chunk in chunks:
-            if sum(not future.done() for _, future in under_way) < 2 * helpers:
-                under_way.append((chunk, pool.submit(encode_in_worker, chunk.rows)))
+            if sum(not future.done() for _, future in in_flight) < 2 * workers:
+                in_flight.append((chunk, pool.submit(encode_in_worker, chunk.records)))
             else:
-                under_way.append((chunk, encode_here(handler, chunk)))
-            while under_way and (under_way[0][1].done() or len(under_way) > 2 * helpers + AHEAD):
-                first, future = under_way.popleft()
+                in_flight.append((chunk, encode_here(handler, chunk)))
+            while in_flight and (in_flight[0][1].done() or len(in_flight) > 2 * workers + AHEAD):
+                first, future = in_flight.popleft()
                 yield first, future.result()
-        for first, future in under_way:
+        for first, future in in_flight:
             yield first, future.result()
     except BrokenProcessPool as error:
         raise PosttrainError(
-            "a worker process died; was there too little memory? Start again, it goes on after the last finished part; "
-            "fewer workers need less memory"
+            "a worker process died, possibly out of memory. Run the same command again: it resumes after the last "
+            "finished part. Fewer workers need less memory."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_here(handler: Handler, chunk: Chunk) -> Future[Outcome]:
-    """A fault is kept until its turn comes, so that the first in the file is the one that is told."""
-    future: Future[Outcome] = Future()
+def encode_here(handler: Handler, chunk: Chunk) -> Future[EncodedChunk]:
+    """Encode in this process; keep an error in the future, so that the first one in the file is reported."""
+    future: Future[EncodedChunk] = Future()
     try:
-        future.set_result(handler.encode(chunk.rows))
+        future.set_result(handler.encode(chunk.records))
     except DataError as error:
         future.set_exception(error)
     return future
@@ -265,67 +268,67 @@ def start_worker(config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -
     _handler = make_handler(config, tokenizer)
 
 
-def encode_in_worker(rows: list[Record]) -> Outcome:
+def encode_in_worker(records: list[Record]) -> EncodedChunk:
     assert _handler is not None
-    return _handler.encode(rows)
+    return _handler.encode(records)
 
 
-class Progress:
-    """A line every so many rows."""
+class PreprocessProgress:
+    """Logs a line every `every` examples."""
 
-    def __init__(self, every: int, say: Callable[[str], None]) -> None:
-        self.every, self.say = every, say
+    def __init__(self, every: int, log: Callable[[str], None]) -> None:
+        self.every, self.log = every, log
         self.started = time.perf_counter()
-        self.rows = self.tokens = 0
+        self.examples = self.tokens = 0
 
     def add(self, counts: dict[str, int]) -> None:
-        before = self.rows // self.every
-        self.rows += counts["read"]
+        before = self.examples // self.every
+        self.examples += counts["read"]
         self.tokens += counts["tokens"]
-        if self.rows // self.every > before:
+        if self.examples // self.every > before:
             seconds = time.perf_counter() - self.started
-            speed = f"{self.rows / seconds:,.0f} rows/s, {self.tokens / seconds:,.0f} tokens/s"
-            self.say(f"{self.rows:,} rows, {self.tokens:,} tokens; {speed}")
+            speed = f"{self.examples / seconds:,.0f} examples/s, {self.tokens / seconds:,.0f} tokens/s"
+            self.log(f"{self.examples:,} examples, {self.tokens:,} tokens; {speed}")
 
 
-# The whole
+# Output
 
 
-def write_merged(handler: Handler, shop: Shop, target: Target) -> int:
-    rows = 0
+def write_merged(handler: Handler, store: PartStore, target: OutputFiles) -> int:
+    count = 0
     for key in handler.keys:
         writer = target.writer(key)
-        for number in range(len(shop.finished)):
-            writer.add_index(shop.prefix(number, key))
-        rows = len(writer.edges) - 1
+        for number in range(len(store.finished)):
+            writer.add_index(store.prefix(number, key))
+        count = len(writer.edges) - 1
         writer.write_index()
-    return rows
+    return count
 
 
-def write_packed(config: PreprocessConfig, handler: Handler, shop: Shop, target: Target) -> int:
-    """Rows of seq_length tokens, each filled with the longest rows that still fit; what is left over is padding."""
-    columns = {key: SequenceColumn(shop.readers(key)) for key in handler.keys}
+def write_packed(config: PreprocessConfig, handler: Handler, store: PartStore, target: OutputFiles) -> int:
+    """Pack examples into sequences of seq_length tokens, padded at the end; return the number of sequences."""
+    columns = {key: ConcatenatedReader(store.readers(key)) for key in handler.keys}
     writers = {key: target.writer(key) for key in handler.keys}
     pad_id = handler.tokenizer.pad_token_id
     padding = {"input_ids": 0 if pad_id is None else pad_id, "labels": IGNORED, "attention_mask": 0}
     packs = 0
-    for members in fill_packs(columns["input_ids"].lengths, config.seq_length):
+    for members in pack_sequences(columns["input_ids"].lengths, config.seq_length):
         packs += 1
-        for key, rows in columns.items():
+        for key, sequences in columns.items():
             packed = np.full(config.seq_length, padding[key], dtype=handler.dtype(key))
             at = 0
             for place, member in enumerate(members, start=1):
-                row = rows[member]
-                packed[at : at + len(row)] = place if key == "attention_mask" and config.neat_pack else row
-                at += len(row)
+                sequence = sequences[member]
+                packed[at : at + len(sequence)] = place if key == "attention_mask" and config.neat_pack else sequence
+                at += len(sequence)
             writers[key].add(packed)
     for writer in writers.values():
         writer.write_index()
     return packs
 
 
-class SequenceColumn:
-    """The rows of several files, numbered through."""
+class ConcatenatedReader:
+    """The sequences of several indexed files under consecutive numbers."""
 
     def __init__(self, readers: list[IndexedReader]) -> None:
         self.readers = readers
@@ -337,11 +340,11 @@ class SequenceColumn:
         return self.readers[number][index - self.edges[number]]
 
 
-def fill_packs(lengths: Numbers, room: int) -> Iterator[list[int]]:
-    """Packs of rows, none longer than `room`: the longest row left, then the longest that still fits, and so on."""
+def pack_sequences(lengths: Numbers, room: int) -> Iterator[list[int]]:
+    """Yield the members of each pack of at most `room` tokens: repeatedly the longest sequence that still fits."""
     order = np.argsort(lengths, kind="stable")
     values, first, number = np.unique(lengths[order], return_index=True, return_counts=True)
-    assert not len(values) or values[-1] <= room, "a row is longer than a pack"
+    assert not len(values) or values[-1] <= room, "a sequence is longer than a pack"
     waiting = {int(v): deque(order[f : f + n].tolist()) for v, f, n in zip(values, first, number, strict=True)}
     present = sorted(waiting)
     while present:
@@ -356,11 +359,13 @@ def fill_packs(lengths: Numbers, room: int) -> Iterator[list[int]]:
         yield members
 
 
-def summary(config: PreprocessConfig, target: Target, counts: dict[str, int], seconds: float) -> str:
+def summary(config: PreprocessConfig, target: OutputFiles, counts: dict[str, int], seconds: float) -> str:
     left_out = [f"{counts['dropped']:,} dropped: seq_length {config.seq_length} or longer"] if counts["dropped"] else []
-    left_out += [f"{counts['bad']:,} set aside: {target.name}_quarantine.jsonl"] if counts["bad"] else []
-    rows = f"{counts['read']:,} rows read, {counts['kept']:,} kept" + "".join(f", {text}" for text in left_out)
-    packed = f" in {counts['rows']:,} packed rows of {config.seq_length}" if counts["rows"] != counts["kept"] else ""
+    left_out += [f"{counts['bad']:,} quarantined: {target.name}_quarantine.jsonl"] if counts["bad"] else []
+    examples = f"{counts['read']:,} examples read, {counts['kept']:,} kept" + "".join(f", {text}" for text in left_out)
+    packed = (
+        f" in {counts['rows']:,} packed sequences of {config.seq_length}" if counts["rows"] != counts["kept"] else ""
+    )
     keys = ", ".join(sorted(target.handler.keys))
     speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
-    return f"done: {rows}; {counts['tokens']:,} tokens{packed}; {speed}\n{target.named('*')}.bin/.idx: {keys}"
+    return f"done: {examples}; {counts['tokens']:,} tokens{packed}; {speed}\n{target.prefix('*')}.bin/.idx: {keys}"

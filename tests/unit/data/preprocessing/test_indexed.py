@@ -198,12 +198,12 @@ def damaged(index, change):
         (lambda raw: raw.__setitem__(0, 0), "not an index"),
         (lambda raw: raw.__setitem__(9, 2), "version 2"),
         (lambda raw: raw.__setitem__(17, 9), "type code 9"),
-        (lambda raw: raw.__setitem__(18, 200), "do not fit 200 sequences"),
-        (lambda raw: raw.__delitem__(slice(-1, None)), "was it cut off"),
+        (lambda raw: raw.__setitem__(18, 200), "do not match 200 sequences"),
+        (lambda raw: raw.__delitem__(slice(-1, None)), "is it truncated"),
         (lambda raw: raw.__setitem__(HEADER.size + 3, 0x80), "damaged"),
         (lambda raw: raw.__setitem__(HEADER.size + 4 * 5, 1), "damaged"),
         (lambda raw: raw.__setitem__(-1, 0x80), "damaged"),
-        (lambda raw: raw.__setitem__(HEADER.size, 200), "was it cut off"),
+        (lambda raw: raw.__setitem__(HEADER.size, 200), "is it truncated"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path, change, message):

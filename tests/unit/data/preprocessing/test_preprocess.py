@@ -14,7 +14,7 @@ from posttrain.data.indexed_dataset import is_indexed, load_indexed, open_files
 from posttrain.data.preprocessing import preprocess as module
 from posttrain.data.preprocessing.handlers import HANDLERS, PreprocessConfig
 from posttrain.data.preprocessing.indexed import IndexedReader
-from posttrain.data.preprocessing.preprocess import fill_packs, preprocess
+from posttrain.data.preprocessing.preprocess import pack_sequences, preprocess
 from posttrain.models.pico import SPECIALS, build_tokenizer
 from tests.unit.data.made import byte_level
 from tests.unit.data.preprocessing.test_indexed import die_at, megatron, write_with_megatron
@@ -45,12 +45,12 @@ def write_rows(folder, rows, name="rows.jsonl"):
     return str(folder / name)
 
 
-def run(tmp_path, handler, rows, say=lambda _: None, tokenizer=PICO, **options):
+def run(tmp_path, handler, rows, log=lambda _: None, tokenizer=PICO, **options):
     """Preprocess rows; the columns that were written, as lists, by the names of the files."""
     config = PreprocessConfig(
         input=(write_rows(tmp_path, rows),), output_prefix=str(tmp_path / "out"), handler_name=handler, **options
     )
-    manifest = preprocess(config, tokenizer, say)
+    manifest = preprocess(config, tokenizer, log)
     return read(tmp_path), manifest
 
 
@@ -240,13 +240,13 @@ def test_a_template_by_name(tmp_path):
 def test_rows_of_seq_length_are_dropped_and_counted(tmp_path):
     length = len(answered("q", "a")[0])
     rows = [{"instruction": "q", "output": "a" * extra} for extra in (1, 2, 3)]
-    said = []
-    columns, manifest = run(tmp_path, "AlpacaStyleInstructionHandler", rows, said.append, seq_length=length + 1)
+    messages = []
+    columns, manifest = run(tmp_path, "AlpacaStyleInstructionHandler", rows, messages.append, seq_length=length + 1)
     assert columns["packed_input_ids"] == [answered("q", "a")[0]]
-    assert manifest["counts"]["dropped"] == 2 and f"2 dropped: seq_length {length + 1} or longer" in said[-1]
+    assert manifest["counts"]["dropped"] == 2 and f"2 dropped: seq_length {length + 1} or longer" in messages[-1]
     columns, _ = run(tmp_path, "R1AlpacaStyleInstructionHandler", rows, seq_length=len(asked("q")) + 1)
     assert len(columns["packed_input_ids"]) == 3
-    with pytest.raises(DataError, match="nothing to write: 3 rows read, 3 dropped"):
+    with pytest.raises(DataError, match="nothing to write: 3 examples read, 3 dropped"):
         run(tmp_path, "R1AlpacaStyleInstructionHandler", rows, seq_length=len(asked("q")))
 
 
@@ -284,13 +284,13 @@ def test_a_line_that_is_no_row_is_set_aside(tmp_path):
         ({"handler_name": ""}, "handler_name is not set. Handlers: General"),
         ({"input": ()}, "input is not set"),
         ({"output_prefix": ""}, "output_prefix is not set"),
-        ({"pack": True}, "pack needs to know how long"),
-        ({"handler_name": "GeneralPretrainHandler", "neat_pack": True}, "pack is for instruction handlers"),
-        ({"split_sentences": True}, "split_sentences is for GeneralPretrainHandler, not for Alpaca"),
+        ({"pack": True}, "pack needs the length"),
+        ({"handler_name": "GeneralPretrainHandler", "neat_pack": True}, "pack works with instruction handlers"),
+        ({"split_sentences": True}, "split_sentences works with GeneralPretrainHandler, not with Alpaca"),
         ({"workers": 0}, "workers is 0"),
         ({"seq_length": 2}, "seq_length is 2"),
         ({"map_keys": "{"}, "map_keys"),
-        ({"map_keys": '{"nothing": "x"}'}, "'nothing' is not known here; known are prompt, query"),
+        ({"map_keys": '{"nothing": "x"}'}, "unknown column 'nothing'; known are prompt, query"),
         ({"prompt_type": "chatnl"}, "Did you mean chatml"),
         ({"input": ("nowhere.jsonl",)}, r"nowhere\.jsonl"),
     ],
@@ -316,7 +316,7 @@ def test_the_command_reads_a_file_and_options(tmp_path, capsys):
     assert command([str(tmp_path / "c.yaml"), "--seq-length", "64"]) == 0
     assert read(tmp_path)["packed_input_ids"] == [asked("1+2")] * 3
     printed = capsys.readouterr().out
-    assert "rows/s" in printed and "done: 3 rows read, 3 kept" in printed
+    assert "examples/s" in printed and "done: 3 examples read, 3 kept" in printed
     (tmp_path / "d.yaml").write_text("handler_nam: x\n")
     with pytest.raises(UsageError, match=r"d\.yaml:1: handler_nam: no such option. Did you mean handler_name"):
         command([str(tmp_path / "d.yaml")])
@@ -329,9 +329,9 @@ def test_the_command_reads_a_file_and_options(tmp_path, capsys):
 
 def test_packs_are_filled_with_what_fits_best():
     lengths = np.array([3, 9, 4, 4, 1, 6])
-    assert list(fill_packs(lengths, 10)) == [[1, 4], [5, 2], [3, 0]]
+    assert list(pack_sequences(lengths, 10)) == [[1, 4], [5, 2], [3, 0]]
     lengths = np.random.default_rng(0).integers(1, 500, 2000)
-    packs = list(fill_packs(lengths, 1024))
+    packs = list(pack_sequences(lengths, 1024))
     assert sorted(row for pack in packs for row in pack) == list(range(2000))
     assert all(lengths[pack].sum() <= 1024 for pack in packs)
     assert len(packs) <= -(-lengths.sum() // 1024) + 1
@@ -381,7 +381,7 @@ def configured(folder, source, **options):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(module, "CHUNK_RECORDS", 7)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # takes time, and a kill is no power cut
 
 
@@ -427,19 +427,21 @@ def test_killed_at_every_change_of_the_disk_and_started_again(tmp_path, packs):
                 left = tokens_of(folder)
             except UsageError as error:
                 assert "interrupted" in str(error)
-        said = []
-        preprocess(newer, PICO, said.append)
+        messages = []
+        preprocess(newer, PICO, messages.append)
         after = after or tokens_of(folder)
         assert left in (None, before, after) and before != after, f"killed at {moment}: old and new are mixed"
         outcomes.add("nothing" if left is None else "old" if left == before else "new")
-        outcomes.add("going on" if "going on after row" in said[0] else "from the start" if len(said) > 1 else "done")
+        outcomes.add(
+            "resumed" if "resuming after example" in messages[0] else "from the start" if len(messages) > 1 else "done"
+        )
         assert {file.suffix for file in folder.iterdir()} == {".bin", ".idx", ".json"}, "something was left behind"
         if moment == 0:
             whole = files_of(folder)
         assert files_of(folder) == whole
         if not died:
             break
-    assert outcomes == {"nothing", "old", "new", "going on", "done"}
+    assert outcomes == {"nothing", "old", "new", "resumed", "done"}
 
 
 def tokens_of(folder):
@@ -448,7 +450,7 @@ def tokens_of(folder):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("change", ["nothing", "rows", "options", "tokenizer", "a part"])
-def test_finished_parts_are_taken_over_only_if_nothing_changed(tmp_path, change):
+def test_finished_parts_are_reused_only_if_nothing_changed(tmp_path, change):
     source = write_rows(tmp_path, many_rows())
     folder = tmp_path / "out"
     options = {"n_subs": 3}
@@ -468,12 +470,12 @@ def test_finished_parts_are_taken_over_only_if_nothing_changed(tmp_path, change)
         tokenizer.chat_template = tokenizer.chat_template.replace("<|system|>", "<|user|>") + " "
     elif change == "a part":
         (folder / ".out_packed.parts" / "000001.labels.bin").write_bytes(b"1234")
-    said = []
-    preprocess(configured(folder, source, **options), tokenizer, said.append)
-    taken_over = [line for line in said if "going on after row" in line]
-    expected = {"nothing": ["going on after row 60: "], "a part": ["going on after row 2"]}.get(change, [])
-    assert len(taken_over) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(taken_over, expected, strict=True))
+    messages = []
+    preprocess(configured(folder, source, **options), tokenizer, messages.append)
+    reused = [line for line in messages if "resuming after example" in line]
+    expected = {"nothing": ["resuming after example 60: "], "a part": ["resuming after example 2"]}.get(change, [])
+    assert len(reused) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(reused, expected, strict=True))
     preprocess(configured(tmp_path / "fresh", source, **options), tokenizer, lambda _: None)
     assert files_of(folder) == files_of(tmp_path / "fresh")
 
@@ -482,7 +484,7 @@ def test_two_at_once_do_not_disturb_each_other(tmp_path):
     config = configured(tmp_path / "out", write_rows(tmp_path, many_rows()))
 
     def second(line):
-        if "rows/s" in line:  # the first is at work
+        if "examples/s" in line:  # the first is at work
             with pytest.raises(UsageError, match="another process is writing"):
                 preprocess(config, PICO, lambda _: None)
 
@@ -494,6 +496,6 @@ def test_two_at_once_do_not_disturb_each_other(tmp_path):
 def test_nothing_is_done_twice(tmp_path, monkeypatch):
     config = configured(tmp_path / "out", write_rows(tmp_path, many_rows()))
     first = preprocess(config, PICO, lambda _: None)
-    monkeypatch.setattr(module, "encode_rows", None)
-    said = []
-    assert preprocess(config, PICO, said.append) == first and "already there" in said[0]
+    monkeypatch.setattr(module, "encode_parts", None)
+    messages = []
+    assert preprocess(config, PICO, messages.append) == first and "already complete" in messages[0]
