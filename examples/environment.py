@@ -1,4 +1,4 @@
-"""Environments of one's own: a class in a plain file, an object for each conversation.
+"""Environments of your own: a class in a plain file; one object per episode.
 
 posttrain grpo configs/grpo.yaml --rollout.environment examples/environment.py:SecondChance
 """
@@ -16,12 +16,12 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class SecondChance:
-    """Asks the row's question up to three times: 1 for a right answer at once, then 1/2, then 1/3."""
+    """Asks the same question up to three times: 1 for a correct first reply, then 1/2, then 1/3."""
 
-    def start(self, row: dict[str, Any]) -> Messages:
-        self.answer = str(row["completion"])
+    def start(self, example: dict[str, Any]) -> Messages:
+        self.answer = str(example["completion"])
         self.tries = 0
-        return row["messages"]
+        return example["messages"]
 
     def step(self, reply: str) -> tuple[Messages | None, float]:
         self.tries += 1
@@ -33,11 +33,11 @@ class SecondChance:
 
 
 class Calculator:
-    """A tool: as long as the model writes calc(12 + 30), it is told the result; its last reply is judged."""
+    """A tool: whenever the model writes calc(12 + 30), it gets the result; the last reply is scored."""
 
-    def start(self, row: dict[str, Any]) -> Messages:
-        self.answer = str(row["completion"])
-        return [{"role": "system", "content": "You may write calc(12 + 30) and wait for the result."}, *row["messages"]]
+    def start(self, example: dict[str, Any]) -> Messages:
+        self.answer = str(example["completion"])
+        return [{"role": "system", "content": "You may write calc(12 + 30) and wait for the result."}, *example["messages"]]
 
     def step(self, reply: str) -> tuple[Messages | None, float]:
         if call := CALL.search(reply):
