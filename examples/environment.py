@@ -37,7 +37,8 @@ class Calculator:
 
     def start(self, example: dict[str, Any]) -> Messages:
         self.answer = str(example["completion"])
-        return [{"role": "system", "content": "You may write calc(12 + 30) and wait for the result."}, *example["messages"]]
+        system = {"role": "system", "content": "You may write calc(12 + 30) and wait for the result."}
+        return [system, *example["messages"]]
 
     def step(self, reply: str) -> tuple[Messages | None, float]:
         if call := CALL.search(reply):
