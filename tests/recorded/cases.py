@@ -1,6 +1,6 @@
-"""The recorded commands: where they run, and which numbers of theirs are compared.
+"""Runs the recorded commands and collects the numbers that are compared.
 
-Everything here uses the command line and files on disk alone, so that it runs with any version of the package.
+This module uses only the command line and files on disk, so that it runs with any version of the package.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ CASES: dict[str, list[str]] = _TABLE["cases"]
 PLANS: list[str] = _TABLE["plans"]
 
 WALL_CLOCK = re.compile("time/.*|tokens_per_second|memory_gib|(.*_)?seconds")
-NOT_COMPARED = ("columns", "failure")  # of a line of a file: copies of inputs, and words
+NOT_COMPARED = ("columns", "failure")  # copies of inputs, and message texts
 ROLLOUT_KEYS = ("step", "origin", "version", "finish", "turns", "reward", "baseline", "rewards", "logprobs")
 TENSOR_FILES = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors$")
 
 
 def prepare(place, commands):
-    """Puts the inputs of the previous version into an empty directory."""
+    """Copies the inputs of the previous version into an empty directory."""
     shutil.copytree(FOLDER / "inputs", place, dirs_exist_ok=True)
     shutil.copytree(FOLDER / "old_configs", place / "configs")
     for name in NAMES:
@@ -55,7 +55,7 @@ def run(commands):
 
 
 def numbers_of(place):
-    """What commands left in a directory: metrics, rollouts and weights of runs, lines of files, hashes of tensors."""
+    """Collects what commands wrote: metrics, rollouts and weights of runs, lines of files, hashes of tensors."""
     found = {}
     runs = sorted(file.parent for file in place.rglob("metrics.jsonl"))
     for folder in runs:
@@ -88,7 +88,7 @@ def plain(row):
 
 
 def rollout(row):
-    """A line of rollouts.jsonl: the tokens of the completion, and all that was computed for them."""
+    """Keeps of a line of rollouts.jsonl the tokens of the completion and all that was computed for them."""
     start = row["prompt_length"]
     kept = {key: row[key] for key in ROLLOUT_KEYS if key in row}
     kept |= {"failed": bool(row["failure"]), "tokens": row["tokens"][start:], "advantages": row.get("advantages", [])}
@@ -100,7 +100,7 @@ def rollout(row):
 
 
 def hashes(folder, without=()):
-    """File of tensors (without the numbers of its shards) -> a hash of names, types, shapes and bytes."""
+    """Returns a hash of names, types, shapes and bytes for each file of tensors; shards count as one file."""
     files = {}
     for file in sorted(folder.rglob("*.safetensors")):
         if not any(file.is_relative_to(other) for other in without):
@@ -128,7 +128,7 @@ def read_numbers(file=NUMBERS):
 
 
 def write_numbers(numbers, file):
-    """JSON with a line for a step, a rollout or a row. Floats are written so that reading gives the same bits."""
+    """Writes JSON with one line per step, rollout or example. Floats keep their exact bits."""
 
     def written(value, depth, indent):
         inner = " " * (indent + 1)

@@ -1,17 +1,17 @@
-"""Comparison with recorded numbers: bit for bit where the machine computes alike, else within a tolerance."""
+"""Compares with recorded numbers: bit for bit where the machine computes the same bits, else within a tolerance."""
 
 import math
 
-TOLERANCE = 1e-4  # relative; of metrics, where the bits of this machine are others
-TINY = 1e-5  # below it a metric is rounding error, such as the loss of a policy gradient at equal weights
-HALF_PRECISION = {"sft-bfloat16": 2e-2, "sft-float16": 2e-2}  # case -> its tolerance
+TOLERANCE = 1e-4  # relative, for metrics on a machine that computes other bits
+TINY = 1e-5  # absolute: a smaller metric is rounding error, such as a policy-gradient loss at equal weights
+HALF_PRECISION = {"sft-bfloat16": 2e-2, "sft-float16": 2e-2}  # tolerance by case
 
 
 def differences(recorded, current, tolerance, where=""):
-    """What differs, as lines of text. New keys are no difference; a tolerance of 0 means equal bits.
+    """Lists the differences as text. Additional keys are allowed; a tolerance of 0 compares bits.
 
-    With a tolerance only metrics are compared, and of all other lists how many entries they have: one token that is
-    sampled otherwise changes everything behind it.
+    With a tolerance only metrics and the lengths of all other lists are compared: one token that is sampled differently
+    changes everything after it.
     """
     if isinstance(recorded, dict):
         if not isinstance(current, dict):

@@ -8,7 +8,7 @@ from tests.recorded.fingerprint import fingerprint
 
 
 def mode():
-    """How numbers are compared on this machine, in words; and whether exactly."""
+    """Returns how numbers are compared on this machine, as text, and whether the comparison is exact."""
     if read_numbers()["fingerprint"] == fingerprint():
         return "recorded numbers of the previous version: compared exactly, this machine computes the same bits", True
     return (

@@ -1,4 +1,4 @@
-"""Fingerprint of this machine's arithmetic: equal bits can be expected only where it equals the recorded one.
+"""Computes a fingerprint of this machine's arithmetic: bits can be equal only where it equals the recorded one.
 
 The bits of a float32 result depend on the torch build and on the kernels that it selects for the CPU, so the
 fingerprint hashes results of the operations that training and generation use, at the sizes of the tiny models.
@@ -14,7 +14,7 @@ import transformers
 
 
 def fingerprint():
-    """Versions and a hash of results, computed with one thread."""
+    """Returns versions and a hash of results that were computed with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,7 +50,7 @@ def results():
 
 
 def trained(draws):
-    """Weights of a small network after two steps of AdamW."""
+    """Yields the weights of a small network after two steps of AdamW, and its gradient norms."""
     weights = [
         torch.nn.Parameter(torch.randn(*shape, generator=draws) * 0.05)
         for shape in ((384, 128), (263, 384), (263, 128))

@@ -1,7 +1,7 @@
 """Records what the commands of cases.yaml compute: python -m tests.recorded.record OUT.json [CASE ...]
 
-numbers.json was recorded so with the code of commit b6c8b3a, and with no other. To have numbers of that version for
-another machine, check it out, copy this folder into its tests/ and record there.
+numbers.json was recorded with the code of commit b6c8b3a. To record that version on another machine, check it out, copy
+this directory into its tests/ and run this module there.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
     python -m tests.recorded.record_old_runs NUMBERS.json
 
-Ran once, with the code of commit b6c8b3a; with any other code the result would prove nothing.
+It was run once, with the code of commit b6c8b3a. With any other code the result would prove nothing.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ GRPO = [
     *("--rollout.samples_per_prompt", "3", "--rollout.max_tokens", "8", "--rollout.ahead", "1"),
     *("--rollout.engine", "local"),
 ]
-# verb -> its options, the signal that ends it, the steps after which it is sent
+# verb -> options, the signal that ends the run, the step after which it is sent
 RUNS = {"sft": ([*COMMON, *SFT], signal.SIGTERM, 2), "grpo": ([*COMMON, *GRPO], signal.SIGKILL, 3)}
 FINISH = {verb: f"posttrain {verb} --resume --out run --quiet" for verb in RUNS}
-"""What goes on with a run. Its own configuration says all the rest."""
+"""Commands that finish a run; all other settings come from the run's own configuration."""
 
 
 def unfinished(verb):

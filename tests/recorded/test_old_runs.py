@@ -1,4 +1,4 @@
-"""Unfinished runs of the previous version are finished as it would have done; other commands read them, too."""
+"""Unfinished runs of the previous version resume with the numbers it would compute, and other commands read them."""
 
 import json
 import tarfile
@@ -15,7 +15,7 @@ RECORDED = read_numbers()["old_runs"]
 
 @pytest.fixture(params=FINISH)
 def verb(request, tmp_path, monkeypatch):
-    """An unfinished run of this verb lies in `run`, its model and data beside it."""
+    """Unpacks an unfinished run of this verb into `run`, with its model and data next to it."""
     prepare(tmp_path, [])
     with tarfile.open(FOLDER / "old_runs" / f"{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")

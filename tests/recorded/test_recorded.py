@@ -1,7 +1,7 @@
-"""Every trainer computes what the previous version computed, and understands that version's commands.
+"""Checks that every trainer computes what the previous version computed and accepts that version's commands.
 
-The numbers were recorded with commit b6c8b3a (record.py). Where a test fails, the code is wrong, not the number: a
-change that is meant to alter results belongs into a commit of its own, which records them anew and says why.
+The numbers were recorded with commit b6c8b3a (record.py). If a test fails, the code is wrong, not the number: a change
+that is meant to alter results belongs in a commit of its own, which records the numbers again and says why.
 """
 
 import re
@@ -25,21 +25,21 @@ def test_equals_the_previous_version(name, exact, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("line", PLANS)
-def test_is_still_understood(line, tmp_path, monkeypatch):
+def test_command_is_still_accepted(line, tmp_path, monkeypatch):
     prepare(tmp_path, [line])
     monkeypatch.chdir(tmp_path)
     run([line])
 
 
 @pytest.mark.parametrize("file", sorted((FOLDER / "old_configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_configuration_files_of_the_previous_version_can_be_read(file, tmp_path, monkeypatch):
+def test_old_configuration_files_can_be_read(file, tmp_path, monkeypatch):
     prepare(tmp_path, [])
     monkeypatch.chdir(tmp_path)
     run([f"posttrain plan configs/{file.name}"])
 
 
 def test_every_option_of_the_previous_version_is_used():
-    """Else a rename that is missing from the table would go unnoticed."""
+    """Otherwise a rename that is missing from the table of renames would go unnoticed."""
     files = [*(FOLDER / "old_configs").glob("*.yaml"), *(FOLDER / "inputs/data").glob("*.yaml")]
     words = " ".join([*(line for lines in CASES.values() for line in lines), *PLANS]).replace("rows-per-step", "")
     typed = set(re.findall(r"--([\w.]+)", words.replace(".no_", ".")))
