@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.core.host import host_memory
+
 if TYPE_CHECKING:  # imported when asked for: that it can be is one of the questions
     import torch
     from packaging.requirements import Requirement
@@ -241,15 +243,6 @@ def device_memory(device: torch.device) -> tuple[str, int]:
         return "Apple GPU", int(module.recommended_max_memory())
     properties = module.get_device_properties(device)
     return str(properties.name), int(properties.total_memory)
-
-
-def host_memory() -> int:
-    """Bytes of memory of this machine, or of the container if that has less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(file).is_file() and (limit := Path(file).read_text().strip()).isdigit():
-            total = min(total, int(limit))
-    return total
 
 
 def hub_cache() -> Path:

@@ -9,14 +9,13 @@ graph and the host looks every few steps; on a CPU the same step runs as it is.
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.core.host import host_memory
 from posttrain.core.types import Sample
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.decode_graphs import Graphs
@@ -246,12 +245,3 @@ def can_pack(weights: Sequence[torch.Tensor]) -> bool:
     """Whether there are products that like packed weights: in float32, on such a CPU."""
     on_cpu = all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
     return on_cpu and torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-
-
-def host_memory() -> int:
-    """Bytes of memory of this machine, or of the container if that has less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (most := limit.read_text(encoding="utf-8").strip()).isdigit():
-        total = min(total, int(most))
-    return total

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.encoding.templates import stop_ids
 from posttrain.data.reading.examples import Message, PromptExample
 from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models import adapters
-from posttrain.models.loading import hub_options, is_adapter, read_config, resolve_path
+from posttrain.models.loading import is_adapter, resolve_path
+from posttrain.models.stop_ids import read_generation_config, stop_ids
 from posttrain.train.learner import Learner
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
@@ -70,15 +68,9 @@ def base_of(source: str) -> str:
 
 
 def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:
-    """Tokens that end an answer, as Learner.stop_ids: the tokenizer's, and those the model's files name."""
-    named: Any = None
-    if not template:
-        source = base_of(resolve_path(model.path))
-        try:
-            named = GenerationConfig.from_pretrained(source, **hub_options(source)).eos_token_id
-        except OSError:  # there is no generation_config.json
-            named = GenerationConfig.from_model_config(read_config(source, "token")).eos_token_id
-    return tuple(sorted({*stop_ids(tokenizer), *(named if isinstance(named, list) else [named])} - {None}))
+    """Return the stop ids without loading the weights; a template replaces those of the model's files."""
+    config = None if template else read_generation_config(base_of(resolve_path(model.path)))
+    return tuple(stop_ids(tokenizer, config))
 
 
 def position_limit(config: Any) -> int | None:

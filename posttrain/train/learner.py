@@ -23,7 +23,7 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Batch, Floats, ForwardRequest, Head, Objective, Outputs, Sample, SamplingDistribution
-from posttrain.data.encoding.templates import apply_template, stop_ids
+from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
@@ -39,6 +39,7 @@ from posttrain.models.loading import (
     save_model,
     trainable_parameters,
 )
+from posttrain.models.stop_ids import stop_ids
 from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
 from posttrain.nn import training_graphs
 from posttrain.nn.forward import LossGradients, ModelRunner, check_router, forward, verify_against_stock
@@ -92,7 +93,7 @@ class Learner:
         if template:  # saved with the model, so that it is asked, and stops, as it was trained
             apply_template(self.tokenizer, template)
             if head == "token":
-                self.model.generation_config.eos_token_id = stop_ids(self.tokenizer)
+                self.model.generation_config.eos_token_id = template_stop_ids(self.tokenizer)
         if model.router_loss:
             check_router(self.model)
         taught = None
@@ -323,8 +324,7 @@ class Learner:
 
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer: the tokenizer's, and those the model's files name."""
-        named = self.model.generation_config.eos_token_id
-        return sorted({*stop_ids(self.tokenizer), *(named if isinstance(named, list) else [named])} - {None})
+        return stop_ids(self.tokenizer, self.model.generation_config)
 
     def score_statistics(self) -> tuple[float, float]:
         """Mean and deviation of a reward model's scores, as saved with it."""

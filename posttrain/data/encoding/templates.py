@@ -113,7 +113,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         pass  # it may want other messages than this one
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def template_stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens at which generation must stop: the end token, and those that the chat template names."""
     tokens = whole_tokens(tokenizer)
     texts = [text for text in turn_ends(tokenizer.chat_template) if text in tokens]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.chat import ChatRenderer
-from posttrain.data.encoding.templates import apply_template, load_template, shipped, stop_ids, turn_ends
+from posttrain.data.encoding.templates import apply_template, load_template, shipped, template_stop_ids, turn_ends
 from posttrain.data.encoding.tokens import TokenEncoder
 from tests.unit.data.encoding.test_chat import bot, user, written
 from tests.unit.data.made import byte_level, sentencepiece
@@ -277,7 +277,7 @@ def test_the_saved_tokenizer_asks_and_stops_as_it_was_trained(tmp_path):
         loaded = AutoTokenizer.from_pretrained(tmp_path / name)
         assert loaded.chat_template == load_template(name).jinja
         assert loaded.eos_token == stops[0]
-        assert stop_ids(loaded) == loaded.convert_tokens_to_ids(stops)
+        assert template_stop_ids(loaded) == loaded.convert_tokens_to_ids(stops)
         messages = [user("Hello"), bot("Hi"), user("Bye")]
         kept, given = (t.apply_chat_template(messages, tokenize=False) for t in (loaded, tokenizer))
         assert kept == given and "Hi" in kept
@@ -286,7 +286,7 @@ def test_the_saved_tokenizer_asks_and_stops_as_it_was_trained(tmp_path):
     apply_template(tokenizer, "chatml")
     tokenizer.save_pretrained(tmp_path / "letters")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "letters")
-    assert loaded.eos_token == "</s>" and stop_ids(loaded) == [loaded.eos_token_id]
+    assert loaded.eos_token == "</s>" and template_stop_ids(loaded) == [loaded.eos_token_id]
     segments = ChatRenderer(loaded, TokenEncoder(loaded)).segments([user("q"), bot("a")], 0, False, "f:1")
     assert segments[-1].text == "a<|im_end|>" and segments[-1].end
 
