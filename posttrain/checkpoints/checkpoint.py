@@ -1,38 +1,31 @@
-"""Checkpoint folders that a kill, a full disk or a flipped bit cannot turn into a wrong resume.
+"""Writes, finds, verifies and deletes checkpoint directories; a kill, a full disk or a flipped bit is always detected.
 
     <run>/checkpoints/step-00000040/model/...     a plain Hugging Face folder
                                     state.json    and whatever else the writer puts there
                                     manifest.json written last: size and sha256 of every other file
 
-A save fills `.tmp-step-00000040-<pid>`, syncs it to the disk and renames it; what has the final name is whole.
-Where a step is saved again, the earlier folder is called `step-00000040.old` until the new one is in place, and counts
-as a checkpoint all that time. Nothing points at the latest: it is found by checking.
+A save fills `.tmp-step-00000040-<pid>`, syncs it to the disk and renames it, so a directory with the final name is
+complete. When a step is saved again, the earlier directory is named `step-00000040.old` until the new one is in place,
+and counts as a checkpoint until then. No file points at the latest checkpoint: it is found by verifying.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
 import logging
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from posttrain.core.errors import CheckpointError, WorkerError
 from posttrain.core.files import file_sha256, read_json, sync_folder, write_json
 
-if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
-    import torch
-
 FORMAT = 1
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step-(\d{8,})(\.old)?")
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
 
 log = logging.getLogger("posttrain")
@@ -42,13 +35,13 @@ log = logging.getLogger("posttrain")
 
 
 def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Save a step: `write` fills a folder, which then appears as a whole or not at all."""
+    """Save a step: `write` fills a directory, which then appears complete or not at all."""
     assert step >= 0
     final = checkpoints / f"step-{step:08d}"
     temporary = checkpoints / f".tmp-{final.name}-{os.getpid()}"
     try:
         _make_folder(checkpoints)
-        _remove(temporary)  # left by a dead process that had our number
+        _remove(temporary)  # left by a killed process that had the same pid
         temporary.mkdir()
         write(temporary)
         _seal(temporary, step)
@@ -56,9 +49,9 @@ def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
     except Exception as error:
         written = _bytes_in(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, WorkerError):  # says itself what happened, and may be mended by another worker
+        if isinstance(error, WorkerError):  # its message is complete, and the caller may replace the worker and retry
             raise
-        raise CheckpointError(_explain(error, checkpoints, step, written)) from error
+        raise CheckpointError(_save_error(error, checkpoints, step, written)) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -66,7 +59,7 @@ def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Bring every file to the disk, then the manifest that vouches for them."""
+    """Sync every file to the disk, then write and sync the manifest that lists them."""
     readers = folder.stat().st_mode & 0o666
     paths = sorted(_files(folder))
     for path in paths:
@@ -84,7 +77,7 @@ def _seal(folder: Path, step: int) -> None:
 def _put_in_place(temporary: Path, final: Path) -> None:
     old = final.with_name(final.name + ".old")
     if old.exists():
-        _settle(old)
+        _finish_replacement(old)
     try:
         if final.exists():
             final.rename(old)
@@ -98,8 +91,8 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         _try_to_delete(old)
 
 
-def _settle(old: Path) -> None:
-    """Finish or undo a replacement that was cut off: of `step-N` and `step-N.old` one stays, under the first name."""
+def _finish_replacement(old: Path) -> None:
+    """Finish or undo an interrupted replacement: one of `step-N` and `step-N.old` stays, named `step-N`."""
     final = old.with_name(old.name.removesuffix(".old"))
     if final.exists() and (is_valid(final) or not is_valid(old)):
         _delete(old)
@@ -110,11 +103,11 @@ def _settle(old: Path) -> None:
     sync_folder(final.parent)
 
 
-def _explain(error: Exception, checkpoints: Path, step: int, written: int) -> str:
+def _save_error(error: Exception, checkpoints: Path, step: int, written: int) -> str:
     reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    advice = "Remove the cause and go on with --resume."
+    advice = "Remove the cause and continue with --resume."
     if _is_disk_full(error):
-        advice = "Make room, or lower save.keep or save.keep_gigabytes, and go on with --resume."
+        advice = "Free some space, or lower save.keep or save.keep_gigabytes, and continue with --resume."
     return (
         f"{checkpoints}: the checkpoint of step {step} was not saved: {reason.rstrip('.')}. "
         f"{_space(checkpoints, written)} Earlier checkpoints are untouched. {advice}"
@@ -122,20 +115,20 @@ def _explain(error: Exception, checkpoints: Path, step: int, written: int) -> st
 
 
 def _space(checkpoints: Path, written: int) -> str:
-    """What the save needed and what there is, as far as that can be known when a disk has just failed."""
-    known = [f"written until then: {readable(written)}"]
+    """How much space the save needed and how much is free, as far as is known right after a disk error."""
+    known = [f"written before the error: {format_bytes(written)}"]
     try:
         last = next((path for path in list_checkpoints(checkpoints) if looks_complete(path)), None)
         if last is not None:
-            known.append(f"needed: about {readable(_size(last))}, as {last.name}")
-        known.append(f"free now: {readable(shutil.disk_usage(checkpoints).free)}")
+            known.append(f"needed: about {format_bytes(_size(last))}, the size of {last.name}")
+        known.append(f"free: {format_bytes(shutil.disk_usage(checkpoints).free)}")
     except (OSError, CheckpointError):
         pass
     return f"({'; '.join(known)})"
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether this error or one of its causes is a lack of space; safetensors says it in words only."""
+    """Whether this error or one of its causes is a lack of disk space, which safetensors reports as text only."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -149,9 +142,9 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders named like checkpoints, valid or not, newest first."""
+    """The directories named like checkpoints, valid or not, newest first."""
     try:
-        found = [path for path in checkpoints.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in checkpoints.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -164,25 +157,25 @@ def _age(checkpoint: Path) -> tuple[int, bool]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step a checkpoint folder is named after."""
-    match = NAME.fullmatch(checkpoint.name)
+    """The step in the name of a checkpoint directory."""
+    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
-        raise CheckpointError(f"{checkpoint}: not the name of a checkpoint, which is like step-00000040")
+        raise CheckpointError(f"{checkpoint}: not a checkpoint: its name must be like step-00000040")
     return int(match[1])
 
 
 def verify(checkpoint: Path) -> None:
-    """Read every byte; raise CheckpointError naming the first file that is not as it was saved."""
+    """Read every file and raise CheckpointError for the first that differs from what was saved."""
     try:
         for name, entry in _check_sizes(checkpoint).items():
             if file_sha256(checkpoint / name) != entry["sha256"]:
-                raise CheckpointError(f"{checkpoint / name}: damaged: its content is not what was saved")
+                raise CheckpointError(f"{checkpoint / name}: damaged: its content differs from what was saved")
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
 
 
 def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of files, brought to the disk, by their place in the folder; what `verify_files` takes."""
+    """Sync files to the disk; returns their sizes and sha256 by path relative to the folder, for `verify_files`."""
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path, sync=True)}
         for path in files
@@ -190,12 +183,12 @@ def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, A
 
 
 def verify_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """CheckpointError naming the first file that is not there, or not as it was described."""
+    """Raise CheckpointError for the first file that is missing or differs from its description."""
     for name, entry in files.items():
         path = folder / name
         try:
             if path.stat().st_size != entry["size"] or file_sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path}: damaged: its content is not what was saved")
+                raise CheckpointError(f"{path}: damaged: its content differs from what was saved")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -210,7 +203,7 @@ def is_valid(checkpoint: Path) -> bool:
 
 
 def looks_complete(checkpoint: Path) -> bool:
-    """Whether all files are there with the right sizes; their content is not read."""
+    """Whether all files exist with the right sizes; their content is not read."""
     try:
         _check_sizes(checkpoint)
     except (CheckpointError, OSError):
@@ -219,7 +212,7 @@ def looks_complete(checkpoint: Path) -> bool:
 
 
 def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
-    """The newest checkpoint that passes `verify`, of exactly `step` if given; those that do not give a warning."""
+    """The newest checkpoint (of `step`, if given) that passes `verify`; logs a warning for each that does not."""
     for path in list_checkpoints(checkpoints):
         if step is not None and step_of(path) != step:
             continue
@@ -232,8 +225,8 @@ def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
     return None
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: it has a config.yaml or a checkpoint."""
+def is_run_directory(folder: Path) -> bool:
+    """Whether a folder is a run directory: it has a config.yaml or a checkpoint."""
     return (folder / "config.yaml").is_file() or bool(list_checkpoints(folder / "checkpoints"))
 
 
@@ -241,41 +234,41 @@ def resolve_model_folder(run: Path) -> Path:
     """The Hugging Face folder in the newest valid checkpoint of a run."""
     checkpoint = newest_valid(run / "checkpoints")
     if checkpoint is None:
-        raise CheckpointError(f"{run}: no valid checkpoint in this run folder; let the run save one, or name another")
+        raise CheckpointError(f"{run}: the run has no valid checkpoint; let it save one, or give another path")
     if not (checkpoint / "model").is_dir():
-        raise CheckpointError(f"{checkpoint}: has no folder model/; was it saved by another program?")
+        raise CheckpointError(f"{checkpoint}: has no folder model/, so it was not saved by posttrain")
     return checkpoint / "model"
 
 
 def _check_sizes(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """The manifest's files, once they are known to be there, of the right size and the only ones."""
+    """The files of the manifest, after checking that they exist with the right sizes and that there are no others."""
     files = _read_manifest(checkpoint)
     for name, entry in files.items():
         path = checkpoint / name
         if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path}: missing, though {MANIFEST} lists it")
+            raise CheckpointError(f"{path}: missing, but listed in {MANIFEST}")
         if path.stat().st_size != entry["size"]:
-            raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes, {entry['size']} were saved")
+            raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes, but {entry['size']} were saved")
     for path in _files(checkpoint):
         if path != checkpoint / MANIFEST and path.relative_to(checkpoint).as_posix() not in files:
-            raise CheckpointError(f"{path}: not in {MANIFEST}; take it out of the checkpoint")
+            raise CheckpointError(f"{path}: not listed in {MANIFEST}; move it out of the checkpoint")
     return files
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     path = checkpoint / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is not complete")
+        raise CheckpointError(f"{path}: missing, so the checkpoint is incomplete")
     manifest = read_json(path)
     if not isinstance(manifest.get("format"), int):
-        raise CheckpointError(f"{path}: damaged: it does not say its format")
+        raise CheckpointError(f"{path}: damaged: it has no format number")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {manifest['format']}; this version of posttrain reads format {FORMAT}")
     if manifest.get("step") != step_of(checkpoint):
-        raise CheckpointError(f"{path}: is of step {manifest.get('step')}, the folder is named {checkpoint.name}")
+        raise CheckpointError(f"{path}: is for step {manifest.get('step')}, but the directory is {checkpoint.name}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
-        raise CheckpointError(f"{path}: damaged: its list of files cannot be read")
+        raise CheckpointError(f"{path}: damaged: its list of files is malformed")
     return files
 
 
@@ -297,8 +290,9 @@ def retain(
 ) -> list[Path]:
     """Delete the oldest beyond `keep` and `keep_gigabytes` (0: no limit), never the best nor the newest valid one.
 
-    `newest`, a checkpoint that has just been written, saves reading one again to be sure of it. Those newer than the
-    newest valid one are damaged; they are left for a person to see, and replaced when the run comes there again.
+    `newest` is a checkpoint that has just been written, which need not be verified again. Checkpoints newer than the
+    newest valid one are damaged; they are kept for inspection and replaced when the run reaches their step again.
+    Returns the deleted ones.
     """
     found = list_checkpoints(checkpoints)
     newest = newest or next((path for path in found if is_valid(path)), None)
@@ -312,7 +306,7 @@ def retain(
         if path in best:
             continue
         complete = looks_complete(path)
-        if complete:  # an incomplete one is of no use and takes nobody's place
+        if complete:  # an incomplete one cannot be resumed from and does not count
             count, size = count + 1, size + _size(path)
             full = full or count > keep or 0 < keep_gigabytes * 1e9 < size
         if (full or not complete) and _try_to_delete(path):
@@ -320,8 +314,8 @@ def retain(
     return deleted
 
 
-def clean_temporaries(checkpoints: Path) -> None:
-    """Remove what killed processes left; for the owner of the run, before its first save."""
+def remove_temporaries(checkpoints: Path) -> None:
+    """Remove what killed processes left behind; called by the owner of the run before its first save."""
     if not checkpoints.is_dir():
         return
     for path in list(checkpoints.iterdir()):
@@ -329,14 +323,14 @@ def clean_temporaries(checkpoints: Path) -> None:
         try:
             if match is not None and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
                 _remove(path)
-            elif NAME.fullmatch(path.name) and path.suffix == ".old":
-                _settle(path)
-        except OSError as error:  # it costs room, nothing else
-            log.warning("could not tidy up %s: %s", path, error)
+            elif CHECKPOINT_NAME.fullmatch(path.name) and path.suffix == ".old":
+                _finish_replacement(path)
+        except OSError as error:  # costs disk space, nothing else
+            log.warning("could not remove %s: %s", path, error)
 
 
 def _delete(folder: Path) -> None:
-    """Take the name away first, so that a kill cannot leave half a checkpoint under it."""
+    """Rename before deleting, so that a kill cannot leave a partial checkpoint under its name."""
     doomed = folder.with_name(f".tmp-delete-{folder.name}-{os.getpid()}")
     _remove(doomed)
     folder.rename(doomed)
@@ -347,7 +341,7 @@ def _delete(folder: Path) -> None:
 def _try_to_delete(folder: Path) -> bool:
     try:
         _delete(folder)
-    except OSError as error:  # a run must not end because it could not tidy up
+    except OSError as error:  # a failed clean-up must not end the run
         log.warning("could not delete the old checkpoint %s: %s", folder, error)
         return False
     return True
@@ -365,7 +359,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's process
+    except PermissionError:  # the process of another user
         return True
     return True
 
@@ -382,13 +376,13 @@ def _make_folder(folder: Path) -> None:
 def _files(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(f"{path}: a checkpoint holds plain files and folders only")
+            raise CheckpointError(f"{path}: a checkpoint may only hold plain files and folders")
         if path.is_file():
             yield path
 
 
 def _size(checkpoint: Path) -> int:
-    """Bytes of a checkpoint as its manifest counts them; 0 if it cannot be read."""
+    """Size of a checkpoint in bytes according to its manifest; 0 if that cannot be read."""
     try:
         return sum(entry["size"] for entry in _read_manifest(checkpoint).values())
     except (CheckpointError, OSError):
@@ -402,63 +396,6 @@ def _bytes_in(folder: Path) -> int:
         return 0
 
 
-def readable(size: int) -> str:
-    """A number of bytes for people."""
+def format_bytes(size: int) -> str:
+    """A number of bytes as text, in GB or MB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
-# Random numbers
-
-
-def seed_everything(seed: int) -> None:
-    """Start every global random generator of this process from one number."""
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # the accelerator's too
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of every global random generator of this process, as JSON can hold it."""
-    import torch
-
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
-        "torch": _encode(torch.get_rng_state()),
-    }
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        state[accelerator.type] = _encode(torch.get_device_module(accelerator).get_rng_state())
-    return state
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator where `rng_state` found it."""
-    import torch
-
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_decode(state["torch"]))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    here = accelerator.type if accelerator is not None else "cpu"
-    saved = next((kind for kind in state if kind not in ("python", "numpy", "torch")), "cpu")
-    if here != saved:
-        log.warning("the checkpoint was written on %s and is resumed on %s: not bit for bit the same", saved, here)
-    elif accelerator is not None:
-        torch.get_device_module(accelerator).set_rng_state(_decode(state[here]))
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decode(text: str) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""JSON and safetensors files; what cannot be read is an error that names the file. Tensors whole or in parts."""
+"""Writes and reads safetensors files: in one file or sharded over ranks, whole tensors or slices of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import read_json, write_json
 
-if TYPE_CHECKING:  # folders are looked at by commands that must not wait for torch
+if TYPE_CHECKING:  # commands that only inspect folders must not wait for torch
     import torch
 
 KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors of any device as safetensors. Two that share memory are an error: loading would part them."""
+    """Write tensors of any device as safetensors. Two that share memory are an error: loading would separate them."""
     from safetensors.torch import save_file
 
     _refuse_shared(path, tensors)
@@ -32,7 +32,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` wrote, on the CPU."""
     from safetensors.torch import load_file
 
-    with _explained(path):
+    with _read_errors(path):
         return load_file(path)
 
 
@@ -70,7 +70,7 @@ def save_sharded(folder: Path, stem: str, entries: Sequence[LazyTensors], rank: 
 
 
 def _header(groups: Sequence[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> bytes:
-    """Of a safetensors file: the length of what follows in 8 bytes, and where each tensor lies, as JSON."""
+    """The header of a safetensors file: its length in 8 bytes, then the offsets of each tensor as JSON."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, (shape, dtype) in ((name, kind) for group in groups for name, kind in group.items()):
@@ -87,20 +87,20 @@ def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class TensorFiles:
-    """Tensors in one safetensors file or in several with an index, read when asked for, whole or a part of each."""
+    """The tensors of one safetensors file, or of several with an index; they are read on request, whole or in part."""
 
     def __init__(self, folder: Path, stem: str) -> None:
-        self.whole = folder / f"{stem}.safetensors"
+        self.single_file = folder / f"{stem}.safetensors"
         self.open_files: dict[Path, Any] = {}
         index = folder / f"{stem}.safetensors.index.json"
-        if not self.whole.is_file() and index.is_file():
+        if not self.single_file.is_file() and index.is_file():
             places = read_json(index)
             if not isinstance(places.get("weight_map"), dict):
-                raise CheckpointError(f"{index}: damaged: it does not say where the tensors are")
+                raise CheckpointError(f"{index}: damaged: it has no weight_map")
             self.places = {name: folder / file for name, file in places["weight_map"].items()}
         else:
-            with _explained(self.whole):
-                self.places = dict.fromkeys(self.file(self.whole).keys(), self.whole)
+            with _read_errors(self.single_file):
+                self.places = dict.fromkeys(self.file(self.single_file).keys(), self.single_file)
 
     def file(self, path: Path) -> Any:
         from safetensors import safe_open
@@ -110,22 +110,22 @@ class TensorFiles:
         return self.open_files[path]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with _explained(self.places[name]):
+        with _read_errors(self.places[name]):
             return tuple(self.file(self.places[name]).get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """On the CPU; of a part nothing else is read."""
+        """Read a tensor, or only the given slices of it, to the CPU."""
         if name not in self.places:
-            raise CheckpointError(f"{self.whole.parent}: there is no tensor {name} in {self.whole.stem}")
+            raise CheckpointError(f"{self.single_file.parent}: {self.single_file.stem} has no tensor {name}")
         path = self.places[name]
-        with _explained(path):
+        with _read_errors(path):
             if not part:
                 return self.file(path).get_tensor(name)
             return self.file(path).get_slice(name)[part if len(part) > 1 else part[0]]
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
@@ -143,13 +143,13 @@ def _torch() -> Any:
 
 
 def _refuse_shared(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    # Looked at before they are copied to the CPU, where they would no longer be seen to be shared.
+    # Checked before the copy to the CPU, after which they would no longer share memory.
     spans = []
     for name, tensor in tensors.items():
         if tensor.numel() > 0:
-            reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()
-            spans.append((str(tensor.device), begin, begin + reach * tensor.element_size(), name))
+            spans.append((str(tensor.device), begin, begin + extent * tensor.element_size(), name))
     spans.sort()
     for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
         if device == next_device and begin < end:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoints.checkpoint import NAME, step_of, write_checkpoint
+from posttrain.checkpoints.checkpoint import CHECKPOINT_NAME, step_of, write_checkpoint
 from posttrain.convert.adapter import LoraAdapter
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors
 from posttrain.convert.hugging_face import hf_stored
@@ -351,7 +351,7 @@ def wrap_as_checkpoint(
             elif path.is_file() and path.name != "manifest.json":
                 shutil.copyfile(path, folder / path.name)
 
-    step = step_of(training_state) if training_state and NAME.fullmatch(training_state.name) else 0
+    step = step_of(training_state) if training_state and CHECKPOINT_NAME.fullmatch(training_state.name) else 0
     write_checkpoint(out / "checkpoints", step, write)
     run = training_state.parent.parent if training_state else None
     if run is not None and (run / "config.yaml").is_file():

@@ -10,7 +10,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoints.checkpoint import NAME, list_checkpoints, looks_complete, readable, step_of, verify
+from posttrain.checkpoints.checkpoint import (
+    CHECKPOINT_NAME,
+    format_bytes,
+    list_checkpoints,
+    looks_complete,
+    step_of,
+    verify,
+)
 from posttrain.convert.adapter_files import CONFIG, WEIGHTS, is_adapter_folder, is_peft
 from posttrain.convert.files import TensorFile, open_safetensors
 from posttrain.convert.megatron import CheckpointLayout
@@ -139,7 +146,7 @@ def describe_format(inspected: InspectedCheckpoint) -> str:
 
 
 def checkpoint_facts(checkpoint: Path) -> Iterator[tuple[str, str]]:
-    if NAME.fullmatch(checkpoint.name):
+    if CHECKPOINT_NAME.fullmatch(checkpoint.name):
         others = len(list_checkpoints(checkpoint.parent)) - 1
         yield "step", f"{step_of(checkpoint)}" + (f", and {others} more checkpoints" if others else "")
         yield (
@@ -192,7 +199,7 @@ def tensor_facts(inspected: InspectedCheckpoint) -> Iterator[tuple[str, str]]:
         name = str(location.dtype).removeprefix("torch.")
         counts[name] += 1
         sizes[name] += location.size
-    kinds = ", ".join(f"{name}: {count} tensors, {readable(sizes[name])}" for name, count in counts.most_common())
+    kinds = ", ".join(f"{name}: {count} tensors, {format_bytes(sizes[name])}" for name, count in counts.most_common())
     yield "types", kinds or "no tensors"
 
 
@@ -234,5 +241,5 @@ def tensor_digest(file: TensorFile, name: str) -> str:
 
 def check_checkpoint(inspected: InspectedCheckpoint) -> None:
     """Read every byte of a run's checkpoint and compare it with its manifest."""
-    if inspected.checkpoint is not None and NAME.fullmatch(inspected.checkpoint.name):
+    if inspected.checkpoint is not None and CHECKPOINT_NAME.fullmatch(inspected.checkpoint.name):
         verify(inspected.checkpoint)

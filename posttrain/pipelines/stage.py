@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from posttrain.checkpoints.checkpoint import describe_files, holds_run, verify_files
+from posttrain.checkpoints.checkpoint import describe_files, is_run_directory, verify_files
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write_json, file_sha256, read_json
 from posttrain.models.loading import resolve_path
@@ -59,7 +59,7 @@ def run_stages(
     out: str | Path, stages: Sequence[Stage], *, quiet: bool = False, say: Callable[[str], None] = print
 ) -> list[Figures]:
     """Run what is not done yet, in order; the figures of all stages."""
-    with RunFolder.open(str(out), "pipeline", resume=holds_run(Path(out))) as folder:
+    with RunFolder.open(str(out), "pipeline", resume=is_run_directory(Path(out))) as folder:
         return run_in(folder.path, stages, quiet=quiet, say=say)
 
 
@@ -107,7 +107,7 @@ def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, 
             last = find_run("", verb)
             if not (last / REPORT).exists() and not changes(last, settings, free):
                 out = str(last)
-    there = bool(out) and holds_run(Path(out))
+    there = bool(out) and is_run_directory(Path(out))
     if there and (other := stored_settings(Path(out)).get("verb")) != verb:
         raise UsageError(f"{out}: holds a run of `posttrain {other}`. Name another --out.")
     folder = RunFolder.open(out, verb, resume=there)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.checkpoints.checkpoint import holds_run
+from posttrain.checkpoints.checkpoint import is_run_directory
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.config.sections import check as check_config
@@ -169,7 +169,7 @@ class Train(Stage):
 
     def run(self, quiet: bool) -> Figures:
         with part_of("a pipeline"):
-            result = train_from(self.verb, replace(self.config, quiet=quiet, resume=holds_run(self.training)))
+            result = train_from(self.verb, replace(self.config, quiet=quiet, resume=is_run_directory(self.training)))
         self.publish()
         return {"steps": result.steps, **self.last_metrics()}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from posttrain.checkpoints.checkpoint import holds_run
+from posttrain.checkpoints.checkpoint import is_run_directory
 from posttrain.core.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -28,5 +28,5 @@ def restarting(train: Callable[[Config], Result], config: Config) -> Result:
             log.warning("%s", error)
             log.warning("starting again from the last checkpoint; %d more of cluster.limits left", left - 1)
             # Before the first models were loaded there is nothing to go on from, and the folder is free.
-            config = replace(config, out=str(error.folder), resume=holds_run(error.folder))
+            config = replace(config, out=str(error.folder), resume=is_run_directory(error.folder))
     raise AssertionError("the last try returns or raises")

@@ -92,7 +92,7 @@ class Helpers:
         if wanted == self.reference_step:
             return
         kept = run.folder.path / "reference"
-        checkpoint.clean_temporaries(kept)
+        checkpoint.remove_temporaries(kept)
         for other in checkpoint.list_checkpoints(kept):
             if checkpoint.step_of(other) > step:  # of a run that got further, and was then resumed from earlier
                 shutil.rmtree(other)

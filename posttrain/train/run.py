@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from posttrain.algorithms.base import Algorithm
-from posttrain.checkpoints import checkpoint
+from posttrain.checkpoints import checkpoint, random_state
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config import sections as configs
@@ -208,7 +208,7 @@ class Run:
         if torch.cuda.is_initialized():
             gc.collect()  # what loading has left on the device
         gc.freeze()  # libraries and models stay: to look through them for garbage takes longer than a quick step
-        checkpoint.seed_everything(self.config.seed)
+        random_state.seed_everything(self.config.seed)
         newest = checkpoint.newest_valid(self.folder.checkpoints) if self.config.resume else None
         if newest is None:
             if self.config.resume:
@@ -230,7 +230,7 @@ class Run:
             part.load(newest / name)
         self.progress = Progress(**state["progress"])
         self.data.stream.position = state["position"]
-        checkpoint.restore_rng(state["rng"])
+        random_state.restore_rng(state["rng"])
         self.saved_step = state["step"]
         self.write_config()
         self.log.message(f"going on from step {state['step']} ({newest})")
@@ -259,7 +259,7 @@ class Run:
                     "position": self.data.stream.position,
                     "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
                     "fingerprints": self.fingerprints,
-                    "rng": checkpoint.rng_state(),
+                    "rng": random_state.rng_state(),
                     "config": configs.as_mapping(self.config),
                 },
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from posttrain.checkpoints.checkpoint import clean_temporaries, holds_run
+from posttrain.checkpoints.checkpoint import is_run_directory, remove_temporaries
 from posttrain.core.errors import UsageError
 from posttrain.core.files import atomic_write_text, sync_folder
 
@@ -47,13 +47,13 @@ class RunFolder:
         except OSError as error:
             raise UsageError(f"{path}: cannot be used as run folder: {error.strerror}. Give another --out.") from error
         # Only whoever holds the lock may look: another process could be making a run of it at this moment.
-        if not resume and holds_run(path):
+        if not resume and is_run_directory(path):
             lock.close()
             raise UsageError(
                 f"{path}: already holds a run. Add --resume to continue it, or give another --out to start anew."
             )
         folder = cls(path, lock)
-        clean_temporaries(folder.checkpoints)
+        remove_temporaries(folder.checkpoints)
         return folder
 
     def close(self) -> None:
@@ -140,10 +140,10 @@ def find_run(out: str, verb: str) -> Path:
     """The folder of an existing run: `out`, or by default the one of runs/<verb>-NNN with the highest number."""
     if out:
         path = Path(out).expanduser()
-        if not holds_run(path):
+        if not is_run_directory(path):
             raise UsageError(f"{path}: no run to resume in this folder. Start one without --resume, or correct --out.")
         return path
-    runs = {number: path for number, path in _numbered(verb).items() if holds_run(path)}
+    runs = {number: path for number, path in _numbered(verb).items() if is_run_directory(path)}
     if not runs:
         raise UsageError(
             f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --out."

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posttrain.algorithms.sft import SFT
-from posttrain.checkpoints.checkpoint import holds_run, list_checkpoints, newest_valid, verify
+from posttrain.checkpoints.checkpoint import is_run_directory, list_checkpoints, newest_valid, verify
 from posttrain.checkpoints.tensor_files import load_tensors
 from posttrain.core.files import read_json
 from posttrain.core.logging import Log
@@ -50,7 +50,7 @@ def refused(tmp_path, capsys, monkeypatch):
             assert word in message, f"{word!r} is not in: {message}"
         assert "Traceback" not in said.out + said.err
         assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("checkpoints"))
-        assert not holds_run(tmp_path / "run")
+        assert not is_run_directory(tmp_path / "run")
         return message
 
     return check
@@ -161,7 +161,7 @@ def test_a_place_without_a_model(path, words, refused, tmp_path):
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path, capsys):
     (tmp_path / "dead/checkpoints").mkdir(parents=True)
     assert command(*sft(path="dead")) == 1
-    assert "dead: no valid checkpoint" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert "dead: the run has no valid checkpoint" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_helper_models_are_looked_for_first(refused):
@@ -178,7 +178,7 @@ def test_a_teacher_of_another_vocabulary(tmp_path, capsys):
     assert command(*argv) == 2
     said = capsys.readouterr().err
     assert "algo.teacher" in said and "120" in said and "263" in said
-    assert not holds_run(tmp_path / "run")
+    assert not is_run_directory(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("model", "words"), [("pico", "'✓' is 3 tokens"), ("tiny", "does not know '✓'")])
@@ -188,7 +188,7 @@ def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys
     argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--out", "run")
     assert command(*argv, "--algo.reward_tokens", "✓", "✗") == 2
     said = capsys.readouterr().err
-    assert "algo.reward_tokens: " in said and words in said and not holds_run(tmp_path / "run")
+    assert "algo.reward_tokens: " in said and words in said and not is_run_directory(tmp_path / "run")
 
 
 # The command line and the file
@@ -460,7 +460,7 @@ def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsy
         assert command(*training(save=2)) == 1
     said = capsys.readouterr().err
     assert "checkpoint of step 4 was not saved" in said and "No space left" in said and "run/checkpoints" in said
-    assert "Make room" in said and "--resume" in said and "Traceback" not in said
+    assert "Free some space" in said and "--resume" in said and "Traceback" not in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
     verify(run / "checkpoints/step-00000002")
     assert command("sft", "--out", "run", "--resume") == 0

@@ -20,10 +20,10 @@ from typing import Any
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
-    clean_temporaries,
     is_valid,
     list_checkpoints,
     newest_valid,
+    remove_temporaries,
     retain,
     step_of,
     write_checkpoint,
@@ -125,7 +125,7 @@ def kill_everywhere(work: Path, prepare: Step, act: Step, check: Callable[[Path,
 
 
 def a_following_save_works(folder: Path) -> None:
-    clean_temporaries(folder)
+    remove_temporaries(folder)
     for path in list_checkpoints(folder):
         assert is_valid(path), path
     path = save(folder, 99, "next")
@@ -205,7 +205,7 @@ def torn_write(work: Path) -> int:
         path = newest_valid(work)
         assert path is not None
         assert read(path) == content(1, "first")
-        clean_temporaries(work)
+        remove_temporaries(work)
         assert [entry.name for entry in work.iterdir()] == ["step-00000001"]
     save(work, 2)
     return size
@@ -256,9 +256,9 @@ def test_a_full_disk_while_the_writer_writes(tmp_path):
         "step 2",
         "1.50 MB",
         "needed: about 0.01 MB",
-        "free now",
+        "free: ",
         "untouched",
-        "Make room",
+        "Free some space",
     ):
         assert part in message
     expect_untouched(tmp_path)

@@ -14,20 +14,19 @@ import torch
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
-    clean_temporaries,
-    holds_run,
+    is_run_directory,
     is_valid,
     list_checkpoints,
     looks_complete,
     newest_valid,
+    remove_temporaries,
     resolve_model_folder,
-    restore_rng,
     retain,
-    rng_state,
     step_of,
     verify,
     write_checkpoint,
 )
+from posttrain.checkpoints.random_state import restore_rng, rng_state
 from posttrain.checkpoints.tensor_files import (
     LazyTensors,
     TensorFiles,
@@ -103,8 +102,8 @@ def test_everything_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
         (lambda path: os.truncate(path / "model" / "weights.bin", 999), "weights.bin: damaged: 999 bytes"),
         (lambda path: flip_bit(path / "model" / "weights.bin", 7003), "weights.bin: damaged"),
         (lambda path: flip_bit(path / "state.json", 80), "state.json: damaged"),
-        (lambda path: (path / "model" / "extra.bin").write_bytes(b""), "extra.bin: not in manifest.json"),
-        (lambda path: (path / "model" / "extra.bin").symlink_to("weights.bin"), "extra.bin: a checkpoint holds plain"),
+        (lambda path: (path / "model" / "extra.bin").write_bytes(b""), "extra.bin: not listed in manifest.json"),
+        (lambda path: (path / "model" / "extra.bin").symlink_to("weights.bin"), "extra.bin: a checkpoint may only"),
         (lambda path: path.rename(path.with_name("step-00000050")), None),
     ],
 )
@@ -230,7 +229,7 @@ def test_a_replacement_cut_off_is_settled(tmp_path, new_one):
         flip_bit(tmp_path / "step-00000040" / "state.json", 0)
     expected = tmp_path / "step-00000040" if new_one == "whole" else old
     assert newest_valid(tmp_path) == expected
-    clean_temporaries(tmp_path)
+    remove_temporaries(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000040"]
     assert read_json(newest_valid(tmp_path) / "state.json")["mark"] == (2 if new_one == "whole" else 1)
 
@@ -243,7 +242,7 @@ def test_temporaries_of_the_living_stay(tmp_path):
         (folder / "model").mkdir(parents=True)
     living = tmp_path / f".tmp-step-00000001-{os.getppid()}"
     living.mkdir()
-    clean_temporaries(tmp_path)
+    remove_temporaries(tmp_path)
     assert list(tmp_path.iterdir()) == [living]
 
 
@@ -320,12 +319,12 @@ def test_steps_are_numbers_not_text(tmp_path):
 
 
 def test_a_run_folder_stands_for_its_newest_model(tmp_path):
-    assert not holds_run(tmp_path)
+    assert not is_run_directory(tmp_path)
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         resolve_model_folder(tmp_path)
     save(tmp_path / "checkpoints", 10)
     newest = save(tmp_path / "checkpoints", 20)
-    assert holds_run(tmp_path)
+    assert is_run_directory(tmp_path)
     assert resolve_model_folder(tmp_path) == newest / "model"
     flip_bit(newest / "state.json", 0)
     assert resolve_model_folder(tmp_path).parent.name == "step-00000010"
@@ -412,7 +411,7 @@ def test_tensors_of_many_are_files_that_anybody_reads(tmp_path, ranks):
             assert read.dtype == tensor.dtype and torch.equal(read, tensor)
     assert torch.equal(files.read("matrix", (slice(1, 3), slice(2, 7))), tensors["matrix"][1:3, 2:7])
     assert torch.equal(files.read("numbers", (slice(4, 4),)), tensors["numbers"][4:4])
-    with pytest.raises(CheckpointError, match="there is no tensor other in x"):
+    with pytest.raises(CheckpointError, match="x has no tensor other"):
         files.read("other")
 
 
@@ -474,7 +473,7 @@ def test_resuming_on_another_device_is_said(caplog):
     else:
         state["cuda"] = "AAAA"
     restore_rng(state)
-    assert "not bit for bit" in caplog.text
+    assert "not be bit-identical" in caplog.text
 
 
 def test_looking_at_folders_needs_no_torch():
