@@ -9,7 +9,6 @@ line, as nested dicts.
 
 from __future__ import annotations
 
-import inspect
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import from_mapping
 from posttrain.core.errors import UsageError
+from posttrain.rewards.specs import reward_texts
 from posttrain.rollout.records import Rollout
 from posttrain.train.online import opened
 from posttrain.train.run import Result
@@ -36,7 +36,7 @@ class OnlineTrainer:
     def __init__(
         self, model: str, rewards: Rewards, data: Data, config: dict[str, Any] | None = None, eval_data: Data = ()
     ) -> None:
-        """`rewards`: names of verifiers, "file.py:function", "model:PATH", or functions that stand in a file."""
+        """`rewards`: names of verifiers, "file.py:function", "model:PATH", or Python functions."""
         if not isinstance(model, str):
             raise UsageError(f"model must be a folder, a hub name or a run folder, not {type(model).__name__}")
         self._stack = ExitStack()
@@ -44,7 +44,7 @@ class OnlineTrainer:
         options["model"] = {"path": model} | options.get("model", {})
         files = {"train": self._files(data), "eval": self._files(eval_data)}
         options["data"] = {name: paths for name, paths in files.items() if paths} | options.get("data", {})
-        options["reward"] = [named(reward) for reward in listed(rewards)]
+        options["reward"] = reward_texts(listed(rewards))
         try:
             settings: Any = from_mapping(self.verb, ALGORITHMS[self.verb], options)
             self._trainer = self._stack.enter_context(opened(self.verb, settings))
@@ -114,20 +114,3 @@ class PPOTrainer(OnlineTrainer):
 
 def listed(rewards: Rewards) -> Sequence[str | Callable[..., Any]]:
     return [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-
-
-def named(reward: str | Callable[..., Any]) -> str:
-    """A function as FILE:NAME: it runs in processes of its own, which must be able to find it."""
-    if isinstance(reward, str):
-        return reward
-    name = getattr(reward, "__qualname__", "")
-    try:
-        file = inspect.getsourcefile(reward)
-    except TypeError:
-        file = None
-    if file is None or not Path(file).is_file() or not name.isidentifier():
-        raise UsageError(
-            f"the reward {name or reward!r} runs in a process of its own, which must find it by name: "
-            "move it to the top level of a file and give the function, or 'file.py:function'"
-        )
-    return f"{file}:{name}"

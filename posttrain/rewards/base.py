@@ -18,7 +18,7 @@ from types import TracebackType
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.pool import CHUNK, RewardPool, ScoringJob
-from posttrain.rewards.specs import RewardSpec, parse_specs
+from posttrain.rewards.specs import RewardLike, RewardSpec, parse_specs, reward_texts
 from posttrain.rewards.verdict import Completion, Verdict, combine
 from posttrain.sandbox.process import ProcessLimits
 
@@ -33,7 +33,7 @@ class Rewards:
 
     def __init__(
         self,
-        specs: Sequence[str],
+        specs: Sequence[RewardLike],
         weights: Sequence[float] = (),
         *,
         timeout_seconds: float = 10.0,
@@ -43,7 +43,9 @@ class Rewards:
         env: Sequence[str] = (),
         allow_unprotected_code: bool = False,
     ) -> None:
-        """`env`: environment variables that reward functions see, besides PATH and the like.
+        """`specs`: texts as `--reward` takes them, or Python functions.
+
+        `env`: environment variables that reward functions see, besides PATH and the like.
 
         `allow_unprotected_code`: the verifier `code` also works where programs of the model cannot be isolated.
         """
@@ -56,7 +58,7 @@ class Rewards:
                 raise UsageError(f"rewards.{name} is {value}: it must be more than 0")
         if not 0 <= max_failure_rate <= 1:
             raise UsageError(f"max_failure_rate is {max_failure_rate}: it must be between 0 and 1")
-        self.specs = parse_specs(specs)
+        self.specs = parse_specs(reward_texts(specs))
         self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
         if self.combiner is not None:
             if weights:

@@ -18,6 +18,7 @@ from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.remote import RemoteError, RemoteTimeoutError, RewardService
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import settings
+from posttrain.sandbox.callables import unpack
 from posttrain.sandbox.request_loop import REASON_LIMIT, CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -93,7 +94,7 @@ class RewardRequestLoop(RequestLoop):
         return failure(caught, time.perf_counter() - start)
 
 
-def load_reward(spec: dict[str, str], seconds: float) -> LoadedReward:
+def load_reward(spec: dict[str, Any], seconds: float) -> LoadedReward:
     """Load a verifier, a service or a user's function; a UsageError says what the user must change."""
     place = spec["place"]
     if spec["kind"] == "verifier":
@@ -102,7 +103,10 @@ def load_reward(spec: dict[str, str], seconds: float) -> LoadedReward:
         return LoadedReward(lambda completions: verifier.score(completions[0]), batch=False)
     if spec["kind"] == "remote":  # less than the parent's deadline, so that the service's own error is reported
         return LoadedReward(RewardService(place, seconds * 0.9).score, batch=True)
-    function = import_location(CodeLocation(place, spec["function"]), "function", callable)
+    if spec["packed"] is not None:
+        function = unpack(spec["packed"])
+    else:
+        function = import_location(CodeLocation(place, spec["function"]), "function", callable)
     adapted = signatures.adapt(function, spec["function"])
     return LoadedReward(adapted.call, adapted.form.batch, adapted)
 

@@ -1,19 +1,25 @@
-"""What `--reward` names: a verifier, a function in a file or module, a service, or a reward model."""
+"""What `--reward` names: a verifier, a function, a service, or a reward model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.builtin import verifiers
+from posttrain.sandbox.callables import PackedFunction, file_of, pack
 from posttrain.sandbox.user_code import did_you_mean, parse_location
 
 COMBINE = "combine:"
+IN_MEMORY = "in-memory:"  # a function of this process that no file contains
+
+RewardLike = str | Callable[..., Any]
+
+_packed: dict[str, PackedFunction] = {}  # functions of this process that were given as rewards, by name
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -25,7 +31,29 @@ class RewardSpec:
     name: str  # for metrics
     place: str  # name of a verifier, absolute file or module of a function, address of a service, path of a model
     function: str = ""
+    packed: PackedFunction | None = None  # of a function that no file contains
     combines: bool = False  # is called last, with the values of all other rewards, and replaces their sum
+
+
+def reward_texts(rewards: Sequence[RewardLike]) -> list[str]:
+    """Name each reward as text, as configurations hold it: FILE.py:NAME for a function of a module.
+
+    Any other function (of a notebook cell or a script, a lambda, a closure) is kept for the life of this process under
+    `in-memory:NAME`, and sent to the processes that score with it.
+    """
+    texts: list[str] = []
+    for reward in rewards:
+        text = reward if isinstance(reward, str) else file_of(reward)
+        if text is None:
+            assert callable(reward)
+            packed = pack(reward)
+            name, number = packed.name, 2
+            while f"{IN_MEMORY}{name}" in texts:
+                name, number = f"{packed.name}_{number}", number + 1
+            _packed[name] = packed
+            text = f"{IN_MEMORY}{name}"
+        texts.append(text)
+    return texts
 
 
 def parse_specs(texts: Sequence[str]) -> list[RewardSpec]:
@@ -53,6 +81,8 @@ def parse_spec(text: str) -> RewardSpec:
         if spec.kind != "function":
             raise UsageError(f"reward {text!r}: expected a function after {COMBINE}, as in {COMBINE}file.py:function")
         return replace(spec, text=text, combines=True)
+    if text.startswith(IN_MEMORY):
+        return _in_memory(text)
     if text.startswith("model:"):
         path = text.removeprefix("model:")
         if not path:
@@ -67,6 +97,16 @@ def parse_spec(text: str) -> RewardSpec:
             "or give file.py:function, package.module:function, http://host:port/path or model:DIRECTORY."
         )
     return RewardSpec(text=text, kind="verifier", name=text, place=text)
+
+
+def _in_memory(text: str) -> RewardSpec:
+    name = text.removeprefix(IN_MEMORY)
+    if name not in _packed:
+        raise UsageError(
+            f"reward {text!r} was a Python function of the process that started the run: go on from Python, with the "
+            "function given again, or put it into a file and name it by file.py:function"
+        )
+    return RewardSpec(text=text, kind="function", name=name, place="", function=name, packed=_packed[name])
 
 
 def _service(text: str) -> RewardSpec:

@@ -174,6 +174,16 @@ def file(tmp_path):
     return path
 
 
+@pytest.fixture(params=["of a file", "in memory"])
+def score(request, file):
+    """The function `score`, named by its file, or as a notebook cell defines it."""
+    if request.param == "of a file":
+        return f"{file}:score"
+    cell: dict = {"__name__": "__main__"}
+    exec(compile(FAULTS, "<cell>", "exec"), cell)
+    return cell["score"]
+
+
 def values(verdicts):
     return [row[0].value for row in verdicts]
 
@@ -191,9 +201,9 @@ def left_over(path):
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_each_fault_costs_its_own_completion(fault, file):
+def test_each_fault_costs_its_own_completion(fault, score):
     text, kind = EXPECTED[fault]
-    with Rewards([f"{file}:score"], timeout_seconds=SECONDS, workers=1, max_failure_rate=1) as rewards:
+    with Rewards([score], timeout_seconds=SECONDS, workers=1, max_failure_rate=1) as rewards:
         verdicts = rewards.score(asked("1", "2", fault, "3", "4"))
         assert values(verdicts) == [1, 2, None, 3, 4]
         verdict = verdicts[2][0]
@@ -203,9 +213,9 @@ def test_each_fault_costs_its_own_completion(fault, file):
 
 
 @pytest.mark.parametrize("text", ["shout", "folder", "orphan", "twice"])
-def test_what_does_no_harm_is_scored(text, file, monkeypatch, tmp_path):
+def test_what_does_no_harm_is_scored(text, score, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")  # marks the processes of this test
-    with Rewards([f"{file}:score"], timeout_seconds=30, workers=1) as rewards:
+    with Rewards([score], timeout_seconds=30, workers=1) as rewards:
         assert values(rewards.score(asked("1"))) == [1]
         child = rewards._pool.workers[0].supervisor.process
         assert values(rewards.score(asked("1", text, "2"))) == [1, 1, 2]
@@ -214,14 +224,14 @@ def test_what_does_no_harm_is_scored(text, file, monkeypatch, tmp_path):
     assert left_over(tmp_path) == []
 
 
-def test_memory_that_a_failed_call_holds_is_not_missing_for_the_next(file):
-    with Rewards([f"{file}:score"], timeout_seconds=30, workers=1, max_failure_rate=1) as rewards:
+def test_memory_that_a_failed_call_holds_is_not_missing_for_the_next(score):
+    with Rewards([score], timeout_seconds=30, workers=1, max_failure_rate=1) as rewards:
         assert values(rewards.score(asked("leak", "large", "leak"))) == [None, 1, None]
         assert values(rewards.score(asked("large"))) == [1]
 
 
-def test_what_a_thread_left_behind_does_is_not_blamed_on_others(file):
-    with Rewards([f"{file}:score"], timeout_seconds=30, workers=1) as rewards:
+def test_what_a_thread_left_behind_does_is_not_blamed_on_others(score):
+    with Rewards([score], timeout_seconds=30, workers=1) as rewards:
         assert values(rewards.score(asked("background"))) == [1]
         child = rewards._pool.workers[0].supervisor.process
         child.process.wait(timeout=20)  # the thread ends the process
@@ -266,8 +276,8 @@ def test_a_batch_that_is_slow_but_does_not_hang_is_asked_singly_from_then_on(tmp
         assert rewards._pool.workers[0].supervisor.process is child  # nothing had to be killed
 
 
-def test_a_function_that_always_hangs_is_given_up(file):
-    with Rewards([f"{file}:score"], timeout_seconds=0.5, workers=2, max_failure_rate=0.02) as rewards:
+def test_a_function_that_always_hangs_is_given_up(score):
+    with Rewards([score], timeout_seconds=0.5, workers=2, max_failure_rate=0.02) as rewards:
         verdicts = rewards.score(asked(*["loop"] * 100))
         late = [row[0] for row in verdicts if row[0].kind == "timeout"]
         assert 3 <= len(late) <= 4 and values(verdicts) == [None] * 100
@@ -296,8 +306,8 @@ def test_functions_see_no_secrets_and_no_descriptors_of_ours(tmp_path, monkeypat
     assert not heavy
 
 
-def test_too_many_failures_stop_the_run_with_their_text(file):
-    with Rewards([f"{file}:score"], max_failure_rate=0.25) as rewards:
+def test_too_many_failures_stop_the_run_with_their_text(score):
+    with Rewards([score], max_failure_rate=0.25) as rewards:
         few = rewards.score(asked("1", "2", "3", "exception"))
         rewards.check_failures(few)
         assert [combine(row, rewards.weights) for row in few] == [1, 2, 3, None]
@@ -306,8 +316,9 @@ def test_too_many_failures_stop_the_run_with_their_text(file):
             rewards.check_failures(many)
     text = str(stopped.value)
     assert stopped.value.exit_code == 1
-    assert "3 of 4 completions" in text and "faults.score, 2 times" in text
-    assert "1 / 0" in text and "ZeroDivisionError" in text and "returned None" in text
+    assert "3 of 4 completions" in text and "score, 2 times" in text
+    assert "ZeroDivisionError" in text and "returned None" in text
+    assert "1 / 0" in text or not isinstance(score, str)  # a cell's text is known only where there is a notebook
 
 
 @pytest.mark.parametrize(
