@@ -25,7 +25,7 @@ from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import default_slots
 from posttrain.models import memory
 from posttrain.models.loading import DTYPES, load_tokenizer
-from posttrain.models.memory import Division, Needs, Passing, Standing
+from posttrain.models.memory import MemoryEstimate, ModelMemory, PassMemory, Sharding
 from posttrain.train.run import Data, load_data
 
 GIB = 2**30
@@ -49,7 +49,7 @@ def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
         data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model))
         print(*data.train.verdicts, sep="\n")
         packs = look_at_packs(config, algo, data)
-    print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
+    print(f"{verb} of {config.model.path}: {size_of(memory.model_memory(model, average=False))}\n")
     print_rows("batches", batch_ledger(config, algo, data, packs))
     show_memory(config, algo, packs, device_gib)
     return 0
@@ -60,7 +60,7 @@ def show_memory(config: Config, algo: Algorithm, packs: Packs, device_gib: float
     device = torch.device("cuda") if device_gib else default_device()
     needs = needs_of(config, algo, device, packs.largest)
     name, available = ("a device", round(device_gib * GIB)) if device_gib else device_memory(device)
-    where = f"{'each of its devices' if division_of(config).devices > 1 else name} with {amount(available)}"
+    where = f"{'each of its devices' if sharding_of(config).devices > 1 else name} with {amount(available)}"
     print_rows(f"memory, on {where}", memory_ledger(config, algo, device, needs, packs.largest))
     print_rows("at the worst moment of", [(phase, amount(size), "") for phase, size in needs.phases.items()])
     others = list(other_places(config, algo, device))
@@ -83,9 +83,9 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     edges = data.rows_at[: STEPS_LOOKED_AT + 1]
     for before, after in pairwise(edges):
         samples, most = taken(config, data, after - before), 0
-        division = division_of(config)
-        for share in split_evenly(samples, division.shares, algo.group_size):  # the longest queue decides
-            places = pack_into_micro_batches(share, config.update.tokens_per_device * division.context, algo.group_size)
+        sharding = sharding_of(config)
+        for share in split_evenly(samples, sharding.data_parallel_size, algo.group_size):  # the longest queue decides
+            places = pack_into_micro_batches(share, config.update.tokens_per_device * sharding.context, algo.group_size)
             parts = [[share[i] for i in part] for part in places]
             most = max(most, len(parts))
             packs.largest = max([packs.largest, *parts], key=lambda part: sum(map(len, part)))
@@ -111,20 +111,20 @@ def taken(config: Config, data: Data, rows: int) -> list[Sample]:
 def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
     """The most that a pack may hold: rows of the greatest length, all of whose tokens count."""
     longest = config.data.max_tokens
-    tokens = config.update.tokens_per_device * division_of(config).context
+    tokens = config.update.tokens_per_device * sharding_of(config).context
     rows = max(1, tokens // (longest * algo.group_size))
     sample = Sample(tokens=np.zeros(longest, dtype=np.int32), mask=np.arange(longest) > 0)
     return [sample] * (rows * algo.group_size)
 
 
 def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Packs) -> Iterator[Row]:
-    update, division = config.update, division_of(config)
-    if division.devices > 1:
-        note = f"{division.shares} of them see different samples"
-        note += f", {division.context} divide the tokens of each" if division.context > 1 else ""
-        note += f", {division.tensor} divide each layer" if division.tensor > 1 else ""
-        note += ", each keeps some experts" if division.experts > 1 else ""
-        yield "devices", f"{division.devices:,}", f"{note}; zero {division.zero}"
+    update, sharding = config.update, sharding_of(config)
+    if sharding.devices > 1:
+        note = f"{sharding.data_parallel_size} of them see different samples"
+        note += f", {sharding.context} divide the tokens of each" if sharding.context > 1 else ""
+        note += f", {sharding.tensor} divide each layer" if sharding.tensor > 1 else ""
+        note += ", each keeps some experts" if sharding.experts > 1 else ""
+        yield "devices", f"{sharding.devices:,}", f"{note}; zero {sharding.zero}"
     if data is None:
         yield "rows", "?", "data.train is not given"
         yield "steps", f"{config.steps:,}" if config.steps else "?", f"of {update.rows_per_step} rows"
@@ -163,22 +163,22 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""
     spread = f"{min(packs.counts)} to {max(packs.counts)}, " if min(packs.counts) < max(packs.counts) else ""
     yield (
-        f"packs a step{' each' * (division.shares > 1)}",
+        f"packs a step{' each' * (sharding.data_parallel_size > 1)}",
         f"{mean:.1f}",
-        f"{spread}of at most {update.tokens_per_device * division.context:,} tokens{seen}",
+        f"{spread}of at most {update.tokens_per_device * sharding.context:,} tokens{seen}",
     )
     largest = sum(map(len, packs.largest))
     yield (
         "largest pack",
         f"{largest:,}",
         "tokens"
-        + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device * division.context),
+        + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device * sharding.context),
     )
     if data.eval is not None:
         yield "evaluation rows", f"{len(data.eval.rows):,}", ""
 
 
-def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: list[Sample]) -> Needs:
+def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: list[Sample]) -> MemoryEstimate:
     """Memory of training with these options; without samples, of all but the passes."""
     dtype = dtype_of(config.model, device)
     in_4bit = config.model.load_in_4bit
@@ -194,47 +194,47 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
     if "ref_logprobs" in algo.needs() and (algo.reference_path() or not config.model.lora_rank):
         reference = frozen(config.model, algo.reference_path() or config.model.path, dtype)
     request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_loss)
-    passing = Passing()
+    step = PassMemory()
     if largest:
         # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
         with suppress(RuntimeError, NotImplementedError):
-            how = {"kernels": device.type == "cuda", "divided": division_of(config).devices > 1}
-            passing = memory.passing(model, shortened(largest, division_of(config).context), request, teacher, **how)
+            how = {"kernels": device.type == "cuda", "sharded": sharding_of(config).devices > 1}
+            step = memory.pass_memory(model, shortened(largest, sharding_of(config).context), request, teacher, **how)
 
     def weights(other: Any, role: str) -> int:
         if other is None:
             return 0
-        division = division_of(config, role)
-        if division.devices > 1:
-            return memory.share(other, division, average=False).weights
-        return memory.standing(other, average=False, in_4bit=in_4bit).weights
+        sharding = sharding_of(config, role)
+        if sharding.devices > 1:
+            return memory.sharded_memory(other, sharding, average=False).weights
+        return memory.model_memory(other, average=False, in_4bit=in_4bit).weights
 
-    division, average = division_of(config), bool(config.update.ema_decay)
-    whole = memory.standing(model, average=average, in_4bit=in_4bit)
+    sharding, average = sharding_of(config), bool(config.update.ema_decay)
+    whole = memory.model_memory(model, average=average, in_4bit=in_4bit)
     apart = {role for role in ("reference", "critic") if config.cluster.of(role).place != "actor"}
     if "reference" in config.cluster.offload:  # it comes when there are no gradients, which are larger
         apart.add("reference")
-    own = memory.share(model, division, average=average) if division.devices > 1 else whole
-    if division.devices > 1 and "parameters" in config.cluster.offload:
+    own = memory.sharded_memory(model, sharding, average=average) if sharding.devices > 1 else whole
+    if sharding.devices > 1 and "parameters" in config.cluster.offload:
         own = replace(own, weights=0, masters=0, gradients=0, optimizer=0, average=0)
-    return Needs(
-        standing=own,
-        passing=passing,
+    return MemoryEstimate(
+        model=own,
+        step=step,
         reference=0 if "reference" in apart else weights(reference, "reference"),
         reference_stays=not algo.precompute_reference(),
         teacher=weights(teacher, "actor"),
         critic=0 if "critic" in apart else critic_of(config, algo, dtype),
-        gathered=memory.gathered(model, division) if division.devices > 1 else 0,
-        sampler=whole.parameters * dtype.itemsize if has_sampler(config, division) else 0,
+        gathered=memory.gathered_bytes(model, sharding) if sharding.devices > 1 else 0,
+        sampler=whole.parameters * dtype.itemsize if has_sampler(config, sharding) else 0,
         cache=cache_of(config, model.config, device, dtype, largest),
     )
 
 
-def division_of(config: Config, role: str = "actor") -> Division:
+def sharding_of(config: Config, role: str = "actor") -> Sharding:
     """How the devices of a role divide its model."""
     found = config.cluster.of(role)
     data, tensor, context = found.devices // found.tensor_parallel, found.tensor_parallel, found.context_parallel
-    return Division(data, tensor, found.zero, context, found.expert_parallel)
+    return Sharding(data, tensor, found.zero, context, found.expert_parallel)
 
 
 def shortened(samples: list[Sample], ranks: int) -> list[Sample]:
@@ -249,11 +249,11 @@ def shortened(samples: list[Sample], ranks: int) -> list[Sample]:
     return found
 
 
-def has_sampler(config: Config, division: Division) -> bool:
+def has_sampler(config: Config, sharding: Sharding) -> bool:
     """Whether the learners keep a whole copy to generate with."""
     if not isinstance(config, OnlineConfig) or config.cluster.of("rollout").place != "actor":
         return False
-    return division.devices > 1 or bool(config.rollout.ahead)
+    return sharding.devices > 1 or bool(config.rollout.ahead)
 
 
 def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtype, largest: list[Sample]) -> int:
@@ -265,16 +265,16 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
     answers = config.update.rows_per_step * config.rollout.samples_per_prompt
     longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
     a_slot = longest * bytes_per_position(model.get_text_config(), dtype)
-    return min(default_slots(device), -(-answers // division_of(config).devices)) * a_slot
+    return min(default_slots(device), -(-answers // sharding_of(config).devices)) * a_slot
 
 
 def critic_of(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
     """A critic is trained like the policy: weights, masters, gradients, AdamW."""
     if not isinstance(algo, OnlineAlgorithm) or algo.critic() is None:
         return 0
-    model, division = memory.empty_model(config.model, "score", dtype), division_of(config, "critic")
-    whole = memory.standing(model, average=False)
-    own = memory.share(model, division, average=False) if division.devices > 1 else whole
+    model, sharding = memory.empty_model(config.model, "score", dtype), sharding_of(config, "critic")
+    whole = memory.model_memory(model, average=False)
+    own = memory.sharded_memory(model, sharding, average=False) if sharding.devices > 1 else whole
     return own.weights + own.masters + own.gradients + own.optimizer
 
 
@@ -282,23 +282,24 @@ def other_places(config: Config, algo: Algorithm, device: torch.device) -> Itera
     """Devices that do not hold the policy."""
     dtype = dtype_of(config.model, device)
     for role in config.cluster.own_devices():
-        found, division = config.cluster.of(role), division_of(config, role)
+        found, sharding = config.cluster.of(role), sharding_of(config, role)
         if role == "rollout":
             size = frozen(config.model, config.model.path, dtype)
-            weights = memory.standing(size, average=False).weights // found.tensor_parallel
+            weights = memory.model_memory(size, average=False).weights // found.tensor_parallel
             number = found.devices // found.tensor_parallel
             engines = f"{number:,} engine{'s' * (number > 1)}"
             engines += f" of {found.tensor_parallel} devices" if found.tensor_parallel > 1 else ""
             yield role, amount(weights), f"{engines}; what is left holds keys and values of answers"
         elif role == "critic":
             critic = memory.empty_model(config.model, "score", dtype)
-            more = memory.gathered(critic, division) if division.devices > 1 else 0
+            more = memory.gathered_bytes(critic, sharding) if sharding.devices > 1 else 0
             yield role, amount(critic_of(config, algo, dtype) + more), f"{found.devices:,} devices; and activations"
         elif role == "reference":
             model = frozen(config.model, algo.reference_path() or config.model.path, dtype)
-            whole = memory.standing(model, average=False).weights
-            divided = memory.share(model, division, average=False).weights + memory.gathered(model, division)
-            yield role, amount(divided if division.devices > 1 else whole), f"{found.devices:,} devices"
+            whole = memory.model_memory(model, average=False).weights
+            divided = memory.sharded_memory(model, sharding, average=False).weights
+            divided += memory.gathered_bytes(model, sharding)
+            yield role, amount(divided if sharding.devices > 1 else whole), f"{found.devices:,} devices"
         else:
             yield role, "?", f"{found.devices:,} devices; as large as the reward models are"
 
@@ -316,14 +317,14 @@ def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def memory_ledger(
-    config: Config, algo: Algorithm, device: torch.device, needs: Needs, largest: list[Sample]
+    config: Config, algo: Algorithm, device: torch.device, needs: MemoryEstimate, largest: list[Sample]
 ) -> Iterator[Row]:
-    own, step = needs.standing, needs.passing
+    own, step = needs.model, needs.step
     on = config.model.checkpoint_activations
-    other = needs_of(with_model(config, checkpoint_activations=not on), algo, device, largest).passing.kept
+    other = needs_of(with_model(config, checkpoint_activations=not on), algo, device, largest).step.activations
     dtype = str(dtype_of(config.model, device)).removeprefix("torch.")
     yield "weights", amount(own.weights), "4 bits, adapters and the rest " * config.model.load_in_4bit + dtype
-    divided = division_of(config).devices > 1
+    divided = sharding_of(config).devices > 1
     alone = "the weights are float32 themselves"
     yield (
         "masters",
@@ -350,23 +351,23 @@ def memory_ledger(
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"
         return
-    tokens = -(-sum(map(len, largest)) // division_of(config).context)
-    yield "activations", amount(step.kept), f"of {tokens:,} tokens; {note}"
-    yield "passing", amount(step.peak - step.kept), "a chunk of logits, gradients on their way"
+    tokens = -(-sum(map(len, largest)) // sharding_of(config).context)
+    yield "activations", amount(step.activations), f"of {tokens:,} tokens; {note}"
+    yield "passing", amount(step.peak - step.activations), "a chunk of logits, gradients on their way"
 
 
 def verdict(
-    config: Config, algo: Algorithm, device: torch.device, largest: list[Sample], needs: Needs, available: int
+    config: Config, algo: Algorithm, device: torch.device, largest: list[Sample], needs: MemoryEstimate, available: int
 ) -> str:
     """One line: it fits, or the mildest change that makes it fit."""
     there_is = amount(available)
-    if not needs.passing.peak:
+    if not needs.step.peak:
         return f"It takes {amount(in_all(needs.peak))} of {there_is}, and activations, which could not be counted."
     if in_all(needs.peak) <= available:
         return f"It fits: about {amount(in_all(needs.peak))} of {there_is}, with what libraries and gaps take."
     misfit = f"It does not fit: about {amount(in_all(needs.peak))}, there are {there_is}."
 
-    def fits(needs: Needs) -> bool:
+    def fits(needs: MemoryEstimate) -> bool:
         return in_all(needs.peak) <= available
 
     for weights in less_to_train(config):
@@ -419,7 +420,7 @@ def with_model(config: Config, **options: Any) -> Config:
     return replace(config, model=replace(config.model, **options))
 
 
-def size_of(standing: Standing) -> str:
+def size_of(standing: ModelMemory) -> str:
     trained = "" if standing.trained == standing.parameters else f", {standing.trained:,} of them trained"
     return f"{standing.parameters:,} parameters{trained}"
 

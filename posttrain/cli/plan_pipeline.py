@@ -39,7 +39,7 @@ def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
     algo = ALGORITHMS[recipe.trainer](trainer.algo)
     device = torch.device("cuda") if device_gib else default_device()
     model = memory.empty_model(trainer.model, algo.head, dtype_of(trainer.model, device))
-    print(f"{verb} of {config.model.path}: {size_of(memory.standing(model, average=False))}\n")
+    print(f"{verb} of {config.model.path}: {size_of(memory.model_memory(model, average=False))}\n")
     print_rows(f"an iteration, of {config.iterations:,}", ledger(config, recipe, sizes))
     if config.generate.n:
         print_rows("memory to generate, on each device", generating(config, device, sizes))
@@ -107,7 +107,7 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
     """Every device has a whole model, and keys and values of the answers under way."""
     dtype = dtype_of(config.model, device)
     model = frozen(config.model, config.model.path, dtype)
-    weights = memory.standing(model, average=False, in_4bit=config.model.load_in_4bit).weights
+    weights = memory.model_memory(model, average=False, in_4bit=config.model.load_in_4bit).weights
     yield "weights", amount(weights), "a whole model"
     if config.generate.engine[0] != "local":
         yield "keys and values", "?", "vLLM takes the rest of its share, gpu_memory_utilization"

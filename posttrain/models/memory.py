@@ -1,17 +1,17 @@
-"""How much memory a training step takes, without loading a weight.
+"""Estimates the memory of a training step without loading any weights.
 
 Of P parameters A are trained (all of them without adapters); a weight has e bytes (2 in bfloat16, 4 in float32):
 
-    weights      e P                           with model.load_in_4bit 4.13 bits a number in the linear layers
-    masters      4 A                           if what is trained is not float32 itself
-    gradients    4 A                           from the first backward pass of a step to the optimizer's
-    AdamW        8 A + 4 per trained tensor    two averages, and a step counter
+    weights      e P                           with model.load_in_4bit 4.13 bits per number in the linear layers
+    masters      4 A                           if the trained weights are not float32 themselves
+    gradients    4 A                           from the first backward pass of a step to the optimizer step
+    AdamW        8 A + 4 per trained tensor    two moments, and a step counter
     EMA          4 A                           with update.ema_decay
-    helpers      e P                           of a reference or a teacher
+    helpers      e P                           a reference or a teacher
 
-These are exact. What a forward and backward pass takes besides depends on the architecture, so no formula is tried:
-the model's own code is run on tensors without storage (torch's meta device), and what it would allocate is counted.
-Hidden from the count are the inside of fused kernels and what the allocator cannot use for its size.
+These are exact. What a forward and backward pass allocates in addition depends on the architecture, so no formula is
+used: the model's own code runs on tensors without storage (torch's meta device), and its allocations are counted.
+Not counted are temporaries inside fused kernels and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from posttrain.nn.layers import MASTER, PlainHead, use_fused_layers
 from posttrain.nn.optimizer import accumulate_into
 from posttrain.parallel.expert import experts_of
 
-# A number, its share of the scale of its block of 64, and of the scale of 256 such scales.
+# 4 bits per number, an 8-bit scale per block of 64 numbers, and a 32-bit scale per 256 of those scales.
 BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Standing:
-    """Bytes that training holds for a model, whatever the batch."""
+class ModelMemory:
+    """Bytes that training holds for a model, independent of the batch."""
 
     parameters: int  # a count, not bytes
     trained: int  # likewise
@@ -58,32 +58,32 @@ class Standing:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Passing:
-    """Bytes that one forward and backward pass over a pack adds; all 0: not known."""
+class PassMemory:
+    """Bytes that one forward and backward pass over a micro-batch allocates; all 0: unknown."""
 
-    kept: int = 0  # activations, from the forward to the backward pass
-    peak: int = 0  # the most at one time: activations, a chunk of logits, gradients on their way
-    forward_only: int = 0  # the most at one time when nothing is kept: evaluation, or a reference's pass
+    activations: int = 0  # saved from the forward to the backward pass
+    peak: int = 0  # at the worst moment: activations, a chunk of logits, gradients being computed
+    forward_only: int = 0  # peak of a pass that saves nothing: evaluation, or a reference model
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Needs:
-    """Bytes of everything on the training device, and what of it is there at the same time."""
+class MemoryEstimate:
+    """Bytes of everything on the training device, and how much of it exists at the same time."""
 
-    standing: Standing
-    passing: Passing
+    model: ModelMemory
+    step: PassMemory
     reference: int = 0
-    reference_stays: bool = True  # else: it is freed before the first step
+    reference_stays: bool = True  # otherwise it is freed before the first step
     teacher: int = 0
-    critic: int = 0  # with all that its own training holds
-    gathered: int = 0  # where the model is divided: other devices' parts, while a pass uses them
-    sampler: int = 0  # a copy to generate with
-    cache: int = 0  # keys and values of answers under way
+    critic: int = 0  # with everything that its own training holds
+    gathered: int = 0  # of a sharded model: other devices' shards, while a pass uses them
+    sampler: int = 0  # a copy of the weights to generate with
+    cache: int = 0  # keys and values of the completions being generated
 
     @property
     def phases(self) -> dict[str, int]:
         """Bytes at the worst moment of each phase."""
-        own, step = self.standing, self.passing
+        own, step = self.model, self.step
         loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler + self.cache
         always = loaded + own.optimizer + self.reference * self.reference_stays
         phases = {
@@ -104,10 +104,10 @@ class Needs:
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
     """The model as training would load it, on the meta device: all shapes, no weights."""
     source = loading.resolve_path(config.path)
-    while loading.is_adapter(source):  # it would be merged into its base
+    while loading.is_adapter(source):  # training would merge it into its base
         source = loading.resolve_path(adapters.base_of(Path(source)))
     hf_config = loading.read_config(source, head)
-    hf_config.pad_token_id = None  # else some models look for it among the tokens, which have no values here
+    hf_config.pad_token_id = None  # some models search the tokens for it, which have no values here
     with torch.device("meta"), loading.explained(source):
         model = loading.AUTO_CLASSES[head].from_config(hf_config, dtype=dtype)
     if trainable and config.lora_rank:
@@ -123,16 +123,16 @@ def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainabl
     return model.train(trainable)
 
 
-def standing(model: Any, *, average: bool, in_4bit: bool = False) -> Standing:
-    """What is held for a model; its parameters' `requires_grad` says which are trained."""
+def model_memory(model: Any, *, average: bool, in_4bit: bool = False) -> ModelMemory:
+    """What one device holds for a model that is not sharded; `requires_grad` tells which parameters are trained."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     count = sum(p.numel() for p in trained)
     weights = sum(p.numel() * p.element_size() for p in parameters)
     if in_4bit:
-        shrunk = [m.weight for m in linear_layers(model) if not m.weight.requires_grad]
+        shrunk = [m.weight for m in quantized_layers(model) if not m.weight.requires_grad]
         weights -= round(sum(w.numel() * (w.element_size() - BITS_IN_4BIT / 8) for w in shrunk))
-    return Standing(
+    return ModelMemory(
         parameters=sum(p.numel() for p in parameters),
         trained=count,
         weights=weights,
@@ -144,21 +144,21 @@ def standing(model: Any, *, average: bool, in_4bit: bool = False) -> Standing:
 
 
 @dataclass(slots=True, frozen=True)
-class Division:
-    """How the devices of a place divide a model: FSDP over `data` ranks, each of `tensor` ranks.
+class Sharding:
+    """How devices share a model: FSDP over `data` ranks, each of which has `tensor` ranks.
 
-    Of the data ranks `context` each see the same samples and divide their tokens.
+    `context` data ranks each process the same samples and divide their tokens.
     """
 
     data: int = 1
     tensor: int = 1
     zero: int = 3
     context: int = 1
-    experts: int = 1  # more: data ranks keep whole experts
+    experts: int = 1  # above 1: data ranks hold whole experts
 
     @property
-    def shares(self) -> int:
-        """Parts that the samples of a step are cut into."""
+    def data_parallel_size(self) -> int:
+        """The number of parts that the samples of a step are divided into."""
         return self.data // self.context
 
     @property
@@ -166,12 +166,12 @@ class Division:
         return self.data * self.tensor
 
 
-def share(model: Any, division: Division, *, average: bool) -> Standing:
-    """What one device holds of a model that is divided: what is trained in float32, which is master and weight."""
-    sizes = {p: part_of(p, name, division) for name, p in layered(model).items()}
+def sharded_memory(model: Any, sharding: Sharding, *, average: bool) -> ModelMemory:
+    """What one device holds of a sharded model; trained parameters are float32, master and weight at once."""
+    sizes = {p: elements_per_device(p, name, sharding) for name, p in model.named_parameters()}
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     count = sum(p.requires_grad for p in sizes)
-    return Standing(
+    return ModelMemory(
         parameters=sum(p.numel() for p in sizes),
         trained=sum(p.numel() for p in sizes if p.requires_grad),
         weights=sum(size * p.element_size() for p, size in sizes.items() if not p.requires_grad),
@@ -182,74 +182,70 @@ def share(model: Any, division: Division, *, average: bool) -> Standing:
     )
 
 
-def gathered(model: Any, division: Division) -> int:
-    """Bytes of others' parts that a device holds during a pass, in the type that is computed in.
+def gathered_bytes(model: Any, sharding: Sharding) -> int:
+    """Bytes of other devices' shards that a device holds during a pass, in the type that the model computes in.
 
-    All that is in no layer is there all the time, with its gradients; of the layers (zero 3) the one in use and the
-    next, or (zero 2) all of them; and one layer's gradients on their way. Experts that stay where they are are not
-    gathered; of those that are trained there is a copy in the type that is computed in.
+    Parameters outside the layers are gathered all the time, with their gradients; of the layers, the one in use and
+    the next (zero 3), or all of them (zero 2); in addition the gradients of one layer. Whole experts are not gathered;
+    of those that are trained there is a copy in the type that the model computes in.
     """
-    whole = Division(1, division.tensor)
-    staying = {p for _, module in experts_of(model) for p in module.parameters()} if division.experts > 1 else set()
-    copies = sum(part_of(p, "", division) * p.element_size() for p in staying if p.requires_grad)
+    whole = Sharding(1, sharding.tensor)
+    staying = {p for _, module in experts_of(model) for p in module.parameters()} if sharding.experts > 1 else set()
+    copies = sum(elements_per_device(p, "", sharding) * p.element_size() for p in staying if p.requires_grad)
     weights: Counter[str] = Counter()
-    gradients: Counter[str] = Counter()  # as they are computed, and in float32 as they are added up
-    for name, p in layered(model).items():
+    gradients: Counter[str] = Counter()  # in the compute type, and in float32 as they are accumulated
+    for name, p in model.named_parameters():
         if p in staying:
             continue
-        size, layer = part_of(p, name, whole), layer_of(name)
+        size, layer = elements_per_device(p, name, whole), layer_of(name)
         weights[layer] += size * p.element_size()
         gradients[layer] += size * (p.element_size() + 4) * p.requires_grad
     outside = weights.pop("", 0) + gradients.pop("", 0)
-    there = weights.total() if division.zero == 2 else 2 * max(weights.values(), default=0)
-    return outside + there + max(gradients.values(), default=0) + copies
-
-
-def layered(model: Any) -> dict[str, torch.nn.Parameter]:
-    return dict(model.named_parameters())
+    layers = weights.total() if sharding.zero == 2 else 2 * max(weights.values(), default=0)
+    return outside + layers + max(gradients.values(), default=0) + copies
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer that a parameter belongs to: `model.layers.3` of model.layers.3.mlp.up_proj.weight."""
+    """The decoder layer that a parameter belongs to: `model.layers.3` for model.layers.3.mlp.up_proj.weight."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def part_of(parameter: torch.nn.Parameter, name: str, division: Division) -> int:
-    """Numbers of a parameter that one device holds: tensor ranks divide the matrices of layers, data ranks all."""
-    tensor = division.tensor if layer_of(name) and parameter.ndim > 1 else 1
-    return -(-parameter.numel() // (tensor * division.data))
+def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding) -> int:
+    """How many elements of a parameter one device holds: tensor ranks divide the layers' matrices, data ranks all."""
+    tensor = sharding.tensor if layer_of(name) and parameter.ndim > 1 else 1
+    return -(-parameter.numel() // (tensor * sharding.data))
 
 
-def linear_layers(model: Any) -> list[torch.nn.Linear]:
-    """Those that QLoRA shrinks: all but the heads."""
+def quantized_layers(model: Any) -> list[torch.nn.Linear]:
+    """The linear layers that QLoRA quantizes: all but the heads."""
     heads = {model.get_output_embeddings(), *(m for name, m in model.named_modules() if name == "score")}
     return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
 
 
-def passing(
+def pass_memory(
     model: Any,
     samples: Sequence[Sample],
     request: ForwardRequest,
     teacher: Any = None,
     *,
     kernels: bool = False,
-    divided: bool = False,
-) -> Passing:
-    """What one pass over a pack of these samples allocates. The model (and the teacher) are on the meta device.
+    sharded: bool = False,
+) -> PassMemory:
+    """Count what one pass over a micro-batch of these samples allocates. Model and teacher are on the meta device.
 
-    `kernels`: with those of an accelerator, for the layers that nn/layers.py knows; `divided`: among processes.
+    `kernels`: with an accelerator's fused kernels, where nn/layers.py supports the model; `sharded`: over processes.
     """
     if any(p.ndim == 3 and p.dtype == torch.float32 for p in model.parameters()):
-        # Of experts' products in float32 the meta device knows nothing: count in two bytes a number, then double.
-        half = passing(model.to(torch.bfloat16), samples, request, teacher, kernels=kernels, divided=divided)
+        # The meta device has no grouped matrix product in float32: count in two bytes per number, then double.
+        half = pass_memory(model.to(torch.bfloat16), samples, request, teacher, kernels=kernels, sharded=sharded)
         model.to(torch.float32)
-        return Passing(kept=2 * half.kept, peak=2 * half.peak, forward_only=2 * half.forward_only)
+        return PassMemory(activations=2 * half.activations, peak=2 * half.peak, forward_only=2 * half.forward_only)
     batch = on_meta(collate(samples))
-    runner, teacher_runner = (None if m is None else runner_on_meta(m, kernels, divided) for m in (model, teacher))
+    runner, teacher_runner = (None if m is None else runner_on_meta(m, kernels, sharded) for m in (model, teacher))
     assert runner is not None
-    # From the second pack of a step on, gradients are there already and are added to.
+    # From the second micro-batch of a step on, gradients exist already and are added to.
     gradients, hooks = [], []
     for parameter in (p for p in model.parameters() if p.requires_grad):
         master = parameter
@@ -259,53 +255,54 @@ def passing(
             setattr(parameter, MASTER, master)
         master.grad = torch.empty_like(master)
         gradients.append(master.grad)
-    meter = Meter([*model.parameters(), *model.buffers(), *gradients])
+    meter = AllocationMeter([*model.parameters(), *model.buffers(), *gradients])
     with meter:
         with torch.no_grad():
             forward(runner, batch, request, teacher_runner)
         forward_only, meter.peak = meter.peak, meter.now
         out = forward(runner, batch, request, teacher_runner)
-        total = torch.stack([value.sum() for value in vars_of(out).values() if value.requires_grad]).sum()
-        kept = meter.now
+        total = torch.stack([value.sum() for value in tensor_fields(out).values() if value.requires_grad]).sum()
+        activations = meter.now
         total.backward()
     for hook in hooks:
         hook.remove()
     for parameter in model.parameters():
         vars(parameter).pop(MASTER, None)
     model.zero_grad()
-    return Passing(kept=kept, peak=meter.peak, forward_only=forward_only)
+    return PassMemory(activations=activations, peak=meter.peak, forward_only=forward_only)
 
 
-def full_pack(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
-    """The most that a pass over so many tokens takes on an accelerator; 0: not known, as the model asks for values."""
+def max_pass_bytes(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
+    """Peak bytes of a pass over `tokens` tokens on an accelerator; 0: unknown, the model's code needs real values."""
     sample = Sample(tokens=np.zeros(tokens, dtype=np.int32), mask=np.arange(tokens) > 0)
     request = ForwardRequest(names=frozenset({"logprobs" if head == "token" else "values"}))
     with suppress(RuntimeError, NotImplementedError), torch.inference_mode(False), torch.enable_grad():
-        return passing(empty_model(config, head, dtype), [sample], request, kernels=True).peak
+        return pass_memory(empty_model(config, head, dtype), [sample], request, kernels=True).peak
     return 0
 
 
-def runner_on_meta(model: Any, kernels: bool, divided: bool) -> ModelRunner:
+def runner_on_meta(model: Any, kernels: bool, sharded: bool) -> ModelRunner:
+    """A runner for a model on the meta device, with fused layers if `kernels`."""
     if not kernels:
         return ModelRunner(model, varlen_kernel=False)
-    use_fused_layers(model, meta, together=not divided)
+    use_fused_layers(model, meta, join_weights=not sharded)
     return ModelRunner(model, varlen_kernel=False, plain_head=PlainHead.from_model(model, meta))
 
 
-def vars_of(values: Any) -> dict[str, torch.Tensor]:
-    """The tensors among the fields of a dataclass."""
+def tensor_fields(values: Any) -> dict[str, torch.Tensor]:
+    """The fields of a dataclass that are tensors."""
     pairs = {field.name: getattr(values, field.name) for field in fields(values)}
     return {name: value for name, value in pairs.items() if isinstance(value, torch.Tensor)}
 
 
 def on_meta(batch: Batch) -> Batch:
-    for name, value in vars_of(batch).items():
+    for name, value in tensor_fields(batch).items():
         setattr(batch, name, value.to("meta"))
     return batch
 
 
-class Meter(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations return, as long as somebody holds them."""
+class AllocationMeter(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations return, until their storage is freed."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()

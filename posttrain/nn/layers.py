@@ -59,10 +59,10 @@ def head_norms(layer: Any) -> tuple[torch.nn.Parameter | None, torch.nn.Paramete
     return own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon
 
 
-def use_fused_layers(model: Any, steps: ModuleType | None = None, *, together: bool = True) -> bool:
+def use_fused_layers(model: Any, steps: ModuleType | None = None, *, join_weights: bool = True) -> bool:
     """Let the layers run the code here where it knows them and there are kernels; `kernels` forces the choice.
 
-    `together`: maps of one input become one; weights that are divided among processes stay as they are anyway.
+    `join_weights`: maps of one input become one; weights that are divided among processes stay as they are anyway.
     """
     if not supports_fused_layers(model) or (steps is None and not attention.supports_varlen_kernel(model)):
         if next(model.parameters()).device.type == "cuda":
@@ -71,7 +71,7 @@ def use_fused_layers(model: Any, steps: ModuleType | None = None, *, together: b
     steps = steps or kernels_for(next(model.parameters()).device)
     for layer in getattr(model, model.base_model_prefix).layers:
         for modules in (maps_to_heads(layer), maps_to_gate(layer)):
-            if together and all(is_plain(module) for module in modules):
+            if join_weights and all(is_plain(module) for module in modules):
                 join_storage([module.weight for module in modules])
                 if modules[0].bias is not None:
                     join_storage([module.bias for module in modules])

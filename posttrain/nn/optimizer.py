@@ -1,13 +1,13 @@
 """AdamW over float32 masters, with clipping, a finiteness check and an average of the weights.
 
-Weights in half precision stay at one address and are overwritten after each step; the masters, the accumulated
+Weights in half precision keep their addresses and are overwritten after each step; the masters, the accumulated
 gradients and Adam's state are float32. Weights in float32 are their own masters.
 
-In float16 gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients divided by it. The
-scale grows until they overflow; then it is halved and the step is made again, so that no row is lost.
+In float16, gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients are divided by it.
+The scale grows until gradients overflow; then it is halved and the step is repeated, so that no example is lost.
 
-Where a model is held by many processes its parameters are float32, and a master is this process's part of one: AdamW
-works number by number, so only the norm of the gradients is asked of all.
+If the model is sharded, its parameters are float32 and a master is this process's shard of one: AdamW is elementwise,
+so only the norm of the gradients needs all processes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ SCALE_FILE = "loss-scale.json"
 
 @dataclass(slots=True)
 class LossScale:
-    """What the loss is multiplied by: doubled after many steps without an overflow, halved at one."""
+    """The factor of the loss: doubled after many steps without an overflow, halved at an overflow."""
 
     value: float = 1.0
-    good_steps: int = 0  # in a row
-    before: float = 0.0  # its value before this step overflowed; 0: it has not
+    good_steps: int = 0  # consecutive steps without an overflow
+    before: float = 0.0  # the value before this step overflowed; 0: it has not
 
     GROW_EVERY = 2000
 
-    def lower(self) -> None:
+    def halve(self) -> None:
+        """Halve the scale after an overflow."""
         self.before = self.before or self.value
         self.value, self.good_steps = max(1.0, self.value / 2), 0
 
-    def give_up(self) -> None:
-        """No scale helps: it was not the scale that was wrong."""
+    def restore(self) -> None:
+        """Restore the value from before the overflow: no scale gave finite gradients, so the scale is not the cause."""
         self.value, self.before = self.before or self.value, 0.0
 
-    def count(self) -> None:
+    def count_good_step(self) -> None:
+        """Double the scale after GROW_EVERY steps without an overflow."""
         self.before = 0.0
         self.good_steps += 1
         if self.good_steps == self.GROW_EVERY:
@@ -57,7 +59,7 @@ class LossScale:
 
 
 class Optimizer:
-    """Owns everything that changes the weights."""
+    """Holds the masters, Adam's state and the averaged weights, and updates the weights from their gradients."""
 
     def __init__(
         self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig, shards: ModelShards | None = None
@@ -86,9 +88,9 @@ class Optimizer:
             fused=True,
         )
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
-        self.steps = 0  # that were applied
-        self.stay_put = False  # whether gradients have the same addresses in every step; see begin
-        self.places: dict[str, torch.Tensor] = {}  # where they were, between steps
+        self.steps = 0  # number of applied steps
+        self.keep_gradients = False  # whether gradients have the same addresses in every step; see restore_gradients
+        self.kept_gradients: dict[str, torch.Tensor] = {}  # their tensors, between steps
         types = {shards.dtype} if shards is not None else {parameter.dtype for parameter in parameters.values()}
         self.scale = LossScale(FIRST_SCALE) if torch.float16 in types else None
 
@@ -96,32 +98,33 @@ class Optimizer:
     def loss_scale(self) -> float:
         return 1.0 if self.scale is None else self.scale.value
 
-    def bytes_to_come(self, device: torch.device) -> int:
-        """Of what a step needs on the device, and is not there now: it does not exist yet, or is in host memory."""
+    def missing_bytes(self, device: torch.device) -> int:
+        """Bytes that a step needs on the device and that are not there: not allocated yet, or in host memory."""
         wanted = 0
         for name, master in self.masters.items():
             state = self.adam.state.get(master, {})
-            gradient = self.places.get(name, master.grad)
+            gradient = self.kept_gradients.get(name, master.grad)
             for tensor in (master, gradient, state.get("exp_avg"), state.get("exp_avg_sq")):
                 wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
         return wanted
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> dict[str, float]:
-        """Clip, check and apply the gradients, then forget them. Not finite: nothing is applied, `skipped` is 1.
+        """Clip, check and apply the gradients, then clear them.
 
-        Or `rescaled` is 1: they may be finite with the loss scale that there is now.
+        If they are not finite, nothing is applied and `skipped` is 1; or `rescaled` is 1: the loss scale was halved,
+        and the caller should repeat the step.
         """
         scale = self.loss_scale
         norm_value = float(self.gradient_norm()) / scale
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
         finite = math.isfinite(norm_value)
         if self.scale is not None and not finite and scale > 1.0:
-            self.scale.lower()
-            self.forget_gradients()
+            self.scale.halve()
+            self.clear_gradients()
             return {"rescaled": 1.0}
         if self.scale is not None and not finite:
-            self.scale.give_up()
+            self.scale.restore()
         if finite:
             limit, factor = self.config.max_grad_norm, 1 / scale
             if limit and norm_value > limit:
@@ -133,12 +136,12 @@ class Optimizer:
             self.adam.step()
             self.steps += 1
             if self.scale is not None:
-                self.scale.count()
+                self.scale.count_good_step()
             self.write_weights()
             if self.average:
                 masters = [master.detach() for master in self.masters.values()]
                 torch._foreach_lerp_(list(self.average.values()), masters, 1 - self.config.ema_decay)
-        self.forget_gradients()
+        self.clear_gradients()
         scales = {"loss_scale": scale} if self.scale is not None else {}
         return {"grad_norm": norm_value, "learning_rate": learning_rate, "skipped": float(not finite), **scales}
 
@@ -153,32 +156,36 @@ class Optimizer:
         return self.shards.gradient_norm(found, self.parameters)
 
     def has_own_master(self, name: str) -> bool:
-        """Whether the weights are rounded from a master, and not the master themselves."""
+        """Whether the weights are rounded from a separate master instead of being their own."""
         return self.shards is None and self.masters[name] is not self.parameters[name]
 
     def write_weights(self) -> None:
-        """Masters -> the weights the model computes with, in place."""
+        """Copy the masters into the weights that the model computes with."""
         for name, parameter in self.parameters.items():
             if self.has_own_master(name):
                 parameter.data.copy_(self.masters[name])
 
-    def begin(self) -> None:
-        """Before gradients are added: where they must stay at their addresses, which graphs know, put zeros there."""
-        if self.places and all(master.grad is None for master in self.masters.values()):
-            torch._foreach_zero_(list(self.places.values()))
-            for name, gradient in self.places.items():
-                self.masters[name].grad = gradient
-            self.places = {}
+    def restore_gradients(self) -> None:
+        """Before the first backward pass of a step: reuse the last step's gradient tensors, filled with zeros.
 
-    def forget_gradients(self) -> None:
-        there = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
-        self.places = (there or self.places) if self.stay_put else {}
+        CUDA graphs add gradients at fixed addresses.
+        """
+        if self.kept_gradients and all(master.grad is None for master in self.masters.values()):
+            torch._foreach_zero_(list(self.kept_gradients.values()))
+            for name, gradient in self.kept_gradients.items():
+                self.masters[name].grad = gradient
+            self.kept_gradients = {}
+
+    def clear_gradients(self) -> None:
+        """Remove all gradients; their tensors are kept for the next step if `keep_gradients` is set."""
+        gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        self.kept_gradients = (gradients or self.kept_gradients) if self.keep_gradients else {}
         for name, master in self.masters.items():
             master.grad = self.parameters[name].grad = None
 
     def move(self, device: torch.device) -> None:
-        """All but the weights to another device; weights in float32 are their own masters and stay."""
-        self.find_masters()
+        """Move everything but the weights to another device; weights in float32 are their own masters and stay."""
+        self.refresh_masters()
         for name, master in self.masters.items():
             if self.has_own_master(name):
                 master.data = master.data.to(device, non_blocking=True)
@@ -189,8 +196,8 @@ class Optimizer:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def find_masters(self) -> None:
-        """Where they are parts of parameters, these may have been moved."""
+    def refresh_masters(self) -> None:
+        """Point the masters of a sharded model at its parameters again, which may have been moved."""
         if self.shards is not None:
             for name, master in self.masters.items():
                 master.data = local_shard(self.parameters[name])
@@ -206,7 +213,7 @@ class Optimizer:
         return flat
 
     def save(self, folder: Path) -> None:
-        """What training needs to go on, besides the weights; the same tensors, however many processes hold them."""
+        """Write what a resume needs besides the weights; the tensors do not depend on the number of processes."""
         if self.scale is not None and (self.shards is None or self.shards.rank == 0):
             (folder / SCALE_FILE).write_text(json.dumps(asdict(self.scale)), encoding="utf-8")
         if self.shards is None:
@@ -215,7 +222,7 @@ class Optimizer:
                 save_tensors(folder / "ema.safetensors", self.average)
             return
         flat = {key: (value, self.parameters[key.split("/", 1)[1]]) for key, value in self.state().items()}
-        if self.shards.dtype != torch.float32:  # what lies in model/ is rounded
+        if self.shards.dtype != torch.float32:  # the weights in model/ are rounded
             flat |= {f"master/{name}": (master, self.parameters[name]) for name, master in self.masters.items()}
         average = {name: (value, self.parameters[name]) for name, value in self.average.items()}
         for stem, parts in (("optimizer", flat), ("ema", average)):
@@ -225,9 +232,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, of any number of processes; call it after the weights themselves were loaded."""
+        """Read what `save` wrote with any number of processes; call it after the weights were loaded."""
         saved = TensorFiles(folder, "optimizer")
-        if self.scale is not None and (folder / SCALE_FILE).exists():  # not where the run was in another type before
+        if self.scale is not None and (folder / SCALE_FILE).exists():  # absent if the run was not in float16 before
             self.scale = LossScale(**json.loads((folder / SCALE_FILE).read_text(encoding="utf-8")))
         self.steps = 0
         for name, master in self.masters.items():
@@ -251,10 +258,10 @@ class Optimizer:
 
 
 def accumulate_into(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Add a half-precision gradient to the master's float32 one and free it, as soon as it is there."""
+    """A hook that adds a half-precision gradient to the master's float32 gradient and frees it."""
 
     def hook(parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # it went straight to the master: see layers.weight_gradients
+        if parameter.grad is None:  # it was added to the master directly: see layers.weight_gradients
             return
         if master.grad is None:
             master.grad = parameter.grad.float()

@@ -152,8 +152,8 @@ class Learner:
         if self.replica is not None and not self.own_sampler:
             self.replica.sleep()
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.optimizer.stay_put = self.runner.graphs is not None and self.runner.graphs.alive
-        self.optimizer.begin()
+        self.optimizer.keep_gradients = self.runner.graphs is not None and self.runner.graphs.alive
+        self.optimizer.restore_gradients()
         totals = Totals()
         with self.decided_dropout():
             for batch in self.batches(samples, objective.group_size):
@@ -211,7 +211,7 @@ class Learner:
     def discard(self) -> dict[str, float]:
         """Forget the gradients instead of applying them."""
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.optimizer.forget_gradients()
+        self.optimizer.clear_gradients()
         self.passes = 0
         return {"skipped": 1.0}
 
@@ -446,7 +446,7 @@ class Learner:
             return
         self.runner.graphs = None  # they would keep memory
         if self.optimizer is not None:
-            self.optimizer.places = {}
+            self.optimizer.kept_gradients = {}
         if part == "model":
             (self.model if self.shards is None else self.shards.root).to(device)
         if self.optimizer is not None:
@@ -498,8 +498,8 @@ LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
 def memory_to_come() -> int:
     """Bytes that training will take beyond what it holds: gradients, Adam's averages, and one pass over a full pack."""
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
-    passes = [memory.full_pack(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
-    wanted = [one.optimizer.bytes_to_come(one.device) for one in trained if one.optimizer]
+    passes = [memory.max_pass_bytes(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
+    wanted = [one.optimizer.missing_bytes(one.device) for one in trained if one.optimizer]
     return sum(wanted) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
 
 

@@ -210,15 +210,15 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     assert ledger["devices"] == ("8", "4 of them see different samples, 2 divide each layer; zero 3")
     assert "on each of its devices with 80.0 GiB" in out and "It fits" in out
     model = memory.empty_model(config.model, "token", torch.bfloat16)
-    one = memory.standing(model, average=False)
-    four = memory.share(model, memory.Division(4), average=False)
+    one = memory.model_memory(model, average=False)
+    four = memory.sharded_memory(model, memory.Sharding(4), average=False)
     assert four.masters == pytest.approx(one.masters / 4, rel=1e-3) and four.weights == 0
     assert four.optimizer == pytest.approx(one.optimizer / 4, rel=1e-2)
-    split = memory.share(model, memory.Division(4, 2), average=False)
+    split = memory.sharded_memory(model, memory.Sharding(4, 2), average=False)
     assert 0.5 < split.masters / four.masters < 1, "embeddings stay whole"
     whole = sum(p.numel() for p in model.parameters()) * 2
-    assert memory.gathered(model, memory.Division(4, zero=2)) >= whole
-    assert memory.gathered(model, memory.Division(4)) < memory.gathered(model, memory.Division(4, zero=2))
+    assert memory.gathered_bytes(model, memory.Sharding(4, zero=2)) >= whole
+    assert memory.gathered_bytes(model, memory.Sharding(4)) < memory.gathered_bytes(model, memory.Sharding(4, zero=2))
 
 
 def test_context_ranks_divide_the_tokens(capsys):
@@ -245,7 +245,7 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
     model = memory.empty_model(config.model, "token", torch.bfloat16)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     layer = sum(p.numel() for p in experts) // model.config.num_hidden_layers
-    all_of_them, own = (memory.gathered(model, memory.Division(4, experts=n)) for n in (1, 4))
+    all_of_them, own = (memory.gathered_bytes(model, memory.Sharding(4, experts=n)) for n in (1, 4))
     expected = layer * (2 * 2 + 2 + 4) - 2 * sum(p.numel() for p in experts) // 4
     assert all_of_them - own == expected, "two layers and gradients on their way, but a copy in half precision"
 

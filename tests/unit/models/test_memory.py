@@ -13,7 +13,7 @@ from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate
 from posttrain.models import memory
 from posttrain.models.loading import load_model, trainable_parameters
-from posttrain.models.memory import Needs, Passing, Standing
+from posttrain.models.memory import MemoryEstimate, ModelMemory, PassMemory
 from posttrain.nn import layers
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import reference
@@ -32,7 +32,7 @@ def size(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def measured(config: ModelConfig, head: str = "token") -> Standing:
+def measured(config: ModelConfig, head: str = "token") -> ModelMemory:
     """Bytes that a real model, its gradients and its optimizer hold."""
     model = load_model(config, head, device=CPU, trainable=True, seed=0)
     optimizer = Optimizer(trainable_parameters(model), UpdateConfig(ema_decay=0.9))
@@ -45,7 +45,7 @@ def measured(config: ModelConfig, head: str = "token") -> Standing:
     gradients += [p.grad for p in model.parameters() if p.grad is not None and not any(p.grad is g for g in gradients)]
     held = size(gradients)
     optimizer.step(1e-3)
-    return Standing(
+    return ModelMemory(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in masters.values()),
         weights=size(model.parameters()),
@@ -63,7 +63,7 @@ NAMES = {"token": "logprobs", "score": "scores"}
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "mixtral"])
 def test_what_stands_is_exact(name, dtype, tmp_path):
     config = ModelConfig(path=str(tiny_folder(name, tmp_path)), dtype=dtype)
-    counted = memory.standing(memory.empty_model(config, "token", DTYPES[dtype]), average=True)
+    counted = memory.model_memory(memory.empty_model(config, "token", DTYPES[dtype]), average=True)
     if name == "mixtral":  # an expert that no token chose has no gradient yet in a real step: its bytes may be missing
         assert counted.weights == measured(config).weights
     else:
@@ -79,7 +79,7 @@ def test_what_stands_is_exact(name, dtype, tmp_path):
 def test_what_stands_is_exact_with_adapters_and_score_heads(head, dtype, tmp_path):
     pytest.importorskip("peft")
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path)), dtype=dtype, lora_rank=4)
-    counted = memory.standing(memory.empty_model(config, head, DTYPES[dtype]), average=True)
+    counted = memory.model_memory(memory.empty_model(config, head, DTYPES[dtype]), average=True)
     assert counted == measured(config, head)
     assert 0 < counted.trained < counted.parameters
 
@@ -95,7 +95,7 @@ def test_four_bits(dtype, tmp_path):
     real = load_model(config, "token", device=CPU, trainable=True, seed=0)
     states = [p.quant_state for p in real.parameters() if hasattr(p, "quant_state")]
     scales = [tensor for state in states for tensor in (state.absmax, state.state2.absmax)]
-    counted = memory.standing(memory.empty_model(config, "token", DTYPES[dtype]), average=False, in_4bit=True)
+    counted = memory.model_memory(memory.empty_model(config, "token", DTYPES[dtype]), average=False, in_4bit=True)
     assert counted.weights == pytest.approx(size(real.parameters()) + size(scales), rel=0.01)
     trained = trainable_parameters(real).values()
     assert counted.trained == sum(p.numel() for p in trained)
@@ -134,9 +134,9 @@ def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing
     folder = tiny_folder(name, tmp_path, **changes)
     config = ModelConfig(path=str(folder), dtype=dtype, checkpoint_activations=checkpointing)
     samples = [sample(64), sample(64)]
-    counted = memory.passing(memory.empty_model(config, "token", DTYPES[dtype]), samples, ForwardRequest())
-    assert counted.kept == pytest.approx(really_kept(config, samples), rel=0.3 if checkpointing else 0.15)
-    assert counted.peak > counted.kept > 0
+    counted = memory.pass_memory(memory.empty_model(config, "token", DTYPES[dtype]), samples, ForwardRequest())
+    assert counted.activations == pytest.approx(really_kept(config, samples), rel=0.3 if checkpointing else 0.15)
+    assert counted.peak > counted.activations > 0
     assert counted.forward_only < counted.peak
 
 
@@ -144,19 +144,19 @@ def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing
 def test_a_pass_leaves_the_model_as_it_was(name, tmp_path):
     config = ModelConfig(path=str(tiny_folder(name, tmp_path)), dtype="float32")
     model = memory.empty_model(config, "token", torch.float32)
-    first = memory.passing(model, [sample(16)], ForwardRequest())
-    assert memory.passing(model, [sample(16)], ForwardRequest()) == first
+    first = memory.pass_memory(model, [sample(16)], ForwardRequest())
+    assert memory.pass_memory(model, [sample(16)], ForwardRequest()) == first
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
 
 
 def test_logits_do_not_grow_with_tokens(tmp_path):
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path, vocab_size=2**16)))
     model = memory.empty_model(config, "token", torch.float32)
-    short, long = (memory.passing(model, [sample(n)], ForwardRequest()) for n in (512, 4096))
-    assert long.kept > 6 * short.kept
+    short, long = (memory.pass_memory(model, [sample(n)], ForwardRequest()) for n in (512, 4096))
+    assert long.activations > 6 * short.activations
     chunk = 4 * 2**25
-    assert short.peak - short.kept > 2 * chunk, "a chunk of logits and its gradient"
-    assert (long.peak - long.kept) - (short.peak - short.kept) < chunk
+    assert short.peak - short.activations > 2 * chunk, "a chunk of logits and its gradient"
+    assert (long.peak - long.activations) - (short.peak - short.activations) < chunk
 
 
 def test_every_output_can_be_counted(tmp_path):
@@ -164,21 +164,23 @@ def test_every_output_can_be_counted(tmp_path):
     config = ModelConfig(path=folder)
     token, score = (memory.empty_model(config, head, torch.bfloat16) for head in NAMES)
     teacher = memory.empty_model(config, "token", torch.bfloat16, trainable=False)
-    plain = memory.passing(token, [sample(32)], ForwardRequest())
-    divergence = memory.passing(token, [sample(32)], ForwardRequest(names=frozenset({"divergence"})), teacher)
+    plain = memory.pass_memory(token, [sample(32)], ForwardRequest())
+    divergence = memory.pass_memory(token, [sample(32)], ForwardRequest(names=frozenset({"divergence"})), teacher)
     assert divergence.forward_only > plain.forward_only
-    assert memory.passing(score, [sample(32)], ForwardRequest(names=frozenset({"scores"}))).kept > 0
+    assert memory.pass_memory(score, [sample(32)], ForwardRequest(names=frozenset({"scores"}))).activations > 0
     choices = ForwardRequest(names=frozenset({"choices"}), choice_ids=(1, 2), router_loss=0.01)
-    assert memory.passing(token, [sample(32)], choices).kept > 0
+    assert memory.pass_memory(token, [sample(32)], choices).activations > 0
 
 
 def test_phases_add_up_what_is_there_at_the_same_time():
-    standing = Standing(parameters=1, trained=1, weights=1, masters=10, gradients=100, optimizer=1000, average=10_000)
-    passing = Passing(kept=7, peak=9, forward_only=3)
-    needs = Needs(standing=standing, passing=passing, reference=100_000, teacher=1_000_000)
+    standing = ModelMemory(
+        parameters=1, trained=1, weights=1, masters=10, gradients=100, optimizer=1000, average=10_000
+    )
+    passing = PassMemory(activations=7, peak=9, forward_only=3)
+    needs = MemoryEstimate(model=standing, step=passing, reference=100_000, teacher=1_000_000)
     assert needs.phases == {"forward and backward": 1111120, "optimizer step": 1111111, "evaluation": 1111014}
     assert needs.peak == 1111120
-    freed = Needs(standing=standing, passing=passing, reference=100_000, reference_stays=False)
+    freed = MemoryEstimate(model=standing, step=passing, reference=100_000, reference_stays=False)
     assert freed.phases["reference beforehand"] == 110_014
     assert freed.phases["optimizer step"] == 11_111
 
@@ -198,8 +200,8 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
     for number, own in enumerate(samples):
         own.tokens[:] = number  # else they begin alike and are computed once
     model = memory.empty_model(config, "token", torch.bfloat16)
-    passing = memory.passing(model, samples[:4], ForwardRequest(), kernels=True)
-    needs = Needs(standing=memory.standing(model, average=False), passing=passing)
+    passing = memory.pass_memory(model, samples[:4], ForwardRequest(), kernels=True)
+    needs = MemoryEstimate(model=memory.model_memory(model, average=False), step=passing)
     gc.collect()  # what earlier tests left
     before = torch.accelerator.memory_allocated(default_device())
     learner = Learner(config, UpdateConfig(tokens_per_device=8192))
@@ -213,7 +215,7 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
         real = torch.accelerator.max_memory_allocated(default_device()) - before
         reserved = torch.accelerator.max_memory_reserved(default_device())
         learner.step(1e-3)
-    print({"counted": needs.phases, "real": real, "reserved": reserved, "pass": needs.passing})
+    print({"counted": needs.phases, "real": real, "reserved": reserved, "pass": needs.step})
     assert needs.phases["forward and backward"] == pytest.approx(real, rel=0.1)
 
 
@@ -224,12 +226,14 @@ def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing,
     config = ModelConfig(path=str(folder), dtype="bfloat16", checkpoint_activations=checkpointing)
     samples = [sample(64), sample(64)]
     empty = memory.empty_model(config, "token", torch.bfloat16)
-    plain, fused = (memory.passing(empty, samples, ForwardRequest(), kernels=kernels) for kernels in (False, True))
-    assert fused.kept == pytest.approx(really_kept(config, samples, fused=True), rel=0.3 if checkpointing else 0.15)
-    assert checkpointing or fused.kept < 0.7 * plain.kept
-    assert plain.peak > fused.peak > fused.kept > 0
+    plain, fused = (memory.pass_memory(empty, samples, ForwardRequest(), kernels=kernels) for kernels in (False, True))
+    assert fused.activations == pytest.approx(
+        really_kept(config, samples, fused=True), rel=0.3 if checkpointing else 0.15
+    )
+    assert checkpointing or fused.activations < 0.7 * plain.activations
+    assert plain.peak > fused.peak > fused.activations > 0
     with torch.inference_mode():  # as in generation, which must leave room for it
-        whole = memory.full_pack(config, "token", torch.bfloat16, 128)
+        whole = memory.max_pass_bytes(config, "token", torch.bfloat16, 128)
     assert whole == pytest.approx(fused.peak, rel=0.1)
 
 
@@ -238,9 +242,9 @@ def test_what_an_optimizer_will_still_take(tmp_path):
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
     optimizer = Optimizer(trainable_parameters(model), UpdateConfig())
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert optimizer.bytes_to_come(CPU) == 12 * count, "gradients and two averages"
-    assert optimizer.bytes_to_come(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
+    assert optimizer.missing_bytes(CPU) == 12 * count, "gradients and two averages"
+    assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
     forward(ModelRunner.from_model(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
-    assert optimizer.bytes_to_come(CPU) == 8 * count
+    assert optimizer.missing_bytes(CPU) == 8 * count
     optimizer.step(1e-3)
-    assert optimizer.bytes_to_come(CPU) == 4 * count
+    assert optimizer.missing_bytes(CPU) == 4 * count

@@ -228,7 +228,7 @@ def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path,
     made = rows(GROUPS)
     learner.forward_backward(made, total(), count(made, "token"), 1)
     first = {name: (master.grad.data_ptr(), master.grad.clone()) for name, master in optimizer.masters.items()}
-    optimizer.forget_gradients()
+    optimizer.clear_gradients()
     weights = copy.deepcopy(learner.model.state_dict())
     learner.step(1e-2)
     assert all(torch.equal(weights[name], value) for name, value in learner.model.state_dict().items())
@@ -289,4 +289,4 @@ def test_without_memory_to_spare_there_are_no_graphs(tmp_path, monkeypatch):
     losses = trained(learner, 6)
     assert learner.runner.graphs is not None and not learner.runner.graphs.alive
     assert losses[-1] < losses[0]
-    assert learner.optimizer is not None and not learner.optimizer.places
+    assert learner.optimizer is not None and not learner.optimizer.kept_gradients

@@ -399,13 +399,13 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     monkeypatch.setattr(learners, "LEARNERS", WeakSet())
     model, update = ModelConfig(path=folder("llama")), UpdateConfig(tokens_per_device=256)
     policy = Learner(model, update)
-    pack = memory.full_pack(model, "token", torch.float32, 256)
+    pack = memory.max_pass_bytes(model, "token", torch.float32, 256)
     count_of = [sum(p.numel() for p in learner.model.parameters()) for learner in (policy,)]
     assert pack > 0 and learners.memory_to_come() == 12 * count_of[0] + pack
     critic = Learner(model, update, head="score")
     Learner(model, update, trainable=False)
     count_of.append(sum(p.numel() for p in critic.model.parameters()))
-    most = max(pack, memory.full_pack(model, "score", torch.float32, 256))
+    most = max(pack, memory.max_pass_bytes(model, "score", torch.float32, 256))
     assert learners.memory_to_come() == 12 * sum(count_of) + most
     learn(policy, 0)
     assert learners.memory_to_come() == 4 * count_of[0] + 12 * count_of[1] + most
