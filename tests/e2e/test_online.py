@@ -210,8 +210,11 @@ def test_the_trainer_from_python_equals_the_command(tmp_path):
     newest = next((tmp_path / "run/checkpoints").iterdir())
     weights = "model/model.safetensors"
     assert (saved / weights).read_bytes() == (newest / weights).read_bytes()
-    with pytest.raises(UsageError, match="top level of a file"):
-        GRPOTrainer("pico", rewards=lambda text: 0.0, data=ROWS["prompt"])
+    in_memory = lambda text, answer: sum(ord(letter) % 7 for letter in text) / 20 + (answer in text)  # noqa: E731
+    settings["out"] = str(tmp_path / "in-memory")
+    with GRPOTrainer("pico", rewards=in_memory, data=ROWS["prompt"], config=settings) as trainer:
+        metrics = trainer.train_step(trainer.make_experience())
+        assert metrics["reward"] == metrics["rewards/lambda"] == metrics_of(tmp_path)[0]["reward"]
 
 
 HALF = """
