@@ -110,13 +110,13 @@ def test_the_loss_scale_grows_after_many_good_steps():
     scale = LossScale(2.0**23, good_steps=LossScale.GROW_EVERY - 2)
     values = []
     for _ in range(2 * LossScale.GROW_EVERY):
-        scale.count()
+        scale.count_good_step()
         values.append(scale.value)
     assert values[:2] == [2.0**23, 2.0**24] and values[-1] == 2.0**24, "there is a largest one"
-    scale.lower()
+    scale.halve()
     assert scale == LossScale(2.0**23, 0, before=2.0**24)
     scale.value = 1.0
-    scale.lower()
+    scale.halve()
     assert scale.value == 1.0
 
 
