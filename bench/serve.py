@@ -18,7 +18,7 @@ import numpy as np
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.inference.model import ServedModel
+from posttrain.inference.model import InferenceModel
 
 CLIENTS, STREAMS = 32, 64
 TOKENS = 128  # of each answer
@@ -30,7 +30,7 @@ QUESTION = "What is {} plus {}? Say it in words, and then explain how you know."
 
 
 def measure_serve() -> None:
-    served = ServedModel(ModelConfig(path=MODEL), DataConfig())
+    served = InferenceModel(ModelConfig(path=MODEL), DataConfig())
     with Server("--slots", str(STREAMS)) as server:
         ways = {
             "offline": (lambda: offline(served), time.process_time),
@@ -50,7 +50,7 @@ def measure_serve() -> None:
         endure(server)
 
 
-def offline(served: ServedModel) -> float:
+def offline(served: InferenceModel) -> float:
     """Tokens a second for the same questions, as many at once as there are clients."""
     work = [
         GenerationRequest(
@@ -143,7 +143,7 @@ class Connection:
             await self.reader.readline()
             assert data.endswith(b"data: [DONE]\n\n\r\n"), data
         else:
-            found = re.search(r"Content-Length: (\d+)", answer)
+            found = re.search(r"content-length: (\d+)", answer, re.IGNORECASE)
             assert found is not None
             data = await self.reader.readexactly(int(found[1]))
         told = re.findall(rb'"completion_tokens": ?(\d+)', data)

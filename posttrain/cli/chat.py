@@ -35,7 +35,7 @@ def run(args: list[str]) -> int:
 
     quiet_libraries()
     from posttrain.inference.chat import Chat, ChatOptions
-    from posttrain.inference.model import CONDITION, ServedModel, check_sampling
+    from posttrain.inference.model import CONDITION, InferenceModel, check_sampling
     from posttrain.inference.text_stream import WordWrap
 
     asked = ChatOptions(
@@ -47,7 +47,7 @@ def run(args: list[str]) -> int:
         condition_template=options.condition_template or CONDITION,
     )
     data = DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error")
-    models = [ServedModel(model_of(path, options), data) for path in options.models]
+    models = [InferenceModel(model_of(path, options), data) for path in options.models]
     for model in models:
         model.encode([{"role": "user", "content": "a"}])  # without a template nothing can be asked: say so now
     well_formed(sys.stdin, sys.stdout)

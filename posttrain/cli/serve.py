@@ -18,7 +18,7 @@ LONGEST_PROMPT = 2**20  # tokens; max_length is what counts
 def run(args: list[str]) -> int:
     """0 after SIGTERM when every request was answered, 143 when some were cut off; 130 after Ctrl-C."""
     options = parser().parse_args(args)
-    from posttrain.server.app import ServeOptions, Server
+    from posttrain.server.app import ApiServer, ServeOptions
 
     asked = ServeOptions(
         host=options.host,
@@ -39,7 +39,7 @@ def run(args: list[str]) -> int:
 
     from posttrain.core.logging import quiet_libraries
     from posttrain.server import app, completions, scores
-    from posttrain.server.metrics import Metrics
+    from posttrain.server.metrics import ServerMetrics
 
     quiet_libraries()
     service: app.Service
@@ -47,9 +47,9 @@ def run(args: list[str]) -> int:
     if scores.has_score_head(options.model):
         from posttrain.inference.score import RewardModel
 
-        metrics = Metrics(app.METRICS | scores.METRICS)
+        metrics = ServerMetrics(app.METRICS | scores.METRICS)
         data = DataConfig(template=options.template, max_tokens=asked.max_length, on_long="error")
-        service = scores.Scores(
+        service = scores.ScoreService(
             RewardModel(model, data),
             name=asked.name,
             queue=asked.queue,
@@ -57,13 +57,15 @@ def run(args: list[str]) -> int:
             metrics=metrics,
         )
     else:
-        from posttrain.inference.model import ServedModel
+        from posttrain.inference.model import InferenceModel
 
-        metrics = Metrics(app.METRICS | completions.METRICS)
-        served = ServedModel(model, DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error"))
+        metrics = ServerMetrics(app.METRICS | completions.METRICS)
+        served = InferenceModel(
+            model, DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error")
+        )
         if options.slots:
             served.engine.most = options.slots
-        service = completions.Completions(
+        service = completions.CompletionService(
             served,
             name=asked.name,
             max_tokens=asked.max_tokens,
@@ -80,7 +82,7 @@ def run(args: list[str]) -> int:
     def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    return asyncio.run(Server(service, asked, metrics).run(ready, warn))
+    return asyncio.run(ApiServer(service, asked, metrics).run(ready, warn))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.data.reading.examples import Message, turn
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
-from posttrain.inference.model import CONDITION, ServedModel, check_sampling, conditioned, has_position_table
+from posttrain.inference.model import CONDITION, InferenceModel, check_sampling, conditioned, has_position_table
 from posttrain.inference.text_stream import TextStream, visible
 
 HELP = """\
@@ -44,7 +44,7 @@ class ChatOptions:
 class Conversation:
     """What was said to one model and by it."""
 
-    def __init__(self, model: ServedModel, name: str) -> None:
+    def __init__(self, model: InferenceModel, name: str) -> None:
         self.model, self.name = model, name
         self.turns: list[tuple[str, str]] = []
 
@@ -107,7 +107,7 @@ class Chat:
     """Takes lines, writes answers. `handle` says whether the chat goes on."""
 
     def __init__(
-        self, models: Sequence[ServedModel], options: ChatOptions, write: Write, *, remarks: bool = False
+        self, models: Sequence[InferenceModel], options: ChatOptions, write: Write, *, remarks: bool = False
     ) -> None:
         """`remarks`: also say what is to be said about an answer."""
         names = [model.name for model in models]

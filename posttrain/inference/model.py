@@ -23,7 +23,7 @@ CONDITION = "{prompt} <rm_score>: {reward:.2f} "
 """How a prompt says what its answer is to be worth, in training and afterwards (arXiv:2308.12050)."""
 
 
-class ServedModel:
+class InferenceModel:
     """Weights, tokenizer and engine, for inference."""
 
     def __init__(self, model: ModelConfig, data: DataConfig) -> None:
@@ -41,20 +41,25 @@ class ServedModel:
 
     def encode(self, messages: list[Message]) -> Prompt:
         """A conversation as the model sees it, up to where its answer begins."""
-        if not self.tokenizer.chat_template:
-            raise UsageError(
-                f"{self.name}: the model has no chat template. Name one: --template chatml, say, or "
-                '--template "Human: {}\\nAssistant: "'
-            )
-        (prompt,) = self.encoder.prompts([PromptExample(origin="the conversation", prompt=messages)])
-        assert prompt is not None, "nothing is dropped unless data.on_long says so"
-        return prompt
+        return encode_conversation(self.encoder, messages, self.name)
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]:
         """One answer a request."""
         return self.engine.generate(requests, sampling, on_token)
+
+
+def encode_conversation(encoder: Encoder, messages: list[Message], name: str) -> Prompt:
+    """The conversation up to where the completion begins; `name`: of the model, for messages."""
+    if not encoder.tokenizer.chat_template:
+        raise UsageError(
+            f"{name}: the model has no chat template. Name one: --template chatml, say, or "
+            '--template "Human: {}\\nAssistant: "'
+        )
+    (prompt,) = encoder.prompts([PromptExample(origin="the conversation", prompt=messages)])
+    assert prompt is not None, "nothing is dropped unless data.on_long says so"
+    return prompt
 
 
 # What is known of a model without its weights

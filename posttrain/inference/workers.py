@@ -24,7 +24,7 @@ from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Engine, GenerationRequest, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.engines.vllm import engine as vllm
-from posttrain.inference.model import ServedModel, base_of
+from posttrain.inference.model import InferenceModel, base_of
 from posttrain.models.loading import compute_dtype, is_adapter, load_model, load_tokenizer, read_config, resolve_path
 from posttrain.models.tensors import plain_tensors
 
@@ -173,7 +173,7 @@ class GenerationWorker:
 
 
 def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Engine:
-    served = ServedModel(model, DataConfig(template=template))
+    served = InferenceModel(model, DataConfig(template=template))
     if beams := beams_of(engine):
         return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine

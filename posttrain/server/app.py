@@ -1,30 +1,46 @@
-"""A model behind HTTP: who may ask what, and how the server starts and ends."""
+"""A model behind HTTP: paths, who may send requests, and how the server starts and ends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import hmac
 import ipaddress
-import json
 import resource
 import signal
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.core.errors import UsageError
-from posttrain.server.http import Call, Handler, HttpServer, Refusal, Reply
-from posttrain.server.metrics import Metrics
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-SHORTEST_TOKEN = 8
-GRACE_SECONDS = 30.0  # to write an answer to a slow reader, after the time for making it
+from posttrain.core.errors import UsageError
+from posttrain.server.errors import ApiError
+from posttrain.server.http_limits import BACKLOG, HEALTH, IDLE_SECONDS, Headers, HttpLimits, LimitedProtocol
+from posttrain.server.metrics import ServerMetrics
+
+MIN_TOKEN_LENGTH = 8
+GRACE_SECONDS = 30.0  # for a slow client to read its response, after the time for generating it
+CUT_OFF_SECONDS = 5.0  # for handlers to end after their connections were closed
 METRICS = {
-    "requests_total": "Requests by path and status; 499: the client hung up.",
-    "connections": "Connections that are open.",
+    "requests_total": "Requests by path and status; 499: the client disconnected.",
+    "connections": "Open connections.",
     "uptime_seconds": "Seconds since the start.",
-    "peak_resident_bytes": "The most memory that the process has had.",
+    "peak_resident_bytes": "Peak memory of the process.",
 }
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+"""Is cancelled when the client disconnects."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,13 +61,13 @@ class ServeOptions:
     def check(self) -> None:
         if not is_loopback(self.host) and not self.token:
             raise UsageError(
-                f"--host {self.host}: others could reach the server, so it needs a --token that they must know, "
-                "or POSTTRAIN_TOKEN in the environment"
+                f"--host {self.host}: other machines could reach the server, so it needs a --token that clients must "
+                "send, or POSTTRAIN_TOKEN in the environment"
             )
         if self.token and (
-            len(self.token) < SHORTEST_TOKEN or not self.token.isascii() or not self.token.isprintable()
+            len(self.token) < MIN_TOKEN_LENGTH or not self.token.isascii() or not self.token.isprintable()
         ):
-            raise UsageError(f"--token: needs at least {SHORTEST_TOKEN} printable ASCII characters")
+            raise UsageError(f"--token: needs at least {MIN_TOKEN_LENGTH} printable ASCII characters")
         for name, least in (("port", 0), ("queue", 0), ("max_tokens", 1), ("max_length", 2), ("drain_seconds", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -63,7 +79,7 @@ class ServeOptions:
 
 
 class Service(Protocol):
-    """What is served: its own paths, and a thread that works for them."""
+    """What is served: paths of its own, and a thread that does the work for them."""
 
     name: str
     routes: dict[str, Handler]
@@ -73,83 +89,80 @@ class Service(Protocol):
     def gauges(self) -> dict[str, float]: ...
 
 
-class Server:
-    """The paths that every service has; and who may come in."""
+class ApiServer:
+    """Serves a service's paths and those that every service has, to clients that may enter."""
 
-    def __init__(self, service: Service, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, service: Service, options: ServeOptions, metrics: ServerMetrics) -> None:
         self.service, self.options, self.metrics = service, options, metrics
         self.started, self.created = time.monotonic(), int(time.time())
-        seconds = options.timeout_seconds + GRACE_SECONDS
-        self.http = HttpServer(self.admit, self.handle, max_body=int(options.max_body_mib * 2**20), seconds=seconds)
-        self.pages: dict[str, Callable[[], Reply]] = {
-            "/health": lambda: told({"status": "ok"}),
-            "/v1/models": lambda: told({"object": "list", "data": [self.model()]}),
-            f"/v1/models/{service.name}": lambda: told(self.model()),
+        pages: dict[str, Callable[[HttpRequest], Response]] = {
+            HEALTH: lambda _: JSONResponse({"status": "ok"}),
+            "/v1/models": lambda _: JSONResponse({"object": "list", "data": [self.model()]}),
+            "/v1/models/{name:path}": self.model_page,
             "/metrics": self.metrics_page,
         }
+        self.paths = [*service.routes, HEALTH, "/v1/models", f"/v1/models/{service.name}", "/metrics"]
+        routes = [Route(path, as_handler(page), methods=["GET"]) for path, page in pages.items()]
+        routes += [Route(path, json_only(handler), methods=["POST"]) for path, handler in service.routes.items()]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(RequestLifetime, count=self.count)],
+            exception_handlers={ApiError: api_error, HTTPException: self.http_error, Exception: server_error},
+        )
+        app.router.redirect_slashes = False
+        limits = HttpLimits(int(options.max_body_mib * 2**20), options.timeout_seconds + GRACE_SECONDS, self.admit)
+        self.http = HttpServer(app, limits)
 
-    async def handle(self, call: Call) -> Reply:
-        status = 499
-        try:
-            reply = await self.route(call)
-            status = reply.status
-            return reply
-        except Refusal as refusal:
-            status = refusal.status
-            raise
-        finally:
-            self.count(call, status)
+    def count(self, path: str, status: int) -> None:
+        self.metrics.count("requests_total", path=path if path in self.paths else "other", status=str(status))
 
-    def count(self, call: Call, status: int) -> None:
-        known = call.path in self.pages or call.path in self.service.routes
-        self.metrics.count("requests_total", path=call.path if known else "other", status=str(status))
-
-    def route(self, call: Call) -> Awaitable[Reply]:
-        if call.path in self.pages:
-            if call.method != "GET":
-                raise Refusal(405, f"{call.path} is read with GET")
-            return done(self.pages[call.path]())
-        if call.path not in self.service.routes:
-            there = ", ".join([*self.service.routes, *self.pages])
-            raise Refusal(404, f"there is no {call.path[:80]} here; there are {there}", code="unknown_url")
-        if call.method != "POST":
-            raise Refusal(405, f"{call.path} is asked with POST")
-        kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no page of another site can send from a browser
-            raise Refusal(415, f"send Content-Type: application/json, not {kind[:80] or 'none'}")
-        return self.service.routes[call.path](call)
-
-    def admit(self, call: Call) -> None:
+    def admit(self, path: str, headers: Headers) -> None:
+        """Raise ApiError unless the client may send this request; called before its body is read."""
         token = self.options.token
-        if call.path == "/health":
+        if path == HEALTH:
             return
         if not token:
-            host = call.headers.get("host", "")
+            host = headers.get(b"host", b"").decode("latin-1")
             if not is_loopback(host.rsplit(":", 1)[0] if not host.endswith("]") else host):
-                self.count(call, 403)
-                raise Refusal(403, "without a token this server answers to localhost only")
+                self.count(path, 403)
+                raise ApiError(403, "without a token this server accepts requests to localhost only")
             return
-        given = call.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            self.count(call, 401)
+        given = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            self.count(path, 401)
             what = "the token is wrong" if given else "a token is needed: Authorization: Bearer ..."
-            raise Refusal(401, what, code="invalid_api_key")
+            raise ApiError(401, what, code="invalid_api_key")
 
     def model(self) -> dict[str, Any]:
         return {"id": self.service.name, "object": "model", "created": self.created, "owned_by": "posttrain"}
 
-    def metrics_page(self) -> Reply:
+    def model_page(self, request: HttpRequest) -> Response:
+        if request.path_params["name"] != self.service.name:
+            raise HTTPException(404)
+        return JSONResponse(self.model())
+
+    def metrics_page(self, _: HttpRequest) -> Response:
         gauges = {
             **self.service.gauges(),
-            "connections": len(self.http.busy),
+            "connections": len(self.http.limits.open),
             "uptime_seconds": time.monotonic() - self.started,
             "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        page = self.metrics.page(gauges)
-        return Reply(page.encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(self.metrics.page(gauges), media_type="text/plain; version=0.0.4")
+
+    async def http_error(self, request: HttpRequest, error: Exception) -> Response:
+        """What Starlette's router raises: no such path, or another method."""
+        assert isinstance(error, HTTPException)
+        path = str(request.scope["path"])
+        if error.status_code == 405:
+            method = "POST" if path in self.service.routes else "GET"
+            return ApiError(405, f"{path} accepts {method} only").response()
+        there = ", ".join(self.paths)
+        return ApiError(404, f"there is no {path[:80]} here; there are {there}", code="unknown_url").response()
 
     async def run(self, ready: Callable[[str], None], warn: Callable[[str], None]) -> int:
-        """Until a signal, or the engine's end. The exit code: 0 after SIGTERM if every request was answered."""
+        """Serve until a signal, or the engine's end. Return the exit code: 0 after SIGTERM if every request under way
+        was completed."""
         options, loop = self.options, asyncio.get_running_loop()
         signals: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
@@ -158,54 +171,202 @@ class Server:
             signals.append(number)
             (second if first.is_set() else first).set()
 
+        sockets = listen(options.host, options.port)
+        gc.freeze()  # a full garbage-collection pass over libraries and the model takes longer than a decode step
         engine = self.service.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, received, number)
         try:
-            try:
-                port = await self.http.listen(options.host, options.port)
-            except OSError as error:
-                raise UsageError(f"--host {options.host} --port {options.port}: {error.strerror or error}") from None
-            ready(f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}")
+            serving = asyncio.ensure_future(self.http.serve(sockets))
+            ready(address_of(options.host, sockets))
             await either(engine, first)
-            self.http.stop_listening()
-            if signals and self.http.busy:
-                warn(f"finishing what is under way, {requests(len(self.http.busy))}; again to stop at once")
-            if signals:
-                await either(asyncio.ensure_future(self.http.idle()), second, options.drain_seconds)
-            else:  # the engine died; those who wait are told
-                await either(asyncio.ensure_future(self.http.idle()), second, 1.0)
-            cut = await self.http.cut_off()
+            under_way = self.http.under_way()
+            if signals and under_way:
+                warn(f"finishing {requests(under_way)} under way; a second signal stops at once")
+            self.http.should_exit = True
+            # After the engine's failure, those who wait are sent an error and nothing else is under way.
+            await either(serving, second, options.drain_seconds if signals else 1.0)
+            cut_off = self.http.cut_off()
+            await asyncio.wait((serving,), timeout=CUT_OFF_SECONDS)
         finally:
             self.service.close()
             await asyncio.wait((engine,))
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         engine.result()
-        if cut:
-            warn(f"cut off: {requests(cut)}")
-        return 130 if signal.SIGINT in signals else 143 if cut or second.is_set() else 0
+        if cut_off:
+            warn(f"cut off: {requests(cut_off)}")
+        return 130 if signal.SIGINT in signals else 143 if cut_off or second.is_set() else 0
 
 
-async def either(work: asyncio.Future[Any], wish: asyncio.Event, seconds: float | None = None) -> None:
-    """Until the work is done, somebody wishes it, or time is up."""
-    wished = asyncio.ensure_future(wish.wait())
+class HttpServer(uvicorn.Server):
+    """uvicorn with the limits of http_limits; signals are left to the caller. Set `should_exit` to drain."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        config = uvicorn.Config(
+            app,
+            http=limits.protocol,  # type: ignore[arg-type]  # called like a class
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=int(IDLE_SECONDS),
+        )
+        super().__init__(config)
+        self.limits = limits
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def connections(self) -> list[LimitedProtocol]:
+        return [found for found in self.server_state.connections if isinstance(found, LimitedProtocol)]
+
+    def under_way(self) -> int:
+        """Requests whose response is not complete."""
+        return sum(connection.under_way for connection in self.connections())
+
+    def cut_off(self) -> int:
+        """Close all connections, which cancels their handlers; return how many requests were under way."""
+        count = self.under_way()
+        for connection in self.connections():
+            connection.transport.abort()
+        return count
+
+
+class RequestLifetime:
+    """ASGI middleware: reads the whole body, then runs the handler, and cancels it when the client disconnects."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        """`count` is given the path and status of every request; 499 where the client left before the response."""
+        self.app, self.count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self.count(scope["path"], status)
+            await send(message)
+
+        try:
+            body = await read_body(receive)
+            if body is not None:
+                await self.run(scope, body, receive, counted_send)
+        finally:
+            if not status:
+                self.count(scope["path"], 499)
+
+    async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        disconnect = asyncio.ensure_future(receive())  # after the body nothing else can come
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await asyncio.shield(disconnect)
+
+        handler = asyncio.ensure_future(self.app(scope, replay, send))
+        try:
+            await asyncio.wait((handler, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if handler.done():
+                handler.result()
+        finally:
+            for task in (handler, disconnect):
+                task.cancel()
+            await asyncio.gather(handler, disconnect, return_exceptions=True)
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """None when the client has disconnected. The size was checked before (http_limits)."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `close` is called when they end for any reason, even before the first."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.stream_response(send)  # RequestLifetime notices a disconnect
+        finally:
+            self.close()
+
+
+def as_handler(page: Callable[[HttpRequest], Response]) -> Handler:
+    async def handle(request: HttpRequest) -> Response:
+        return page(request)
+
+    return handle
+
+
+def json_only(handler: Handler) -> Handler:
+    async def handle(request: HttpRequest) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which no page of another site can send from a browser
+            raise ApiError(415, f"send Content-Type: application/json, not {kind[:80] or 'none'}")
+        return await handler(request)
+
+    return handle
+
+
+async def api_error(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def server_error(_: HttpRequest, error: Exception) -> Response:
+    return ApiError(500, "the server failed; its log has the details").response()
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Open a socket for every address of the host; port 0 takes any free one, the same for all."""
+    sockets: list[socket.socket] = []
     try:
-        await asyncio.wait((work, wished), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in found:
+            if sockets and not port:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            sockets.append(socket.create_server(address[:2], family=family, backlog=BACKLOG))
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return sockets
+
+
+def address_of(host: str, sockets: list[socket.socket]) -> str:
+    host = host.strip("[]")
+    return f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}"
+
+
+async def either(work: asyncio.Future[Any], stop: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait until the work is done, the event is set, or the time is over."""
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((work, stopped), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        wished.cancel()
+        stopped.cancel()
 
 
 def requests(count: int) -> str:
     return f"{count} request{'s' * (count != 1)}"
-
-
-async def done(reply: Reply) -> Reply:
-    return reply
-
-
-def told(data: dict[str, Any]) -> Reply:
-    return Reply(json.dumps(data).encode())
 
 
 def is_loopback(host: str) -> bool:

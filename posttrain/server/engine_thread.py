@@ -1,4 +1,4 @@
-"""The one thread that runs the engine: answers are asked for and dropped from an event loop, and come back to it."""
+"""The one thread that runs the engine. An event loop submits and cancels completions; tokens come back to it."""
 
 from __future__ import annotations
 
@@ -17,65 +17,66 @@ from posttrain.engines.scheduler import ActiveRequest, BatchScheduler, TopLogpro
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """An answer that somebody waits for. Only the event loop reads and writes it, but for `number`."""
+class PendingCompletion:
+    """A completion that a client waits for. Only the event loop reads and writes it, except for `number`."""
 
     request: GenerationRequest
     sampling: Sampling
-    changed: asyncio.Event  # set when there is news: it is over, or there are more tokens
-    streamed: bool  # tokens as they come, not all at the end
+    changed: asyncio.Event  # set when it has ended, or, if streamed, when there are more tokens
+    streamed: bool  # tokens are delivered as they are generated, not all at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    likeliest: list[TopLogprobs] = field(default_factory=list)
-    finish: str = ""  # stop or length, when it is over; error when it will never be
-    due: float = 0.0  # before this time of the event loop's clock, more tokens alone are no news
-    number: int = -1  # the session's, and the engine's thread's alone
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    finish: str = ""  # stop or length when it has ended; error when the engine failed
+    due: float = 0.0  # before this time of the event loop's clock, more tokens alone do not set `changed`
+    number: int = -1  # in the engine's scheduler; belongs to the engine's thread
 
 
-News = tuple[Ticket, list[int], list[float], list[TopLogprobs], str]
-"""More of an answer, and how it ended if it did."""
+Update = tuple[PendingCompletion, list[int], list[float], list[TopLogprobs], str]
+"""New tokens of a completion with their log-probabilities, and how it ended if it did."""
 
 
-class Scheduler:
-    """Answers of many users at once. `submit` and `cancel` belong to the event loop."""
+class EngineThread:
+    """Generates the completions of many requests in one batch. `submit` and `cancel` belong to the event loop."""
 
-    def __init__(self, engine: LocalEngine, *, longest: int, answer: int) -> None:
-        self.engine, self.longest, self.answer = engine, longest, answer
-        self.open: set[Ticket] = set()  # promised and not yet over
+    def __init__(self, engine: LocalEngine, *, max_length: int, max_tokens: int) -> None:
+        """`max_length` of prompt and completion together, `max_tokens` of a completion."""
+        self.engine, self.max_length, self.max_tokens = engine, max_length, max_tokens
+        self.open: set[PendingCompletion] = set()  # submitted and not yet ended
         self.steps = 0
-        self.running = 0  # answers in the engine's slots, as of the last step
+        self.running = 0  # completions in the engine's slots after the last step
         self.slots = 0
         self.condition = threading.Condition()
-        self.inbox: list[Ticket] = []
-        self.dropped: list[Ticket] = []
+        self.submitted: list[PendingCompletion] = []
+        self.cancelled: list[PendingCompletion] = []
         self.closing = False
-        self.tickets: dict[int, Ticket] = {}  # by number; this and what follows is the engine's thread's
-        self.answers: dict[int, ActiveRequest] = {}
-        self.news: list[News] = []
+        self.by_number: dict[int, PendingCompletion] = {}  # from here on state of the engine's thread
+        self.in_engine: dict[int, ActiveRequest] = {}
+        self.updates: list[Update] = []
 
     def start(self) -> asyncio.Future[None]:
-        """Runs until `close`; the future tells when, and of what it died."""
+        """Run until `close`; the future is done when the thread has ended, and carries its exception."""
         self.loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        over = self.loop.run_in_executor(thread, self.run)
+        ended = self.loop.run_in_executor(thread, self.run)
         thread.shutdown(wait=False)
-        over.add_done_callback(lambda _: self.give_up())
-        return over
+        ended.add_done_callback(lambda _: self.fail_open())
+        return ended
 
-    def submit(self, tickets: Iterable[Ticket]) -> None:
-        tickets = list(tickets)
-        self.open.update(tickets)
+    def submit(self, completions: Iterable[PendingCompletion]) -> None:
+        completions = list(completions)
+        self.open.update(completions)
         with self.condition:
-            self.inbox += tickets
+            self.submitted += completions
             self.condition.notify()
 
-    def cancel(self, tickets: Iterable[Ticket]) -> None:
-        """Nobody waits for these any more; those that are over are left alone."""
-        unwanted = [ticket for ticket in tickets if ticket in self.open]
+    def cancel(self, completions: Iterable[PendingCompletion]) -> None:
+        """Stop generating these; those that have ended are left alone."""
+        unwanted = [completion for completion in completions if completion in self.open]
         self.open.difference_update(unwanted)
         if unwanted:
             with self.condition:
-                self.dropped += unwanted
+                self.cancelled += unwanted
                 self.condition.notify()
 
     def close(self) -> None:
@@ -83,65 +84,65 @@ class Scheduler:
             self.closing = True
             self.condition.notify()
 
-    def give_up(self) -> None:
-        """No answer will come any more."""
-        for ticket in self.open:
-            ticket.finish = "error"
-            ticket.changed.set()
+    def fail_open(self) -> None:
+        """The thread has ended: nothing more will be generated."""
+        for completion in self.open:
+            completion.finish = "error"
+            completion.changed.set()
         self.open.clear()
 
-    def deliver(self, news: list[News]) -> None:
+    def deliver(self, updates: list[Update]) -> None:
         now = self.loop.time()
-        for ticket, tokens, logprobs, likeliest, finish in news:
-            ticket.tokens += tokens
-            ticket.logprobs += logprobs
-            ticket.likeliest += likeliest
+        for completion, tokens, logprobs, top_logprobs, finish in updates:
+            completion.tokens += tokens
+            completion.logprobs += logprobs
+            completion.top_logprobs += top_logprobs
             if finish:
-                ticket.finish = finish
-                self.open.discard(ticket)
-            if finish or now >= ticket.due:
-                ticket.changed.set()
+                completion.finish = finish
+                self.open.discard(completion)
+            if finish or now >= completion.due:
+                completion.changed.set()
 
     # What follows runs in the engine's thread
 
     def run(self) -> None:
         with torch.inference_mode():
-            session = self.engine.session(self.longest, self.answer, self.hear)
-            self.slots = session.cache.slots
-            while self.take(session):
-                self.steps += session.busy
-                ended = session.step() if session.busy else {}
-                self.running = len(session.live)
-                self.tell(ended)
+            scheduler = self.engine.session(self.max_length, self.max_tokens, self.on_token)
+            self.slots = scheduler.cache.slots
+            while self.exchange(scheduler):
+                self.steps += scheduler.busy
+                ended = scheduler.step() if scheduler.busy else {}
+                self.running = len(scheduler.live)
+                self.send_updates(ended)
         self.engine.sleep()
 
-    def take(self, session: BatchScheduler) -> bool:
-        """Hand over what has come in; wait for something if there is nothing to do. False: the end."""
+    def exchange(self, scheduler: BatchScheduler) -> bool:
+        """Pass submitted and cancelled completions to the scheduler; wait if it has nothing to do. False: the end."""
         with self.condition:
-            while not (self.inbox or self.dropped or session.busy or self.closing):
+            while not (self.submitted or self.cancelled or scheduler.busy or self.closing):
                 self.condition.wait()
-            asked, self.inbox = self.inbox, []
-            dropped, self.dropped = self.dropped, []
-        for ticket in asked:
-            ticket.number = session.submit(ticket.request, ticket.sampling)
-            self.tickets[ticket.number] = ticket
-        for ticket in dropped:
-            session.cancel(ticket.number)
-            self.tickets.pop(ticket.number, None)
-            self.answers.pop(ticket.number, None)
+            submitted, self.submitted = self.submitted, []
+            cancelled, self.cancelled = self.cancelled, []
+        for completion in submitted:
+            completion.number = scheduler.submit(completion.request, completion.sampling)
+            self.by_number[completion.number] = completion
+        for completion in cancelled:
+            scheduler.cancel(completion.number)
+            self.by_number.pop(completion.number, None)
+            self.in_engine.pop(completion.number, None)
         return not self.closing
 
-    def hear(self, answer: ActiveRequest) -> None:
-        ticket = self.tickets[answer.index]
-        self.answers[answer.index] = answer
-        if ticket.streamed:
-            self.news.append((ticket, answer.tokens[-1:], answer.logprobs[-1:], answer.top_logprobs[-1:], ""))
+    def on_token(self, active: ActiveRequest) -> None:
+        completion = self.by_number[active.index]
+        self.in_engine[active.index] = active
+        if completion.streamed:
+            self.updates.append((completion, active.tokens[-1:], active.logprobs[-1:], active.top_logprobs[-1:], ""))
 
-    def tell(self, ended: dict[int, Sample]) -> None:
+    def send_updates(self, ended: dict[int, Sample]) -> None:
         for number, sample in ended.items():
-            ticket, answer = self.tickets.pop(number), self.answers.pop(number)
-            rest = ([], [], []) if ticket.streamed else (answer.tokens, answer.logprobs, answer.top_logprobs)
-            self.news.append((ticket, *rest, sample.finish))
-        if self.news:
-            news, self.news = self.news, []
-            self.loop.call_soon_threadsafe(self.deliver, news)
+            completion, active = self.by_number.pop(number), self.in_engine.pop(number)
+            rest = ([], [], []) if completion.streamed else (active.tokens, active.logprobs, active.top_logprobs)
+            self.updates.append((completion, *rest, sample.finish))
+        if self.updates:
+            updates, self.updates = self.updates, []
+            self.loop.call_soon_threadsafe(self.deliver, updates)

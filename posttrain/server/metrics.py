@@ -8,12 +8,12 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 3
 Labels = tuple[tuple[str, str], ...]
 
 
-class Metrics:
-    """`count` adds up, `observe` sorts seconds into a histogram; `page` shows them with the values of the moment."""
+class ServerMetrics:
+    """Counters (`count`) and histograms of seconds (`observe`); `page` renders them together with current gauges."""
 
-    def __init__(self, about: dict[str, str]) -> None:
-        """`about`: what each name means; no other may be used."""
-        self.about = about
+    def __init__(self, meanings: dict[str, str]) -> None:
+        """`meanings`: every name that is used, with its help text."""
+        self.meanings = meanings
         self.counts: dict[str, dict[Labels, float]] = defaultdict(dict)
         self.times: dict[str, list[float]] = {}
 
@@ -30,9 +30,9 @@ class Metrics:
         sums[-1] += seconds
 
     def page(self, gauges: dict[str, float]) -> str:
-        """`gauges`: numbers that somebody else keeps."""
+        """`gauges`: current values, which are kept elsewhere."""
         lines: list[str] = []
-        for name, meaning in self.about.items():
+        for name, meaning in self.meanings.items():
             full = f"posttrain_{name}"
             kind = "counter" if name.endswith("_total") else "gauge" if name in gauges else "histogram"
             lines += [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}"]
@@ -40,16 +40,16 @@ class Metrics:
                 lines.append(f"{full} {gauges[name]:.12g}")
             elif kind == "counter":
                 found = self.counts[name] or {(): 0}
-                lines += [f"{full}{shown(labels)} {amount:.12g}" for labels, amount in found.items()]
+                lines += [f"{full}{label_text(labels)} {amount:.12g}" for labels, amount in found.items()]
             else:
                 *buckets, total, seconds = self.times.get(name, [0.0] * (len(BUCKETS) + 2))
                 bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
                 for bound, amount in zip(bounds, [*buckets, total], strict=True):
-                    lines.append(f"{full}_bucket{shown((('le', bound),))} {amount:.12g}")
+                    lines.append(f"{full}_bucket{label_text((('le', bound),))} {amount:.12g}")
                 lines += [f"{full}_sum {seconds:.6g}", f"{full}_count {total:.12g}"]
         return "\n".join(lines) + "\n"
 
 
-def shown(labels: Labels) -> str:
+def label_text(labels: Labels) -> str:
     escaped = [(name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")) for name, value in labels]
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}" if labels else ""

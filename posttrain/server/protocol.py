@@ -1,4 +1,4 @@
-"""OpenAI's API in JSON: what clients may ask, checked field by field, and the shape of what they are told."""
+"""OpenAI's API in JSON: requests, checked field by field, and the shape of responses."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 from posttrain.data.reading.examples import Message
 from posttrain.engines.base import Sampling
-from posttrain.server.http import Refusal
+from posttrain.server.errors import ApiError
 
-MOST_CHOICES = 128  # answers that one request may ask for
-MOST_STOPS = 16
-MOST_LIKELIEST = 20
+MAX_CHOICES = 128  # completions per request
+MAX_MESSAGES = 1024  # per conversation; the time to encode them grows with their square
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "stop", "seed"}
 COMMON |= {"stream", "stream_options", "logprobs", "ignore_eos"}
 WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Understood only with a value that changes nothing: an answer made without them would not be what was asked for.
+# Accepted only with a value that changes nothing: a completion made without them would not be what the client wants.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -40,19 +41,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Wanted:
-    """What a client asks for."""
+class CompletionRequest:
+    """The body of a request, read and checked."""
 
     chat: bool
     messages: list[Message] = field(default_factory=list)
-    prompts: list[str | list[int]] = field(default_factory=list)  # of completions
-    sampling: Sampling  # stop ids are the model's and come later; max_tokens 0: as many as there is room for
+    prompts: list[str | list[int]] = field(default_factory=list)  # of /v1/completions
+    sampling: Sampling  # without stop ids, which are the model's; max_tokens 0: as many as there is room for
     n: int = 1
     seed: int | None = None
     stream: bool = False
-    usage: bool = False  # at the end of a stream
+    usage: bool = False  # a last event with the token counts, for streams
     logprobs: bool = False
-    likeliest: int = 0
+    top_logprobs: int = 0
     ignore_eos: bool = False
 
 
@@ -60,14 +61,14 @@ def read_json(raw: bytes) -> dict[str, Any]:
     try:
         found = json.loads(raw, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Refusal(400, "the body must be a JSON object")
+        raise ApiError(400, "the body must be a JSON object")
     return found
 
 
 def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 class Fields:
@@ -78,11 +79,11 @@ class Fields:
         for name in [name for name in self.body if name in NEUTRAL and name not in known]:
             value = self.body.pop(name)
             if not any(value == accepted for accepted in NEUTRAL[name]):
-                raise Refusal(400, f"{name} is not supported by this server; leave it out", param=name)
+                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
         if unknown := set(self.body) - known - WITHOUT_EFFECT:
             name = min(unknown)
-            message = f"there is no field {name!r} here; there are {', '.join(sorted(known))}"
-            raise Refusal(400, message, param=name, code="unknown_parameter")
+            message = f"there is no field {name!r}; there are {', '.join(sorted(known))}"
+            raise ApiError(400, message, param=name, code="unknown_parameter")
 
     def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
         value = self.body.get(name, default)
@@ -108,9 +109,9 @@ class Fields:
         return value
 
 
-def wrong(name: str, value: Any, expected: str) -> Refusal:
+def wrong(name: str, value: Any, expected: str) -> ApiError:
     shown = json.dumps(value)
-    return Refusal(
+    return ApiError(
         400, f"{name} is {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}", param=name
     )
 
@@ -121,30 +122,30 @@ def bounds(low: float, high: float) -> str:
     return f"from {low:g} to {high:g}"
 
 
-def read_chat(body: dict[str, Any]) -> Wanted:
+def read_chat(body: dict[str, Any]) -> CompletionRequest:
     fields = Fields(body, COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
-    likeliest = fields.integer("top_logprobs", 0, 0, MOST_LIKELIEST)
+    top_logprobs = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     logprobs = fields.flag("logprobs")
-    if likeliest and not logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if top_logprobs and not logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit = "max_completion_tokens" if "max_completion_tokens" in fields.body else "max_tokens"
-    return Wanted(
+    return CompletionRequest(
         chat=True,
         messages=read_messages(fields.body.get("messages")),
         logprobs=logprobs,
-        likeliest=likeliest,
+        top_logprobs=top_logprobs,
         **read_common(fields, limit, 0),
     )
 
 
-def read_completion(body: dict[str, Any]) -> Wanted:
+def read_completion(body: dict[str, Any]) -> CompletionRequest:
     fields = Fields(body, COMMON | {"prompt"})
     logprobs = "logprobs" in fields.body and fields.body["logprobs"] is not False
-    return Wanted(
+    return CompletionRequest(
         chat=False,
         prompts=read_prompts(fields.body.get("prompt")),
         logprobs=logprobs,
-        likeliest=fields.integer("logprobs", 0, 0, MOST_LIKELIEST) if logprobs else 0,
+        top_logprobs=fields.integer("logprobs", 0, 0, MAX_TOP_LOGPROBS) if logprobs else 0,
         **read_common(fields, "max_tokens", 16),  # OpenAI's default
     )
 
@@ -165,7 +166,7 @@ def read_common(fields: Fields, limit: str, default_limit: int) -> dict[str, Any
     )
     return {
         "sampling": sampling,
-        "n": fields.integer("n", 1, 1, MOST_CHOICES),
+        "n": fields.integer("n", 1, 1, MAX_CHOICES),
         "seed": fields.integer("seed", 0, -(2**63), 2**64) if "seed" in fields.body else None,
         "stream": fields.flag("stream"),
         "usage": options.get("include_usage") is True,
@@ -175,15 +176,17 @@ def read_common(fields: Fields, limit: str, default_limit: int) -> dict[str, Any
 
 def read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
-        raise wrong("stop", value, f"a text, or at most {MOST_STOPS} texts")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise wrong("stop", value, f"a text, or at most {MAX_STOPS} texts")
     return tuple(read_text(stop, "stop") for stop in stops)
 
 
-def read_messages(value: Any) -> list[Message]:
+def read_messages(value: Any, where: str = "messages") -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise Refusal(400, "messages must be a list with at least one message", param="messages")
-    return [read_message(message, f"messages[{place}]") for place, message in enumerate(value)]
+        raise ApiError(400, f"{where} must be a list with at least one message", param=where)
+    if len(value) > MAX_MESSAGES:
+        raise ApiError(400, f"{where}: {len(value):,} messages; a conversation may have {MAX_MESSAGES:,}", param=where)
+    return [read_message(message, f"{where}[{place}]") for place, message in enumerate(value)]
 
 
 def read_message(message: Any, where: str) -> Message:
@@ -197,10 +200,10 @@ def read_message(message: Any, where: str) -> Message:
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if None in parts:
-            raise Refusal(400, f"{where}.content: this model reads text only", param=f"{where}.content")
+            raise ApiError(400, f"{where}.content: this model reads text only", param=f"{where}.content")
         content = "".join(read_text(part, f"{where}.content", empty=True) for part in parts)
     if message.get("tool_calls"):
-        raise Refusal(400, f"{where}.tool_calls are not supported by this server", param=f"{where}.tool_calls")
+        raise ApiError(400, f"{where}.tool_calls are not supported by this server", param=f"{where}.tool_calls")
     return {"role": ROLES[role], "content": read_text(content, f"{where}.content", empty=True)}
 
 
@@ -210,8 +213,8 @@ def read_prompts(value: Any) -> list[str | list[int]]:
         value = [value]
     if not isinstance(value, list) or not value:
         raise wrong("prompt", value, "a text, tokens, or a list of either")
-    if len(value) > MOST_CHOICES:
-        raise Refusal(400, f"{len(value)} prompts; one request may have {MOST_CHOICES}", param="prompt")
+    if len(value) > MAX_CHOICES:
+        raise ApiError(400, f"{len(value)} prompts; one request may have {MAX_CHOICES}", param="prompt")
     prompts: list[str | list[int]] = []
     for place, prompt in enumerate(value):
         if isinstance(prompt, list) and prompt and all(is_token(part) for part in prompt):
@@ -230,17 +233,17 @@ def read_text(value: Any, where: str, *, empty: bool = False) -> str:
         raise wrong(where, value, "a text" if empty else "a text that is not empty")
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can spell
-        raise Refusal(400, f"{where} holds a character that does not exist", param=where) from None
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise ApiError(400, f"{where} contains half of a surrogate pair", param=where) from None
     return value
 
 
-# What they are told
+# Responses
 
 
 @dataclass(slots=True)
-class Envelope:
-    """What all parts of one answer have in common."""
+class ResponseFormat:
+    """Builds the JSON objects of one response, whole or in chunks, with the fields that all of them share."""
 
     chat: bool
     model: str
@@ -253,63 +256,64 @@ class Envelope:
         start = {"id": name, "object": kind, "created": self.created, "model": self.model}
         return {**start, "choices": choices, **more}
 
-    def choice(self, index: int, text: str, entries: Sequence[Entry] | None, finish: str) -> dict[str, Any]:
-        said = self.logprobs(entries)
+    def choice(self, index: int, text: str, tokens: Sequence[TokenLogprob] | None, finish: str) -> dict[str, Any]:
+        logprobs = self.logprobs(tokens)
         if self.chat:
             message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": said, "finish_reason": finish}
-        return {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
+            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
-        self, index: int, text: str, entries: Sequence[Entry] | None, finish: str | None, first: bool
+        self, index: int, text: str, tokens: Sequence[TokenLogprob] | None, finish: str | None, first: bool
     ) -> dict[str, Any]:
-        said = self.logprobs(entries or None)
+        """One choice of a chunk; `first`: of the stream's first event."""
+        logprobs = self.logprobs(tokens or None)
         if self.chat:
             delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-            return {"index": index, "delta": delta, "logprobs": said, "finish_reason": finish}
-        return {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
+            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, entries: Sequence[Entry] | None) -> dict[str, Any] | None:
-        if entries is None:
+    def logprobs(self, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if tokens is None:
             return None
         if self.chat:
-            return {"content": [entry.for_chat() for entry in entries], "refusal": None}
+            return {"content": [token.for_chat() for token in tokens], "refusal": None}
         return {
-            "tokens": [entry.token.text for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{token.text: chance for token, chance in entry.likeliest} for entry in entries],
-            "text_offset": [entry.start for entry in entries],
+            "tokens": [token.text.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{other.text: logprob for other, logprob in token.top_logprobs} for token in tokens],
+            "text_offset": [token.start for token in tokens],
         }
 
 
 @dataclass(slots=True, frozen=True)
-class Spelled:
-    """A token as text, which may be part of a character only, and as the bytes that it stands for."""
+class TokenText:
+    """A token as text, which may be only part of a character, and as the bytes that it stands for."""
 
     text: str
     raw: bytes
-    special: bool  # not part of an answer's text
+    special: bool  # not part of a completion's text
 
 
 @dataclass(slots=True)
-class Entry:
-    """A token of an answer with its log-probability and the likeliest ones at its place."""
+class TokenLogprob:
+    """A generated token with its log-probability, and the likeliest tokens at its position."""
 
-    token: Spelled
+    text: TokenText
     logprob: float
-    likeliest: list[tuple[Spelled, float]]
+    top_logprobs: list[tuple[TokenText, float]]
     start: int  # where its text begins, in characters
 
     def for_chat(self) -> dict[str, Any]:
-        told = [
-            {"token": token.text, "logprob": chance, "bytes": list(token.raw)}
-            for token, chance in [(self.token, self.logprob), *self.likeliest]
+        shown = [
+            {"token": text.text, "logprob": logprob, "bytes": list(text.raw)}
+            for text, logprob in [(self.text, self.logprob), *self.top_logprobs]
         ]
-        return {**told[0], "top_logprobs": told[1:]}
+        return {**shown[0], "top_logprobs": shown[1:]}
 
 
-def usage_of(prompt: int, answers: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+def usage_of(prompt: int, completions: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completions, "total_tokens": prompt + completions}
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -12,14 +12,14 @@ from posttrain.core.types import Sample
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling
 from posttrain.inference.chat import Chat, ChatOptions, changed
-from posttrain.inference.model import ServedModel
+from posttrain.inference.model import InferenceModel
 
 DATA = DataConfig(max_tokens=2**20)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return ServedModel(ModelConfig(path="pico"), DATA)
+    return InferenceModel(ModelConfig(path="pico"), DATA)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_an_answer_can_be_stopped(chat, monkeypatch):
 
 def test_two_models_have_a_conversation_each(model, tmp_path):
     written = []
-    other = ServedModel(ModelConfig(path="pico"), DATA)
+    other = InferenceModel(ModelConfig(path="pico"), DATA)
     with pytest.raises(UsageError, match="named twice"):
         Chat([model, other], ChatOptions(), written.append)
     other.name = "other\x1b"
@@ -189,8 +189,8 @@ def test_two_models_have_a_conversation_each(model, tmp_path):
 
 def test_named_templates(tmp_path):
     data = replace(DATA, template="chatml")
-    prompt = ServedModel(ModelConfig(path="pico"), data).encode([{"role": "user", "content": "Hi"}])
-    tokenizer = ServedModel(ModelConfig(path="pico"), DATA).tokenizer
+    prompt = InferenceModel(ModelConfig(path="pico"), data).encode([{"role": "user", "content": "Hi"}])
+    tokenizer = InferenceModel(ModelConfig(path="pico"), DATA).tokenizer
     assert tokenizer.decode(prompt.tokens).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert prompt.tokens.dtype == np.int32
 

@@ -15,7 +15,7 @@ from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling, seed_for
 from posttrain.inference.completion_files import read_answers
 from posttrain.inference.generate import Generation, generate, manifest_of, opened
-from posttrain.inference.model import ServedModel
+from posttrain.inference.model import InferenceModel
 from posttrain.inference.progress import Progress, ProgressLine
 from tests.tiny import tiny_folder
 
@@ -62,7 +62,7 @@ def test_every_prompt_has_its_answers(config, prompts):
 
 def test_log_probabilities_are_the_models_own(config):
     generate(replace(config, sampling=Sampling(max_tokens=6, temperature=0.5)))
-    model = ServedModel(config.model, config.data)
+    model = InferenceModel(config.model, config.data)
     for row in rows_of(config)[:4]:
         prompt = model.encode(row["prompt"]).tokens
         tokens = np.array([*prompt, *row["tokens"]], dtype=np.int32)
@@ -113,7 +113,7 @@ def test_conditional_prompts(config):
     row = rows_of(config)[0]
     assert row["asked"] == [{"role": "user", "content": "0+1= <rm_score>: 5.00 "}]
     assert row["prompt"] == [{"role": "user", "content": "0+1="}]  # what rewards and training are to see
-    model = ServedModel(config.model, config.data)
+    model = InferenceModel(config.model, config.data)
     tokens = np.array([*model.encode(row["asked"]).tokens, *row["tokens"]], dtype=np.int32)
     sample = Sample(tokens=tokens, mask=np.arange(len(tokens)) >= len(tokens) - len(row["tokens"]))
     assert row["logprob"] == pytest.approx(float(model.learner.logprobs([sample])[0].sum()), abs=1e-3)

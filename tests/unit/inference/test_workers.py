@@ -15,7 +15,7 @@ from posttrain.core.errors import UsageError, WorkerError
 from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import Sampling
 from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
-from posttrain.inference.model import ServedModel, stop_ids_of
+from posttrain.inference.model import InferenceModel, stop_ids_of
 from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding
 from posttrain.models.loading import load_tokenizer
 from tests.tiny import tiny_folder
@@ -201,5 +201,5 @@ def test_stops_are_known_without_the_weights(said_by, template, tmp_path):
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
     found = stop_ids_of(model, tokenizer, template)
-    assert found == ServedModel(model, DataConfig(template=template)).stop_ids
+    assert found == InferenceModel(model, DataConfig(template=template)).stop_ids
     assert (9 in found) == (said_by != "nobody" and not template)

@@ -1,23 +1,24 @@
-"""A server in a thread of its own, as `posttrain serve` makes it, and plain sockets to talk to it."""
+"""A server in a thread of its own, as `posttrain serve` makes it, and plain sockets to send requests to it."""
 
 import asyncio
 import json
 import socket
 import threading
+import time
 from contextlib import contextmanager
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.inference.model import ServedModel
+from posttrain.inference.model import InferenceModel
 from posttrain.server import app, completions
-from posttrain.server.app import ServeOptions, Server
-from posttrain.server.completions import Completions
-from posttrain.server.metrics import Metrics
+from posttrain.server.app import ApiServer, ServeOptions, listen
+from posttrain.server.completions import CompletionService
+from posttrain.server.metrics import ServerMetrics
 
 PATIENCE = 120  # seconds; only a hang is ever that slow
 
 
 def pico():
-    return ServedModel(ModelConfig(path="pico"), DataConfig(max_tokens=2**20, on_long="error"))
+    return InferenceModel(ModelConfig(path="pico"), DataConfig(max_tokens=2**20, on_long="error"))
 
 
 @contextmanager
@@ -26,8 +27,8 @@ def serving(model, *, slots=8, **options):
     asked = ServeOptions(port=0, name="pico", **options)
     asked.check()
     model.engine.most = slots
-    metrics = Metrics(app.METRICS | completions.METRICS)
-    service = Completions(
+    metrics = ServerMetrics(app.METRICS | completions.METRICS)
+    service = CompletionService(
         model,
         name=asked.name,
         max_tokens=asked.max_tokens,
@@ -42,16 +43,19 @@ def serving(model, *, slots=8, **options):
 
 @contextmanager
 def running(service, options, metrics):
-    found = Server(service, options, metrics)
+    found = ApiServer(service, options, metrics)
     listening, stopping = threading.Event(), threading.Event()
 
     async def run():
         engine = service.start()
-        found.port = await found.http.listen("127.0.0.1", 0)
+        (opened,) = listen("127.0.0.1", 0)
+        found.port = opened.getsockname()[1]
+        serving = asyncio.ensure_future(found.http.serve([opened]))
         listening.set()
         await asyncio.get_running_loop().run_in_executor(None, stopping.wait)
-        found.http.stop_listening()
-        await found.http.cut_off()
+        found.http.should_exit = True
+        found.http.cut_off()
+        await serving
         service.close()
         await asyncio.wait((engine,))
         found.engine_error = engine.exception()
@@ -67,7 +71,7 @@ def running(service, options, metrics):
         assert not thread.is_alive()
 
 
-class Talk:
+class RawConnection:
     """A connection on which bytes are sent and read as they are."""
 
     def __init__(self, port):
@@ -94,7 +98,7 @@ class Talk:
         return self
 
     def head(self):
-        """(status, headers) of the next answer."""
+        """(status, headers) of the next response."""
         status = int(self.file.readline().split()[1])
         headers = {}
         while line := self.file.readline().strip():
@@ -102,7 +106,7 @@ class Talk:
             headers[name.lower()] = value
         return status, headers
 
-    def answer(self):
+    def response(self):
         """(status, headers, body); a body in chunks is put together."""
         status, headers = self.head()
         if headers.get("transfer-encoding") == "chunked":
@@ -121,8 +125,8 @@ class Talk:
 
 def ask(port, method, path, body=b"", **headers):
     """One request on a connection of its own; (status, headers, body), JSON read."""
-    with Talk(port) as talk:
-        status, found, raw = talk.send(method, path, body, **headers).answer()
+    with RawConnection(port) as connection:
+        status, found, raw = connection.send(method, path, body, **headers).response()
     return status, found, json.loads(raw) if found["content-type"] == "application/json" else raw.decode()
 
 
@@ -131,3 +135,10 @@ def metrics_of(port):
     _, _, page = ask(port, "GET", "/metrics")
     lines = [line for line in page.splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def wait_for(happened):
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

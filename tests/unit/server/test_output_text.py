@@ -5,29 +5,29 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from posttrain.models.pico import build_tokenizer
-from posttrain.server.metrics import Metrics
-from posttrain.server.output_text import Speller, Wording, longest_beginning
+from posttrain.server.metrics import ServerMetrics
+from posttrain.server.output_text import OutputText, TokenTexts, longest_beginning
 from tests.tiny import tiny_tokenizer
 
 PICO = build_tokenizer()
-SPELLER = Speller(PICO)
+TOKEN_TEXTS = TokenTexts(PICO)
 
 
-def said(tokens, stops, cuts, speller=None):
+def said(tokens, stops, cuts, token_texts=None):
     """Pieces of text and entries, for tokens that come in these pieces."""
-    wording = Wording(PICO, stops, [PICO.eos_token_id], speller)
+    output = OutputText(PICO, stops, [PICO.eos_token_id], token_texts)
     pieces, entries, start = [], [], 0
     for end in [*sorted(cuts), len(tokens)]:
         end = min(end, len(tokens))
         part = tokens[start:end]
-        text, told = wording.add(part, [-1.0] * len(part), [])
+        text, told = output.add(part, [-1.0] * len(part), [])
         pieces.append(text)
         entries += told
         start = end
-        if wording.stopped:
+        if output.stopped:
             break
-    text, told = wording.finish()
-    return [*pieces, text], entries + told, wording.stopped
+    text, told = output.finish()
+    return [*pieces, text], entries + told, output.stopped
 
 
 texts = st.text(st.sampled_from("ab世🙂é \x00"), max_size=30)
@@ -41,14 +41,14 @@ def test_text_is_cut_before_the_first_stop_text(text, stops, cuts):
     tokens = PICO(text)["input_ids"]
     places = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     expected = text[: min(places)[1]] if places else text
-    for speller in (None, SPELLER):
-        pieces, entries, stopped = said(tokens, stops, cuts, speller)
+    for token_texts in (None, TOKEN_TEXTS):
+        pieces, entries, stopped = said(tokens, stops, cuts, token_texts)
         assert "".join(pieces) == expected and stopped == bool(places)
-        if speller:
-            assert b"".join(entry.token.raw for entry in entries).decode() == expected
+        if token_texts:
+            assert b"".join(entry.text.raw for entry in entries).decode() == expected
             starts = [entry.start for entry in entries]
             assert starts == sorted(starts)
-            raw = np.cumsum([0, *(len(entry.token.raw) for entry in entries)])
+            raw = np.cumsum([0, *(len(entry.text.raw) for entry in entries)])
             whole = [len(expected.encode()[:at].decode(errors="ignore")) for at in raw[:-1]]
             assert starts == whole
 
@@ -56,24 +56,24 @@ def test_text_is_cut_before_the_first_stop_text(text, stops, cuts):
 @given(st.lists(st.integers(7, 262), max_size=40), st.sets(st.integers(0, 40)))
 def test_bytes_that_are_no_text_come_out_the_same_in_all_pieces(tokens, cuts):
     whole = PICO.decode(tokens, skip_special_tokens=True)
-    pieces, entries, _ = said(tokens, [], cuts, SPELLER)
+    pieces, entries, _ = said(tokens, [], cuts, TOKEN_TEXTS)
     assert "".join(pieces) == whole
-    assert [entry.token.raw for entry in entries] == [SPELLER.spell(token).raw for token in tokens]
+    assert [entry.text.raw for entry in entries] == [TOKEN_TEXTS.of(token).raw for token in tokens]
 
 
 def test_the_end_token_is_not_part_of_the_answer():
     tokens = [*PICO("ab")["input_ids"], PICO.eos_token_id]
-    pieces, entries, _ = said(tokens, [], [], SPELLER)
-    assert "".join(pieces) == "ab" and [entry.token.text for entry in entries] == ["a", "b"]
+    pieces, entries, _ = said(tokens, [], [], TOKEN_TEXTS)
+    assert "".join(pieces) == "ab" and [entry.text.text for entry in entries] == ["a", "b"]
 
 
 def test_tokens_as_bytes():
     assert (
-        b"".join(SPELLER.spell(token).raw for token in PICO("Grüße 世 🙂\n")["input_ids"]) == "Grüße 世 🙂\n".encode()
+        b"".join(TOKEN_TEXTS.of(token).raw for token in PICO("Grüße 世 🙂\n")["input_ids"]) == "Grüße 世 🙂\n".encode()
     )
-    assert SPELLER.spell(PICO.eos_token_id).raw == b"<|end|>"
-    plain = Speller(tiny_tokenizer())
-    assert [plain.spell(token).raw for token in tiny_tokenizer()("a b")["input_ids"]] == [b"a", b" ", b"b"]
+    assert TOKEN_TEXTS.of(PICO.eos_token_id).raw == b"<|end|>"
+    plain = TokenTexts(tiny_tokenizer())
+    assert [plain.of(token).raw for token in tiny_tokenizer()("a b")["input_ids"]] == [b"a", b" ", b"b"]
 
 
 def test_what_may_be_the_beginning_of_a_stop_text():
@@ -84,7 +84,7 @@ def test_what_may_be_the_beginning_of_a_stop_text():
 
 
 def test_metrics_page():
-    metrics = Metrics({"asked_total": "Asked.", "wait_seconds": "Waited.", "now": "Now."})
+    metrics = ServerMetrics({"asked_total": "Asked.", "wait_seconds": "Waited.", "now": "Now."})
     metrics.count("asked_total", 2, path='a"b\\c\nd')
     metrics.observe("wait_seconds", 0.2)
     metrics.observe("wait_seconds", 1000.0)

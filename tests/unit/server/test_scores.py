@@ -10,7 +10,7 @@ from posttrain.inference.score import RewardModel
 from posttrain.rewards.base import Completion, Rewards
 from posttrain.server import app, scores
 from posttrain.server.app import ServeOptions
-from posttrain.server.metrics import Metrics
+from posttrain.server.metrics import ServerMetrics
 from posttrain.train import train
 from tests.unit.server.serving import ask, metrics_of, running
 
@@ -30,8 +30,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(params=["", TOKEN], ids=["open", "with a token"])
 def served(model, request):
-    metrics = Metrics(app.METRICS | scores.METRICS)
-    service = scores.Scores(model, name="judge", queue=8, seconds=60, metrics=metrics)
+    metrics = ServerMetrics(app.METRICS | scores.METRICS)
+    service = scores.ScoreService(model, name="judge", queue=8, seconds=60, metrics=metrics)
     with running(service, ServeOptions(token=request.param, name="judge"), metrics) as found:
         yield found
 
@@ -80,8 +80,8 @@ def test_other_shapes(served, model):
     assert scored({"query": ["3+1=4"], "prompts": ["3+1="]}) == pytest.approx([expected(model, "4")], abs=1e-5)
     assert scored({"completions": [{"prompt": "3+1=", "text": "4"}]}) == pytest.approx([expected(model, "4")], abs=1e-5)
     whole = [{"role": "user", "content": "3+1="}, {"role": "assistant", "content": "4"}]
-    talk = {"completions": [{"messages": whole, "text": "something else"}]}
-    assert scored(talk) == pytest.approx([expected(model, "4")], abs=1e-5)
+    connection = {"completions": [{"messages": whole, "text": "something else"}]}
+    assert scored(connection) == pytest.approx([expected(model, "4")], abs=1e-5)
     status, _, answer = ask(served.port, "POST", "/v1/score", {"completions": [{"prompt": "a", "text": "a" * 99}]})
     assert status == 200 and answer["rewards"] == [None] and "40" in answer["reasons"][0]
     found = metrics_of(served.port)

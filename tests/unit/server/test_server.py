@@ -3,14 +3,13 @@
 import itertools
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
-from tests.unit.server.serving import PATIENCE, Talk, ask, metrics_of, pico, serving
+from tests.unit.server.serving import PATIENCE, RawConnection, ask, metrics_of, pico, serving, wait_for
 
 openai = pytest.importorskip("openai")
 
@@ -212,11 +211,12 @@ GOOD = {"model": "pico", "messages": ASKED}
     [
         ({"messages": ASKED, "model": "gpt"}, 404, "there is pico"),
         ({"messages": []}, 400, "at least one message"),
+        ({"messages": [{"role": "user", "content": ""}] * 20_000}, 400, "a conversation may have 1,024"),
         ({"messages": [{"role": "king", "content": "a"}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "pico knows the roles"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text only"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "does not exist"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
         ({**GOOD, "temperature": -1}, 400, "temperature"),
         ({**GOOD, "temperature": True}, 400, "temperature"),
         ({**GOOD, "top_p": 0}, 400, "top_p"),
@@ -235,11 +235,11 @@ GOOD = {"model": "pico", "messages": ASKED}
         ({**GOOD, "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ({**GOOD, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ({**GOOD, "temprature": 1}, 400, "no field 'temprature'"),
-        (b"{", 400, "no JSON"),
+        (b"{", 400, "not JSON"),
         (b"[1]", 400, "JSON object"),
-        (b'{"temperature": NaN}', 400, "no JSON"),
-        (b"[" * 100_000, 400, "no JSON"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "no JSON"),
+        (b'{"temperature": NaN}', 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "not JSON"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -277,35 +277,28 @@ def test_fields_that_change_nothing_are_taken(client):
 
 def long_stream(port, **more):
     """A connection with an answer that takes long, begun."""
-    talk = Talk(port)
+    connection = RawConnection(port)
     body = {"messages": ASKED, "stream": True, "max_tokens": 490, "ignore_eos": True, **more}
-    status, _ = talk.send("POST", "/v1/chat/completions", body).head()
+    status, _ = connection.send("POST", "/v1/chat/completions", body).head()
     assert status == 200
-    return talk
-
-
-def wait_for(happened):
-    deadline = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return connection
 
 
 def test_who_hangs_up_frees_the_slot():
     with serving(pico(), slots=1, queue=1, max_tokens=490) as server:
         for stream in (True, False):
-            talk = Talk(server.port)
-            talk.send("POST", "/v1/chat/completions", {"messages": ASKED, "stream": stream, "ignore_eos": True})
-            wait_for(lambda: server.service.scheduler.running == 1)
-            before = server.service.scheduler.steps
-            talk.close()
-            wait_for(lambda: not server.service.scheduler.open)
-            wait_for(lambda: server.service.scheduler.running == 0)
-            assert server.service.scheduler.steps - before < 480  # it was not finished for nobody
+            connection = RawConnection(server.port)
+            connection.send("POST", "/v1/chat/completions", {"messages": ASKED, "stream": stream, "ignore_eos": True})
+            wait_for(lambda: server.service.engine.running == 1)
+            before = server.service.engine.steps
+            connection.close()
+            wait_for(lambda: not server.service.engine.open)
+            wait_for(lambda: server.service.engine.running == 0)
+            assert server.service.engine.steps - before < 480  # it was not finished for nobody
         status, _, _ = ask(server.port, "POST", "/v1/chat/completions", {"messages": ASKED, "max_tokens": 3})
         assert status == 200
         found = metrics_of(server.port)
-        assert found['posttrain_answers_total{finish="dropped"}'] == 2
+        assert found['posttrain_completions_total{finish="dropped"}'] == 2
         assert found["posttrain_running"] == found["posttrain_waiting"] == 0
 
 
@@ -318,7 +311,7 @@ def test_a_full_queue_is_said_and_not_waited_for():
             assert ask(server.port, "POST", "/v1/chat/completions", too_many)[0] == 400  # it would never fit
             first.close()
             second.chunk()
-        wait_for(lambda: not server.service.scheduler.open)
+        wait_for(lambda: not server.service.engine.open)
         client = client_of(server, max_retries=2)
         assert client.chat.completions.create(model="pico", messages=ASKED, max_tokens=3).usage
 
@@ -333,7 +326,7 @@ def test_time_is_limited():
                 model="pico", messages=ASKED, stream=True, extra_body={"ignore_eos": True}
             )
             list(stream)
-        wait_for(lambda: server.service.scheduler.running == 0)
+        wait_for(lambda: server.service.engine.running == 0)
 
 
 def test_answers_that_run_long_do_not_hold_up_short_ones():
@@ -342,7 +335,7 @@ def test_answers_that_run_long_do_not_hold_up_short_ones():
         for _ in range(3):
             status, _, answer = ask(server.port, "POST", "/v1/chat/completions", {"messages": ASKED, "max_tokens": 3})
             assert status == 200 and answer["usage"]["completion_tokens"] <= 3
-        assert server.service.scheduler.running >= 1
+        assert server.service.engine.running >= 1
         rest = b"".join(iter(long.chunk, b""))
         assert rest.endswith(b"data: [DONE]\n\n") and rest.count(b'"finish_reason":"length"') == 1
 
@@ -350,17 +343,17 @@ def test_answers_that_run_long_do_not_hold_up_short_ones():
 def test_a_dead_engine_is_told_to_all_who_wait():
     model = pico()
     with serving(model, slots=2, max_tokens=490) as server:
-        talk = long_stream(server.port)
+        connection = long_stream(server.port)
         waiting = threading.Thread(target=lambda: found.append(ask(server.port, "POST", "/v1/chat/completions", GOOD)))
         found = []
         waiting.start()
-        wait_for(lambda: server.service.scheduler.running == 2)
+        wait_for(lambda: server.service.engine.running == 2)
 
         def broken():
             raise MemoryError("no room")
 
         model.engine.slots.state = lambda *_: broken()
-        rest = b"".join(iter(talk.chunk, b""))
+        rest = b"".join(iter(connection.chunk, b""))
         waiting.join(PATIENCE)
         assert b'"error"' in rest and b"the engine has failed" in rest
         assert found[0][0] == 500 and "the engine has failed" in found[0][2]["error"]["message"]
@@ -379,20 +372,22 @@ def test_metrics_add_up():
         prompt = len(chat_prompt(pico()))
         assert found["posttrain_prompt_tokens_total"] == 4 * prompt
         assert found["posttrain_generated_tokens_total"] == 4 + 5 + 6 + 6
-        assert found['posttrain_answers_total{finish="length"}'] == 4
+        assert found['posttrain_completions_total{finish="length"}'] == 4
         assert found['posttrain_requests_total{path="/v1/chat/completions",status="200"}'] == 4
         assert found['posttrain_requests_total{path="/v1/chat/completions",status="400"}'] == 1
         assert found['posttrain_requests_total{path="other",status="404"}'] == 1
-        assert found['posttrain_answer_seconds_bucket{le="+Inf"}'] == found["posttrain_answer_seconds_count"] == 4
+        assert (
+            found['posttrain_completion_seconds_bucket{le="+Inf"}'] == found["posttrain_completion_seconds_count"] == 4
+        )
         assert found["posttrain_first_token_seconds_count"] == 1
         assert found["posttrain_slots"] == 2
-        buckets = [value for name, value in found.items() if name.startswith("posttrain_answer_seconds_bucket")]
+        buckets = [value for name, value in found.items() if name.startswith("posttrain_completion_seconds_bucket")]
         assert buckets == sorted(buckets)
         page = ask(server.port, "GET", "/metrics")[2]
         named = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
         assert {name.partition("{")[0] for name in found} - named == {
             f"posttrain_{kind}_seconds_{part}"
-            for kind in ("answer", "first_token")
+            for kind in ("completion", "first_token")
             for part in ("bucket", "sum", "count")
         }
 
@@ -400,8 +395,8 @@ def test_metrics_add_up():
 def test_well_formed_events(server):
     """Exactly what the standard says, whatever bytes the model babbles."""
     body = {"messages": ASKED, "stream": True, "max_tokens": 100, "seed": 1}
-    with Talk(server.port) as talk:
-        status, headers, raw = talk.send("POST", "/v1/chat/completions", body).answer()
+    with RawConnection(server.port) as connection:
+        status, headers, raw = connection.send("POST", "/v1/chat/completions", body).response()
     assert status == 200 and headers["content-type"] == "text/event-stream; charset=utf-8"
     events = raw.decode("utf-8").split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
