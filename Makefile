@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | bench: each prepares .venv by itself; nothing else is needed but Python 3.11+ and make.
+# make setup | demo | test | lint | docs | dist | bench: each prepares .venv by itself; nothing else is needed but Python 3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONUTF8 := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-gpu test-vllm test-ray lint bench docs clean
+.PHONY: setup demo test test-gpu test-vllm test-ray lint bench docs dist clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -58,5 +58,11 @@ bench: setup
 docs: setup
 	$(BIN)/python -m posttrain.cli.reference > docs/commands.md
 
+# Without posttrain.egg-info, which would add the files that it lists, present or not.
+dist: setup
+	rm -rf dist build posttrain.egg-info
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	rm -rf build posttrain.egg-info
+
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-vllm site dist
