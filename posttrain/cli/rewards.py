@@ -1,4 +1,4 @@
-"""`posttrain rewards check`: what reward functions say of saved completions; `rewards list`: the built-in ones."""
+"""`posttrain rewards check` scores saved completions; `posttrain rewards list` lists the built-in verifiers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from posttrain.rewards.base import Completion, Rewards, Verdict
 
 COMMANDS = {
-    "check": "score saved rollouts or rows: verdict, reason and time for each",
-    "list": "the built-in verifiers",
+    "check": "score saved rollouts or rows and show value, reason and time for each",
+    "list": "list the built-in verifiers",
 }
 TEXT_COLUMNS = ("text", "completion", "response", "output", "prediction", "solution_str")
 REASON_WIDTH = 80  # characters of a reason in the table
@@ -48,16 +48,16 @@ def list_verifiers(args: list[str]) -> int:
 
 
 def check(args: list[str]) -> int:
-    """0 if every function gave a value for every row, 1 if not."""
+    """Score all rows of a file; returns 0 if no function failed, else 1."""
     options = parse(check_parser(), args)
     from rich.console import Console
 
     from posttrain.rewards.base import Rewards
 
     console = Console(highlight=False, soft_wrap=True)
-    with Rewards(options.reward, **rewards_of(options), max_failure_rate=1.0) as rewards:  # all rows are to be seen
+    with Rewards(options.reward, **rewards_of(options), max_failure_rate=1.0) as rewards:  # failures are shown, too
         if rewards.models:
-            raise UsageError(f"model:{rewards.models[0][1]}: reward models are scored in training only; leave it out")
+            raise UsageError(f"model:{rewards.models[0][1]}: reward models work in training only; leave it out")
         origins, completions = read_completions(options.file, options.map_keys, options.max_rows)
         rewards.check(sorted(set.intersection(*(set(row.columns) for row in completions))))
         verdicts: list[list[Verdict | None]] = []
@@ -70,16 +70,16 @@ def check(args: list[str]) -> int:
 
 def check_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="posttrain rewards check", description=COMMANDS["check"])
-    parser.add_argument("file", metavar="FILE", help="rollouts of a run, or rows with a column text, completion ...")
+    parser.add_argument("file", metavar="FILE", help="rollouts of a run, or data with a column text, completion ...")
     add_rewards(parser, models=False)
-    parser.add_argument("--max_rows", type=int, default=None, help="only the first rows")
-    parser.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"text": "answer"}')
-    parser.add_argument("--full", action="store_true", help="reasons in full, not only their last line")
+    parser.add_argument("--max_rows", type=int, default=None, help="score only the first rows")
+    parser.add_argument("--map_keys", default="", help='other names of columns, as JSON: {"text": "answer"}')
+    parser.add_argument("--full", action="store_true", help="show whole reasons, not only their last line")
     return parser
 
 
 def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[str], list[Completion]]:
-    """Origins (file:line) and completions; DataError for a row without an answer."""
+    """Read completions and their origins (file:line); a DataError for a row without a completion."""
     from posttrain.data.reading.sources import read_records
 
     renamed = _renamed(map_keys)
@@ -92,7 +92,7 @@ def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[
         origins.append(row.origin)
         completions.append(completion_of(values, row.origin, "text" if "text" in renamed else None))
     if not completions:
-        raise UsageError(f"--max_rows {limit}: no row is left")
+        raise UsageError(f"--max_rows {limit}: no rows to score")
     return origins, completions
 
 
@@ -102,22 +102,22 @@ def _renamed(map_keys: str) -> dict[str, str]:
     except ValueError as error:
         raise UsageError(f"--map_keys {map_keys!r} is not JSON: {error}") from error
     if not isinstance(renamed, dict) or not all(isinstance(value, str) for value in renamed.values()):
-        raise UsageError(f'--map_keys {map_keys!r}: expected an object of names, as {{"text": "answer"}}')
+        raise UsageError(f'--map_keys {map_keys!r}: expected an object of column names, as in {{"text": "answer"}}')
     return renamed
 
 
 def completion_of(values: dict[str, Any], origin: str, column: str | None = None) -> Completion:
-    """A record of a run (`text`, `prompt`, `columns`), or a row with its answer in one of its columns."""
+    """Read a record of a run (`text`, `prompt`, `columns`), or a row with its completion in one of its columns."""
     from posttrain.rewards.base import Completion
 
     column = column or next((name for name in TEXT_COLUMNS if name in values), None)
     if column is None:
-        raise DataError(f"{origin}: no answer to score: none of the columns {', '.join(TEXT_COLUMNS)}; use --map_keys")
+        raise DataError(f"{origin}: no completion: none of the columns {', '.join(TEXT_COLUMNS)}; use --map_keys")
     text, prompt = values[column], values.get("prompt", values.get("question", ""))
     if isinstance(text, list):  # messages
         text = "".join(str(message.get("content", "")) for message in text if isinstance(message, dict))
     if not isinstance(text, str):
-        raise DataError(f"{origin}: {column}: expected a text, found {type(text).__name__}")
+        raise DataError(f"{origin}: {column}: expected text, found {type(text).__name__}")
     messages = values.get("messages", prompt if isinstance(prompt, list) else [])
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
@@ -140,7 +140,7 @@ def completion_of(values: dict[str, Any], origin: str, column: str | None = None
 def show_rows(
     rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], full: bool, console: Console
 ) -> None:
-    """A line for each row and function."""
+    """Print a line for each row and reward."""
     from rich.markup import escape
 
     where = max(map(len, origins))
@@ -159,12 +159,12 @@ def show_rows(
 def show_summary(
     rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], console: Console
 ) -> None:
-    """Mean, failures and the slowest row of each function; then the weighted sum."""
+    """Print mean, failures and the slowest row of each reward, then the mean of the weighted sum."""
     from posttrain.rewards.base import combine
 
     console.print()
-    for at, name in enumerate(rewards.names):
-        column = [row[at] for row in verdicts]
+    for index, name in enumerate(rewards.names):
+        column = [row[index] for row in verdicts]
         found = [verdict for verdict in column if verdict is not None]
         counts = Counter(verdict.kind for verdict in found)
         values = [verdict.value for verdict in found if verdict.value is not None]

@@ -119,6 +119,7 @@ def run_statements(program: str, statements: tuple[str, ...], deadline: float) -
 
 
 def run_input(program: str, given: str, expected: str, deadline: float) -> str:
+    """Run the program with this input; returns what went wrong, or ""."""
     result = run(program, given, deadline)
     failure = describe_failure(result)
     if failure:

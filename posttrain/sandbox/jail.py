@@ -108,7 +108,7 @@ def outer(settings: dict[str, Any], status: int) -> NoReturn:
 
 
 def enter_user_namespace() -> None:
-    """Make all namespaces with the rights of an ordinary user, who becomes user 1000 inside."""
+    """Make all namespaces with the rights of an ordinary user, which has the id 1000 inside."""
     uid, gid = os.geteuid(), os.getegid()
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the files in /proc/self belong to root
     check(libc.unshare(CLONE_NEWUSER | CLONE_OTHERS), "unshare")
@@ -294,7 +294,7 @@ def watch(program: int, memory: int) -> NoReturn:
 
 
 def used_memory() -> int:
-    """Bytes that the processes inside have in memory; a page that several of them share counts once."""
+    """Add up the memory of the processes inside, in bytes; a page that several of them share counts once."""
     return sum(memory_of(name) for name in os.listdir("/proc") if name.isdigit())
 
 

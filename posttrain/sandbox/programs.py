@@ -140,7 +140,7 @@ def _run(program: str, given: str, deadline: float, mode: Mode) -> ProgramResult
 
 
 def _memory_file(text: str) -> int:
-    """A file in memory that nobody can change, not even by opening it again under /proc."""
+    """Make a file in memory that cannot be changed, not even if it is opened again under /proc."""
     file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     unsent = text.encode("utf-8", "replace")
     while unsent:
@@ -152,7 +152,7 @@ def _memory_file(text: str) -> int:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """A bare environment: nothing of ours but what the interpreter needs to start."""
+    """Make an environment with only what the interpreter needs to start."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -173,7 +173,7 @@ def _limits(mode: Mode, seconds: float) -> dict[str, int]:
 
 
 def _filter(mode: Mode) -> bytes:
-    """The filter of system calls; a program that may run unprotected also runs without libseccomp."""
+    """Compile the filter of system calls; only a program that may run unprotected runs without libseccomp."""
     try:
         return compile_filter()
     except OSError:
@@ -216,9 +216,9 @@ def _watch(process: subprocess.Popen[bytes], status: int, deadline: float) -> Pr
 
 @cache
 def visible_paths() -> tuple[list[str], dict[str, str]]:
-    """What a program sees of this machine: files and folders, and symbolic links on the way to them.
+    """List what a program sees of this machine: files and directories, and the symbolic links on the way to them.
 
-    The interpreter, its standard library and installed packages, and the system's shared libraries.
+    These are the interpreter, its standard library, installed packages, and the system's shared libraries.
     """
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     wanted = [

@@ -61,7 +61,7 @@ ATTRIBUTE_OPTIMIZE, BINARY_TREE = 8, 2
 UNKNOWN = -1
 
 
-class Comparison(ctypes.Structure):
+class ArgumentCondition(ctypes.Structure):
     """struct scmp_arg_cmp: a condition on one argument of a system call."""
 
     _fields_ = (
@@ -72,8 +72,8 @@ class Comparison(ctypes.Structure):
     )
 
 
-def equal(argument: int, value: int) -> Comparison:
-    return Comparison(argument, CMP_EQ, value, 0)
+def equal(argument: int, value: int) -> ArgumentCondition:
+    return ArgumentCondition(argument, CMP_EQ, value, 0)
 
 
 @cache
@@ -93,7 +93,7 @@ def compile_filter() -> bytes:
         for family in FAMILIES:
             _allow(library, context, "socket", equal(0, family))
         _allow(library, context, "socketpair", equal(0, socket.AF_UNIX))
-        _allow(library, context, "clone", Comparison(0, CMP_MASKED_EQ, CLONE_NAMESPACES, 0))
+        _allow(library, context, "clone", ArgumentCondition(0, CMP_MASKED_EQ, CLONE_NAMESPACES, 0))
         return _export(library, context)
     finally:
         library.seccomp_release(context)
@@ -123,11 +123,11 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _allow(library: ctypes.CDLL, context: int, name: str, *conditions: Comparison) -> None:
+def _allow(library: ctypes.CDLL, context: int, name: str, *conditions: ArgumentCondition) -> None:
     number = library.seccomp_syscall_resolve_name(name.encode())
     if number == UNKNOWN:  # newer than this libseccomp
         return
-    array = (Comparison * len(conditions))(*conditions)
+    array = (ArgumentCondition * len(conditions))(*conditions)
     failed = library.seccomp_rule_add_array(context, ACT_ALLOW, number, len(conditions), array)
     if failed:
         raise OSError(-failed, f"libseccomp: rule for {name}: {os.strerror(-failed)}")

@@ -25,7 +25,7 @@ from posttrain.sandbox.process import (
 
 
 class ProcessSupervisor:
-    """Starts a child process when it is needed, loads code into it, sends requests, and kills it when told to."""
+    """Starts a child process when it is needed, loads code into it, sends requests, and kills it on `stop`."""
 
     def __init__(self, module: str, limits: ProcessLimits, cancelled: threading.Event) -> None:
         """`module` is run by `python -m` and contains a RequestLoop; `cancelled` ends all waiting."""

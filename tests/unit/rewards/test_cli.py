@@ -54,7 +54,7 @@ def test_records_and_rows_of_other_libraries():
     talk = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
     found = completion_of(talk, "f:1")
     assert found.text == "a" and found.messages == talk["prompt"] and found.columns == {"prompt": talk["prompt"]}
-    for row, message in (({"question": "q"}, "f:1: no answer to score"), ({"text": 3}, "f:1: text: expected a text")):
+    for row, message in (({"question": "q"}, "f:1: no completion"), ({"text": 3}, "f:1: text: expected text")):
         with pytest.raises(DataError, match=message):
             completion_of(row, "f:1")
 
@@ -63,10 +63,10 @@ def test_wrong_use(rows):
     for args, message in (
         (["chek"], "there are check, list"),
         (["check", str(rows), "--reward", "gsm9k"], "Did you mean gsm8k"),
-        (["check", str(rows), "--reward", "model:x"], "scored in training only"),
+        (["check", str(rows), "--reward", "model:x"], "work in training only"),
         (["check", "nothing.jsonl", "--reward", "gsm8k"], "no such file"),
         (["check", str(rows), "--reward", "gsm8k", "--map_keys", "[1]"], "expected an object"),
-        (["check", str(rows), "--reward", "gsm8k", "--max_rows", "0"], "no row is left"),
+        (["check", str(rows), "--reward", "gsm8k", "--max_rows", "0"], "no rows to score"),
     ):
         with pytest.raises(UsageError, match=message):
             run(args)
