@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(trainers, name)
     if name in ALGORITHMS:
-        from posttrain.train import train
+        from posttrain.train.launch import train
 
         return partial(train, name)
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

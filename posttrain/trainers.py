@@ -21,8 +21,8 @@ from posttrain.config.parsing import from_mapping
 from posttrain.core.errors import UsageError
 from posttrain.rewards.specs import reward_texts
 from posttrain.rollout.records import Rollout
-from posttrain.train.online import opened
 from posttrain.train.run import Result
+from posttrain.train.setup import open_online
 
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 Data = str | Path | Sequence[str] | Sequence[dict[str, Any]]
@@ -47,7 +47,7 @@ class OnlineTrainer:
         options["reward"] = reward_texts(listed(rewards))
         try:
             settings: Any = from_mapping(self.verb, ALGORITHMS[self.verb], options)
-            self._trainer = self._stack.enter_context(opened(self.verb, settings))
+            self._trainer = self._stack.enter_context(open_online(self.verb, settings))
         except BaseException:
             self._stack.close()
             raise

@@ -74,6 +74,11 @@ class Algorithm:
         """What the loss is a sum over, and so what the learner divides by."""
         raise NotImplementedError
 
+    @property
+    def distribution(self) -> SamplingDistribution:
+        """What the log-probabilities that the algorithm reads are of; the model's own distribution by default."""
+        return SamplingDistribution()
+
     def outputs(self) -> set[str]:
         """Fields of `Outputs` that the loss reads."""
         return {"logprobs"}
@@ -119,7 +124,7 @@ class Algorithm:
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
         """What the forward pass must compute; `token_id` returns the id of a text that is one token."""
-        return ForwardRequest(names=frozenset(self.outputs()))
+        return ForwardRequest(names=frozenset(self.outputs()), distribution=self.distribution)
 
     def objective(self, request: ForwardRequest) -> Objective:
         """What a learner must know of this algorithm."""
@@ -171,6 +176,10 @@ class OnlineAlgorithm(Algorithm):
     def __init__(self, config: Config, rollout: RolloutSettings = RolloutSettings()) -> None:  # noqa: B008  frozen
         self.rollout = rollout
         super().__init__(config)
+
+    @property
+    def distribution(self) -> SamplingDistribution:
+        return self.rollout.distribution
 
     def several_updates(self) -> bool:
         """Whether the policy changes before the last update on a batch, so that old log-probabilities matter."""

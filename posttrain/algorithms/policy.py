@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -100,8 +100,7 @@ class PolicyGradient(OnlineAlgorithm):
         return {"logprobs", "entropy"}
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
-        names, distribution = frozenset(self.outputs()), self.rollout.distribution
-        return ForwardRequest(names=names, distribution=distribution, entropy_gradient=self.config.entropy > 0)
+        return replace(super().forward_request(token_id), entropy_gradient=self.config.entropy > 0)
 
     def estimator(self) -> str:
         """Returns the KL estimator: k3 pulls towards the reference only from the loss, k1 only from the reward."""

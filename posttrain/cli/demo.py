@@ -26,7 +26,7 @@ from posttrain.core.logging import quiet_libraries
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.train import train
+from posttrain.train.launch import train
 from posttrain.train.learner import Learner
 from posttrain.train.run_directory import RunFolder
 

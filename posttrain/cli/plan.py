@@ -26,7 +26,7 @@ from posttrain.engines.local import default_slots
 from posttrain.models import memory
 from posttrain.models.loading import DTYPES, load_tokenizer
 from posttrain.models.memory import MemoryEstimate, ModelMemory, PassMemory, Sharding
-from posttrain.train.run import Data, load_data
+from posttrain.train.run_data import RunData, load_data
 
 GIB = 2**30
 STEPS_LOOKED_AT = 100
@@ -77,10 +77,10 @@ class Packs:
     largest: list[Sample]
 
 
-def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
+def look_at_packs(config: Config, algo: Algorithm, data: RunData) -> Packs:
     """Cut the first steps up as the learner will."""
     packs = Packs(counts=[], largest=[])
-    edges = data.rows_at[: STEPS_LOOKED_AT + 1]
+    edges = data.examples_after[: STEPS_LOOKED_AT + 1]
     for before, after in pairwise(edges):
         samples, most = taken(config, data, after - before), 0
         sharding = sharding_of(config)
@@ -93,7 +93,7 @@ def look_at_packs(config: Config, algo: Algorithm, data: Data) -> Packs:
     return packs
 
 
-def taken(config: Config, data: Data, rows: int) -> list[Sample]:
+def taken(config: Config, data: RunData, rows: int) -> list[Sample]:
     """The samples of a step; where answers are still to be generated, as long as they may become."""
     if not isinstance(config, OnlineConfig):
         return data.stream.take(rows)
@@ -117,7 +117,7 @@ def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
     return [sample] * (rows * algo.group_size)
 
 
-def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Packs) -> Iterator[Row]:
+def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: Packs) -> Iterator[Row]:
     update, sharding = config.update, sharding_of(config)
     if sharding.devices > 1:
         note = f"{sharding.data_parallel_size} of them see different samples"
@@ -152,12 +152,12 @@ def batch_ledger(config: Config, algo: Algorithm, data: Data | None, packs: Pack
         f"{tokens:,}",
         f"{count}a {'prompt' if online else 'sample'} has {mean:,.0f}, at most {lengths.max():,}",
     )
-    epochs = data.rows_at[-1] / data.stream.rows_per_epoch
+    epochs = data.examples_after[-1] / data.stream.rows_per_epoch
     yield (
         "steps",
         f"{data.steps:,}",
         f"of {update.rows_per_step} rows: {epochs:.2f} epochs"
-        + f", {data.rows_at[-1] / rows * tokens:,.0f} tokens" * (online is None),
+        + f", {data.examples_after[-1] / rows * tokens:,.0f} tokens" * (online is None),
     )
     mean = sum(packs.counts) / len(packs.counts)
     seen = f"; seen in the first {len(packs.counts)} steps" if len(packs.counts) < data.steps else ""

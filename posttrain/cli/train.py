@@ -15,7 +15,7 @@ def run(verb: str, args: list[str]) -> int:
             launched.serve_controller()
             return 0
     config = read(verb, args)
-    from posttrain.train import train_from
+    from posttrain.train.launch import train_from
 
     train_from(verb, config)
     return 0

@@ -15,7 +15,7 @@ import numpy as np
 from posttrain.core.errors import DataError
 from posttrain.inference.completion_files import Answer
 from posttrain.rewards.verdict import label_of
-from posttrain.train.evaluation import RIGHT, half_width, pass_at
+from posttrain.train.held_out_eval import CORRECT_ABOVE, half_width, pass_at
 
 FLIPS = 20_000  # random sign changes, where all of them are too many
 FEW = 14  # differences of which all sign changes are tried
@@ -50,7 +50,7 @@ class Asked:
         return sum(self.right) / len(self.right)
 
 
-def by_prompt(answers: Iterable[Answer], right: float = RIGHT) -> dict[str, Asked]:
+def by_prompt(answers: Iterable[Answer], right: float = CORRECT_ABOVE) -> dict[str, Asked]:
     """Prompts in the order of the file; an answer is right when its first reward is above `right`."""
     found: dict[str, Asked] = {}
     for answer in answers:

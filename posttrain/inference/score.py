@@ -21,7 +21,7 @@ from posttrain.inference.completion_files import Answer, jsonl, read_answers, wr
 from posttrain.models.loading import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.train.learner import Learner
-from posttrain.train.roles import check_reward_model
+from posttrain.train.reward_model import check_reward_model
 from posttrain.train.run import fingerprint
 
 AT_ONCE = 256  # answers

@@ -24,7 +24,7 @@ from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_o
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward
 from posttrain.pipelines.summary import by_iteration, closing_words
-from posttrain.train.roles import check_reward_model
+from posttrain.train.reward_model import check_reward_model
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
 FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
@@ -53,8 +53,8 @@ def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = pri
         try:
             figures = run_in(folder.path, stages, quiet=config.quiet, say=say)
         except Stopped as stopped:
-            words = str(stopped).partition(" Go on:")[0]
-            raise Stopped(f"{words} Go on: the same command", stopped.exit_code - 128) from stopped
+            words = str(stopped).partition(" Resume:")[0]
+            raise Stopped(f"{words} Resume: the same command", stopped.exit_code - 128) from stopped
         except KeyboardInterrupt:
             say("\nstopped; go on: the same command")
             raise

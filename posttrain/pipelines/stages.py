@@ -27,7 +27,7 @@ from posttrain.models.export import export
 from posttrain.models.loading import resolve_path
 from posttrain.pipelines.stage import Figures, Stage
 from posttrain.rewards.specs import parse_specs
-from posttrain.train import train_from
+from posttrain.train.launch import train_from
 
 BEST = 0.95  # the part of the answers that are worth less than what a model is asked for next
 

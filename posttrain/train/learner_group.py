@@ -98,6 +98,18 @@ class LearnerGroup:
         return split_evenly(samples, self.workers.size // self.alike, group_size)
 
 
+class CurrentWeights:
+    """Generates with the current weights of the policy, also while batches in flight use older ones."""
+
+    def __init__(self, policy: LearnerGroup) -> None:
+        self.policy = policy
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
+    ) -> list[Sample]:
+        return self.policy.generate(requests, sampling, current=True)
+
+
 def add_up(parts: Sequence[Sums]) -> Sums:
     """Sums of several workers as one."""
     total: Sums = {}

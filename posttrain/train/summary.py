@@ -1,4 +1,4 @@
-"""A step in numbers: what its answers look like, what its updates came to, the last words of a run."""
+"""Metrics of a step from its rollouts and updates, and the closing message of a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import shlex
 
 import numpy as np
 
+from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Sample
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
 from posttrain.train.run import Run
 
+OFFLINE_METRICS = ("loss", "eval/loss", "accuracy", "eval/accuracy")
+ONLINE_METRICS = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl")
 
-def averaged(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; of `largest_...` the largest, of `skipped` the sum."""
+
+def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Averages the metrics of a step's updates; takes the largest of `largest_...` and the sum of `skipped`."""
     reduced: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):
+        values = [metrics[name] for metrics in updates if name in metrics]
         if name.startswith("largest_"):
             reduced[name] = max(values)
         else:
@@ -24,12 +28,12 @@ def averaged(parts: list[dict[str, float]]) -> dict[str, float]:
     return reduced
 
 
-def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
-    """What a batch of answers looks like."""
+def rollout_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+    """Returns metrics of a batch of rollouts; `version`: of the weights that train on it."""
     scored = [rollout for rollout in rollouts if not rollout.failure]
     rewards = np.array([rollout.sample.reward for rollout in scored])
     groups = [group for group in by_group(rollouts) if len(group) > 1]
-    found = {
+    metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
         "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
@@ -37,24 +41,26 @@ def summary(rollouts: list[Rollout], version: int) -> dict[str, float]:
         "failures": float(len(rollouts) - len(scored)),
         "staleness": float(np.mean([version - rollout.sample.version for rollout in scored])),
     }
-    if groups:  # where a prompt has one answer there is nothing to compare
-        found["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
+    if groups:  # with one completion per prompt there is nothing to compare
+        metrics["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        found[f"rewards/{name}"] = float(np.mean([r.rewards[name] for r in scored if name in r.rewards]))
-    return found
+        metrics[f"rewards/{name}"] = float(np.mean([r.rewards[name] for r in scored if name in r.rewards]))
+    return metrics
 
 
 def mixed_versions(samples: list[Sample]) -> float:
-    """The part of them that weights of more than one version have drawn."""
+    """Returns the fraction of samples that weights of more than one version have generated."""
     return float(np.mean([sample.newest > sample.version for sample in samples]))
 
 
-def closing_words(run: Run, metrics: dict[str, float]) -> str:
-    names = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl")
-    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name in metrics)
+def closing_message(run: Run, metrics: dict[str, float]) -> str:
+    """Returns what a finished run prints: its last metrics, and commands for what usually comes next."""
+    online = isinstance(run.config, OnlineConfig)
+    shown = ", ".join(f"{k} {metrics[k]:.4g}" for k in (ONLINE_METRICS if online else OFFLINE_METRICS) if k in metrics)
+    skipped = f", {run.progress.skipped} skipped" if run.progress.skipped else ""
     folder = shlex.quote(str(run.folder.path))
+    samples = f"completions: posttrain samples {folder}    " if online else ""
     return (
-        f"done: {run.data.steps} steps; {shown or 'nothing left to do'}. Run folder: {run.folder.path}\n"
-        f"answers: posttrain samples {folder}    export: posttrain export {folder} OUT    "
-        f"train more: {run.resume_command()} --steps N"
+        f"done: {run.data.steps} steps{skipped}; {shown or 'nothing left to do'}. Run directory: {run.folder.path}\n"
+        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command()} --steps N"
     )

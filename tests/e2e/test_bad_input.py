@@ -106,7 +106,7 @@ def test_a_row_longer_than_a_table_of_positions(refused, tmp_path):
     path = tiny_folder("gpt2", tmp_path)
     row = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y" * 90}]}
     lines("d.jsonl", GOOD, row)
-    refused(1, ["d.jsonl:2:", "places for 128", "data.max_tokens to 128"], *sft(path=path, train="d.jsonl"))
+    refused(1, ["d.jsonl:2:", "128 positions", "data.max_tokens to 128"], *sft(path=path, train="d.jsonl"))
     assert command(*sft("--data.max_tokens", 128, path=path, train="d.jsonl")) == 0
 
 
@@ -277,8 +277,8 @@ ALGORITHMS = [
     ("orpo", ("--algo.odds_weight", -1), ["algo.odds_weight is -1.0"]),
     ("kto", ("--algo.beta", 0), ["algo.beta is 0.0"]),
     ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
-    ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 rows a step", "update.rows_per_step is 1"]),
-    ("kto", ("--data.max_rows", 1), ["kto needs at least 2 rows a step", "there are 1 rows"]),
+    ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 examples per step", "update.rows_per_step is 1"]),
+    ("kto", ("--data.max_rows", 1), ["kto needs at least 2 examples per step", "there are 1 examples"]),
     ("kto", ("--data.eval", 0.1), ["kto needs at least 2 examples to evaluate on, but there are 1"]),
     ("distill", (), ["algo.teacher is not set"]),
     ("distill", ("--algo.teacher", "pico", "--algo.jsd_beta", 1), ["algo.jsd_beta is 1.0", "reverse_kl"]),

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.commands import PATIENCE, command
 
 

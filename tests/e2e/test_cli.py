@@ -141,7 +141,7 @@ def test_quiet_prints_the_last_lines_alone(tmp_path, capfd):
         assert command(*sft(*options, *resume)) == 0
         said = capfd.readouterr()
         first, second = said.out.splitlines()
-        assert re.fullmatch(r"done: [35] steps; loss \S+, eval/loss \S+\. Run folder: run", first)
+        assert re.fullmatch(r"done: [35] steps; loss \S+, eval/loss \S+\. Run directory: run", first)
         assert "posttrain export run OUT" in second and "posttrain sft --out run --resume" in second
         assert not said.err
 

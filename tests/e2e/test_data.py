@@ -7,7 +7,7 @@ import pytest
 from posttrain.checkpoints.checkpoint import newest_valid
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.files import read_json
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.commands import rows_of
 from tests.e2e.test_resume import bytes_of, metrics_of, stop_after
 

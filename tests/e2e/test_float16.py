@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.nn import optimizer
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.test_resume import metrics_of, options
 
 STEPS = 2

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain import GRPOTrainer
 from posttrain.core.errors import DivergedError, RewardError, UsageError
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.rows import ROWS, write_judge, write_rows
 from tests.tiny import tiny_folder
 
@@ -73,9 +73,9 @@ def test_it_stays_one_for_fifty_steps_without_learning(tmp_path):
 def test_the_ratio_shows_sampling_that_the_trainer_is_not_told_of(tmp_path, monkeypatch):
     """The tests above mean nothing if a mismatch would not show; and it stops the run."""
     from posttrain.core.types import SamplingDistribution
-    from posttrain.train import online
+    from posttrain.train import setup
 
-    monkeypatch.setattr(online, "SamplingDistribution", lambda **_: SamplingDistribution())
+    monkeypatch.setattr(setup, "SamplingDistribution", lambda **_: SamplingDistribution())
     with pytest.raises(DivergedError, match=r"rollout.max_mismatch = 0.1"):
         train("grpo", **options(tmp_path, rollout={"temperature": 0.3}, steps=5))
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]

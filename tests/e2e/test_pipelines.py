@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.commands import command, rows_of, start, wait_until
 
 PROMPTS, N, ITERATIONS = 16, 8, 2

@@ -10,7 +10,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import newest_valid, verify
 from posttrain.core.errors import CheckpointError, Stopped, UsageError
 from posttrain.core.logging import Log, is_wall_clock
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.rows import write_judge, write_rows
 
 STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5

@@ -92,7 +92,7 @@ def test_a_lost_learner_is_named_and_the_run_goes_on_from_its_last_checkpoint(tm
     assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5]
     said = " ".join(done.stderr.split())
     assert "actor worker, rank 1 (on " in said and ", step 4)" in said and "SIGKILL" in said, done.stderr
-    assert "two/logs/worker-1.log" in said and "Go on from step 2" in said and "starting again" in said
+    assert "two/logs/worker-1.log" in said and "Resume from step 2" in said and "restarting" in said
     log = (tmp_path / "two/logs/worker-0.log").read_text()
     assert log.count("--- worker process") == 2 and "most recent call first" in log
     assert not processes_of(tmp_path)

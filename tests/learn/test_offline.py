@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.commands import rows_of
 
 SUMS = [(a, b) for a in range(10) for b in range(10)]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.rows import write_rows
 
 PRINTABLE = """

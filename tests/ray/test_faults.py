@@ -38,7 +38,7 @@ def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_
     run.until_step(1)
     lost = both.lose()
     run.until(lambda: "waiting for Ray to place" in run.said(), "a wait for another node")
-    assert f"Ray node {lost} at " in run.said() and "starting again from the last checkpoint" in run.said()
+    assert f"Ray node {lost} at " in run.said() and "restarting from the last checkpoint" in run.said()
     both.bring_back()
     assert run.wait() == 0, run.said()
     agree(tmp_path / "run", tmp_path / "one", ("loss", "grad_norm", "reward", "critic/loss"))
@@ -102,7 +102,7 @@ def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp
     said = " ".join(caplog.text.split())
     for role, number in ROLES.items():
         assert said.count(f"{role} worker, rank 0 (on ") == 1 and f", step {2 + number}) " in said, said
-    assert said.count("starting again from the last checkpoint") == again
+    assert said.count("restarting from the last checkpoint") == again
     assert said.count("the worker is replaced") == 1
     assert said.count("and does not answer a ping: it is stopped or stuck") == (
         len(ROLES) if how == signal.SIGSTOP else 0

@@ -339,11 +339,11 @@ def test_options_from_python():
 def test_a_stopped_pipeline_names_the_command_that_goes_on(configured):
     def say(line):
         if "done before" not in line:
-            raise Stopped("stopped by SIGTERM after step 3; saved. Go on: posttrain sft --out x --resume", 15)
+            raise Stopped("stopped by SIGTERM after step 3; saved. Resume: posttrain sft --out x --resume", 15)
 
     with pytest.raises(Stopped) as caught:
         run_from("rejection-sampling", configured("rejection-sampling", out="run"), say)
-    assert str(caught.value) == "stopped by SIGTERM after step 3; saved. Go on: the same command"
+    assert str(caught.value) == "stopped by SIGTERM after step 3; saved. Resume: the same command"
     assert caught.value.exit_code == 143
 
 

@@ -8,7 +8,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.e2e.rows import write_rows
 from tests.learn.test_online import PRINTABLE
 

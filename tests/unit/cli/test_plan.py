@@ -61,14 +61,14 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
     from posttrain.data.packing import pack_into_micro_batches
     from posttrain.models.loading import load_tokenizer
-    from posttrain.train.run import load_data
+    from posttrain.train.run_data import load_data
 
     algo = ALGORITHMS["dpo"](config.algo)
     data = load_data(config, algo, load_tokenizer(config.model), 263)
     tokens = sum(len(sample) for row in data.train.rows for sample in row)
     assert ledger["tokens"][0] == f"{tokens:,}"
     counts, largest = [], 0
-    for before, after in pairwise(data.rows_at):
+    for before, after in pairwise(data.examples_after):
         samples = data.stream.take(after - before)
         packs = pack_into_micro_batches(samples, 64, 2)
         counts.append(len(packs))

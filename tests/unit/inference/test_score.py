@@ -12,7 +12,7 @@ from posttrain.data.reading.examples import ChatExample
 from posttrain.inference.completion_files import new_file, read_answers, write_rows
 from posttrain.inference.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
 from posttrain.rewards.base import Rewards
-from posttrain.train import train
+from posttrain.train.launch import train
 
 CODE = """
 def length(text): return float(len(text))

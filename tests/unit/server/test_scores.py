@@ -11,7 +11,7 @@ from posttrain.rewards.base import Completion, Rewards
 from posttrain.server import app, scores
 from posttrain.server.app import ServeOptions
 from posttrain.server.metrics import ServerMetrics
-from posttrain.train import train
+from posttrain.train.launch import train
 from tests.unit.server.serving import ask, metrics_of, running
 
 TOKEN = "a-long-secret"

@@ -1,0 +1,88 @@
+"""Evaluation of the policy on prompts it does not train on: mean@n and pass@k, with confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.sections import OnlineConfig
+from posttrain.core.types import Prompt
+from posttrain.engines.base import Generator, Sampling, seed_for
+from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.records import Rollout
+from posttrain.rollout.rollouts import by_group, generate_rollouts
+from posttrain.rollout.scoring import RolloutScorer
+
+CORRECT_ABOVE = 0.5  # a completion whose first reward is above this counts as correct
+SEED_OF_EVALUATION = 0xE7A1  # keeps its random numbers apart from those of training
+
+
+class HeldOutEval:
+    """Generates and scores completions of the same prompts, with the same seeds, every time it runs."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        config: OnlineConfig,
+        sampling: Sampling,
+        scorer: RolloutScorer,
+        tokenizer: Any,
+        episodes: Callable[[Generator, Sampling], EpisodeRunner | None] = lambda *_: None,
+    ) -> None:
+        """`episodes`: returns what runs episodes with a generator, where there is an environment."""
+        self.config, self.scorer, self.tokenizer, self.episodes = config.eval, scorer, tokenizer, episodes
+        self.prompts, self.seed = prompts[: config.eval.max_rows], config.seed ^ SEED_OF_EVALUATION
+        self.sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
+
+    def run(self, generator: Generator) -> dict[str, float]:
+        n = self.config.samples_per_prompt
+        prompts = [(place, prompt) for place, prompt in enumerate(self.prompts) for _ in range(n)]
+        seeds = [seed_for(self.seed, place, k) for place in range(len(self.prompts)) for k in range(n)]
+        episodes = self.episodes(generator, self.sampling)
+        if episodes is not None:
+            rollouts = episodes.play(prompts, seeds)
+        else:
+            rollouts = generate_rollouts(generator, prompts, seeds, self.sampling, self.tokenizer)
+        self.scorer.score(rollouts, training=False)
+        return self.metrics(rollouts)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Returns means over prompts; a completion that could not be scored is left out and counted as a failure."""
+        scored = [rollout for rollout in rollouts if not rollout.failure]
+        groups = [[self.is_correct(rollout) for rollout in group] for group in by_group(scored)]
+        accuracies = [sum(correct) / len(correct) for correct in groups]
+        found = {
+            "reward": float(np.mean([rollout.sample.reward for rollout in scored])),
+            "accuracy": float(np.mean(accuracies)),
+            "accuracy_interval": half_width(accuracies),
+            "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
+            "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
+            "failures": float(len(rollouts) - len(scored)),
+        }
+        k = 2
+        while k <= self.config.samples_per_prompt:
+            passed = [pass_at(k, len(correct), sum(correct)) for correct in groups if len(correct) >= k]
+            found[f"pass@{k}"] = float(np.mean(passed))
+            found[f"pass@{k}_interval"] = half_width(passed)
+            k *= 2
+        return found
+
+    def is_correct(self, rollout: Rollout) -> bool:
+        return next(iter(rollout.rewards.values())) > CORRECT_ABOVE
+
+
+def pass_at(k: int, n: int, correct: int) -> float:
+    """Estimates without bias the probability that one of k completions is correct, where `correct` of n were.
+
+    arXiv:2107.03374, eq. 1.
+    """
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Returns half the width of the 95% confidence interval of the mean."""
+    return 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -1,0 +1,117 @@
+"""The reference model: log-probabilities of a frozen policy, which may be replaced every N steps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from posttrain.checkpoints import checkpoint
+from posttrain.core.errors import CheckpointError
+from posttrain.core.types import Sample, SamplingDistribution
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.offload import Offloader
+from posttrain.train.run import Run
+
+
+class ReferenceModel:
+    """Fills samples with the reference's log-probabilities."""
+
+    def __init__(
+        self,
+        run: Run,
+        policy: LearnerGroup,
+        model: LearnerGroup | None,
+        offloader: Offloader,
+        *,
+        distribution: SamplingDistribution,
+        sync_steps: int,
+        load: Callable[[str], LearnerGroup],
+    ) -> None:
+        """`model` None: the reference is the policy without its adapters, which start as the identity.
+
+        `sync_steps`: it is replaced by the current policy every N steps (0: never), which `load` loads from its path.
+        """
+        self.run, self.policy, self.model, self.offloader = run, policy, model, offloader
+        self.distribution, self.sync_steps, self.load = distribution, sync_steps, load
+        self.step = 0  # the reference is the policy after this step
+        self.precomputed = False
+        self.offload()
+
+    def fill(self, samples: Sequence[Sample]) -> None:
+        """Computes ref_logprobs of the samples, unless they were precomputed."""
+        if self.precomputed:
+            return
+        if self.model is None:
+            streams = self.policy.logprobs(samples, adapters=False, distribution=self.distribution)
+        else:
+            with self.offloader.on_device("reference", self.model):
+                streams = self.model.logprobs(samples, distribution=self.distribution)
+        for sample, stream in zip(samples, streams, strict=True):
+            sample.ref_logprobs = stream
+
+    def precompute(self) -> None:
+        """Computes ref_logprobs of all examples of the run and frees the model."""
+        data = self.run.data
+        self.run.log.message("computing the reference's log-probabilities of all examples")
+        datasets = [data.train, data.eval] if data.eval else [data.train]
+        for dataset in datasets:
+            dataset.rows.hold()
+        self.fill([sample for dataset in datasets for row in dataset.rows for sample in row])
+        self.precomputed = True
+        if self.model is not None:
+            self.model.workers.close()
+            self.model = None
+
+    def sync(self, step: int) -> None:
+        """Makes the reference the policy as it was after the last multiple of `sync_steps` steps.
+
+        Its weights are kept in the run directory, copied from that step's checkpoint, so that a resumed run has the
+        same reference.
+        """
+        run, every = self.run, self.sync_steps
+        wanted = step // every * every if every else 0
+        if wanted == self.step:
+            return
+        kept = run.folder.path / "reference"
+        checkpoint.remove_temporaries(kept)
+        for other in checkpoint.list_checkpoints(kept):
+            if checkpoint.step_of(other) > step:  # written by a run that got further and was then resumed from earlier
+                shutil.rmtree(other)
+        folder = kept / f"step-{wanted:08d}"
+        if not checkpoint.is_valid(folder):
+            if wanted == step and run.saved_step != step:
+                run.save(step, self.policy)
+            source = run.folder.checkpoints / folder.name / "model"
+            if not source.is_dir():
+                raise CheckpointError(
+                    f"{folder}: the reference of step {wanted} is missing, so the run cannot continue"
+                )
+
+            def write(place: Path) -> None:
+                shutil.copytree(source, place / "model", copy_function=link_or_copy)
+
+            checkpoint.write_checkpoint(kept, wanted, write)
+        assert self.model is not None, "a reference without adapters does not change"
+        self.model.workers.close()
+        self.model = self.load(str((folder / "model").absolute()))
+        self.offload()
+        self.step = wanted
+        oldest = min(map(checkpoint.step_of, checkpoint.list_checkpoints(run.folder.checkpoints)), default=step)
+        for other in checkpoint.list_checkpoints(kept):
+            if checkpoint.step_of(other) < oldest // every * every:  # no checkpoint needs it any more
+                shutil.rmtree(other)
+        run.log.message(f"the reference is now the policy of step {wanted}")
+
+    def offload(self) -> None:
+        if self.model is not None:
+            self.offloader.offload("reference", self.model)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Hard-links a file that does not change; copies it where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

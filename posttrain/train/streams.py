@@ -1,0 +1,43 @@
+"""The per-token streams that an algorithm needs besides the examples: log-probabilities and values."""
+
+from __future__ import annotations
+
+from posttrain.algorithms import Algorithm
+from posttrain.core.types import Sample
+from posttrain.train.critic import Critic, fill_values
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.reference import ReferenceModel
+
+
+class StreamFiller:
+    """Fills samples with what `algorithm.needs()` names, by the policy, the reference and the critic."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        policy: LearnerGroup,
+        reference: ReferenceModel | None,
+        critic: Critic | None = None,
+    ) -> None:
+        """`critic` None: values, if needed, come from the policy's second head."""
+        self.algorithm, self.needs = algorithm, algorithm.needs()
+        self.policy, self.reference, self.critic = policy, reference, critic
+
+    def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
+        """`keep` does not recompute ref_logprobs that an earlier call wrote.
+
+        That is right only if the same samples always come together: sums are rounded differently in another
+        micro-batch, so that values kept from another batch would make a resumed run differ in the last digits.
+        """
+        if self.reference is not None:
+            self.reference.fill([s for s in samples if s.ref_logprobs is None] if keep else samples)
+        for name in ("logprobs", "old_logprobs"):
+            if name in self.needs:
+                wanted = [sample for sample in samples if self.algorithm.is_needed(name, sample)]
+                streams = self.policy.logprobs(wanted, distribution=self.algorithm.distribution)
+                for sample, stream in zip(wanted, streams, strict=True):
+                    setattr(sample, name, stream)
+        if self.critic is not None:
+            self.critic.fill(samples)
+        elif "values" in self.needs:
+            fill_values(self.policy, samples)
