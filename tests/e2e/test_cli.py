@@ -151,7 +151,7 @@ def test_without_a_terminal_there_are_no_control_characters(tmp_path, capfd):
     assert command(*sft("--steps", 3, "--out", "run", *options)) == 0
     said = capfd.readouterr()
     assert not re.search(r"[^\n\x20-\U0010ffff]", said.out + said.err)
-    assert "data: 7 rows, 7 samples" in said.out and "steps: 3 of 3 rows" in said.out and "run: run" in said.out
+    assert "data: 7 examples, 7 samples" in said.out and "steps: 3 of 3 examples" in said.out and "run: run" in said.out
     last = next(line for line in said.out.splitlines() if line.startswith("step 3/3"))
     assert re.search(r"loss \d+\.\d+ .*tokens/s .*eta 0:00 .* GiB", last)
     assert "eval/loss" in said.out and not said.err
