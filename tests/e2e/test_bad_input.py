@@ -115,7 +115,7 @@ def test_a_row_longer_than_the_model_has_seen_is_a_warning(tmp_path, capsys):
     row = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y" * 90}]}
     lines("d.jsonl", GOOD, row)
     assert command(*sft(path=path, train="d.jsonl")) == 0
-    assert "but the model was made for 128" in capsys.readouterr().err
+    assert "but the model was trained for 128" in capsys.readouterr().err
     assert command(*sft("--data.max_tokens", 128, "--out", "short", path=path, train="d.jsonl")) == 0
     assert "was made for" not in capsys.readouterr().err
 

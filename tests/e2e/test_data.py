@@ -78,7 +78,7 @@ def test_bad_rows_stop_the_run_or_are_set_aside(options, tmp_path, capsys):
     aside = rows_of(tmp_path / "run/quarantine.jsonl")
     assert [row["origin"] for row in aside] == [f"{file}:2", f"{file}:4"] * 2  # of training and of evaluation
     said = capsys.readouterr().out
-    assert "3 rows, 3 samples" in said and "(2 quarantined)" in said and "quarantine.jsonl" in said
+    assert "3 examples, 3 samples" in said and "(2 quarantined)" in said and "quarantine.jsonl" in said
     train("sft", **chosen, steps=3, resume=True)  # loads the data again, and writes the file anew
     assert rows_of(tmp_path / "run/quarantine.jsonl") == aside
 
