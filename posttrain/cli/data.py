@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.data.check import Report
-    from posttrain.data.reading.readers import ReadProgress
+    from posttrain.data.reading.records import ReadProgress
 
 COMMANDS = {
     "check": "look at files before training: format, counts, lengths, duplicates, problems",
@@ -118,7 +118,7 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Ca
     """A bar on a terminal: part of the file, and rows so far."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from posttrain.data.reading.readers import ReadProgress
+    from posttrain.data.reading.records import ReadProgress
     from posttrain.data.reading.sources import source_parts
 
     meter = ReadProgress()

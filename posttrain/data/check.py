@@ -18,7 +18,8 @@ from posttrain.data.dataset import chunks, encode, source_format, understand
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import Example, PromptExample
 from posttrain.data.reading.formats import VERBS
-from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, source_parts
+from posttrain.data.reading.records import BadRecord, ReadProgress, Record
+from posttrain.data.reading.sources import source_parts
 
 PROBLEMS_LISTED = 20
 ROWS_SHOWN = 3

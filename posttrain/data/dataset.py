@@ -20,7 +20,8 @@ from posttrain.data.prompts import PromptStore, PromptStoreBuilder
 from posttrain.data.reading.examples import Example
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.mixture import Mixture, split_weights
-from posttrain.data.reading.sources import BadRecord, Record, SourcePart, source_parts
+from posttrain.data.reading.records import BadRecord, Record
+from posttrain.data.reading.sources import SourcePart, source_parts
 from posttrain.data.store import ExampleStore, ExampleStoreBuilder
 
 __all__ = ["Dataset", "Encoder", "ExampleStream", "load_dataset", "split_examples"]

@@ -15,7 +15,8 @@ from posttrain.core.jsonl import as_lines
 from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import ChatExample, Message, prompt_of, text_of
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Record, read_records
+from posttrain.data.reading.records import Record
+from posttrain.data.reading.sources import read_records
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from posttrain.data.preprocessing.sentences import sentences
 from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import ChatExample, Example, Message, TextExample, fault, filled_text
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

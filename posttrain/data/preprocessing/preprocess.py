@@ -40,7 +40,8 @@ from posttrain.data.preprocessing.handlers import (
 )
 from posttrain.data.preprocessing.indexed import IndexedReader, Numbers
 from posttrain.data.preprocessing.part_store import OutputFiles, PartStore, open_part_store
-from posttrain.data.reading.sources import BadRecord, ReadProgress, Record, SourcePart, source_parts
+from posttrain.data.reading.records import BadRecord, ReadProgress, Record
+from posttrain.data.reading.sources import SourcePart, source_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.data.reading.examples import fault
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 
 OPTIONAL = ("query", "system", "history", "input", "tools")  # a row may well be without
 ROLE_TAGS = {

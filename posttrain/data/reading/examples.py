@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from posttrain.core.errors import DataError
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 
 Message: TypeAlias = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
 

@@ -42,7 +42,7 @@ from posttrain.data.reading.examples import (
     turn,
     value_of,
 )
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 
 VERBS: dict[ExampleKind, tuple[str, ...]] = {
     "text": ("pretrain",),

@@ -1,10 +1,10 @@
-"""Where rows come from: a file, a folder, a pattern, one split of a folder, or a data set of a hub.
+"""Resolve the name of a data source: a file, a folder, a pattern, one split of a folder, or a dataset of a hub.
 
-    rows.jsonl    folder    folder:test    'shards/*.parquet'
+    train.jsonl   folder    folder:test    'shards/*.parquet'
     owner/name    owner/name:test    owner/name@part:test    modelscope://owner/name
 
-What exists here under that name is taken before a hub is asked. Every row knows where it stands (`file:line`), and
-whatever is wrong with a file is said with that place.
+A local file or folder of that name takes precedence over a hub. Every record has its position (`file:line`), and every
+error about a file names it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
-from posttrain.data.reading.readers import READERS, BadRecord, ReadProgress, Record, Records, extension, read_file
-
-__all__ = [
-    "READERS",
-    "BadRecord",
-    "ReadProgress",
-    "Record",
-    "SourcePart",
-    "find_files",
-    "read_records",
-    "scan_records",
-    "source_parts",
-]
+from posttrain.data.reading.readers import READERS, extension, read_file
+from posttrain.data.reading.records import BadRecord, ReadProgress, Record, Records
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SPLIT = re.compile(r"(.+):([A-Za-z_][\w.-]*)", re.ASCII | re.DOTALL)
@@ -43,7 +32,7 @@ MODELSCOPE = "modelscope://"
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A file, or a data set of a hub: something that is read from its beginning to its end."""
+    """A file, or a dataset of a hub, that is read from start to end."""
 
     name: str
     scan: Callable[[ReadProgress | None], Records]
@@ -51,21 +40,21 @@ class SourcePart:
 
 
 def read_records(name: str | Path) -> Iterator[Record]:
-    """All rows that `name` stands for; DataError at the first that cannot be read."""
-    for row in scan_records(name):
-        if isinstance(row, BadRecord):
-            raise row.error
-        yield row
+    """Read all records of a source; DataError at the first that cannot be read."""
+    for record in scan_records(name):
+        if isinstance(record, BadRecord):
+            raise record.error
+        yield record
 
 
 def scan_records(name: str | Path) -> Records:
-    """All rows that `name` stands for, the bad ones too."""
+    """Read all records of a source, bad ones included."""
     for part in source_parts(name):
         yield from part.scan(None)
 
 
 def source_parts(name: str | Path) -> list[SourcePart]:
-    """What `name` stands for, in the order of reading; UsageError if that is nothing. Downloads if need be."""
+    """Return the parts of a source in reading order, downloading if necessary; UsageError if there are none."""
     text = str(name)
     if text.startswith(MODELSCOPE):
         return [_modelscope(text)]
@@ -82,13 +71,13 @@ def _scan_file(file: Path, meter: ReadProgress | None) -> Records:
 
 
 def find_files(name: str | Path) -> list[Path]:
-    """The files that `name` stands for, in the order of their names; UsageError if there is none."""
+    """Return the files of a source, sorted by name; UsageError if there are none."""
     place, split = Path(name), ""
     found = SPLIT.fullmatch(str(name))
     if not place.exists() and found and Path(found.group(1)).exists():
         place, split = Path(found.group(1)), found.group(2)
         if place.is_file():
-            raise UsageError(f"{name}: a file has no splits; only a folder or a data set of a hub has")
+            raise UsageError(f"{name}: a file has no splits; only a folder or a dataset of a hub has")
     if place.is_dir():
         files = _files_of_folder(place, split)
     elif place.is_file():
@@ -98,18 +87,18 @@ def find_files(name: str | Path) -> list[Path]:
             pattern = str(place.relative_to(place.anchor))
             files = sorted(file for file in Path(place.anchor).glob(pattern) if file.is_file())
         except ValueError as error:
-            raise UsageError(f"{name}: not a pattern for files: {error}") from error
+            raise UsageError(f"{name}: not a valid file pattern: {error}") from error
         if not files:
             raise UsageError(f"{name}: no file matches")
     else:
         raise UsageError(f"{name}: no such file or folder")
     for file in files:
         if extension(file) not in READERS:
-            raise UsageError(f"{file}: unknown kind of file; known are {known_extensions()}")
+            raise UsageError(f"{file}: unknown file type; supported are {known_extensions()}")
     kinds = sorted({extension(file) for file in files})
     if len(kinds) > 1:
         raise UsageError(
-            f"{name}: holds files of several kinds ({', '.join(kinds)}); name the ones you mean, as *{kinds[0]}"
+            f"{name}: has files of several types ({', '.join(kinds)}); choose one with a pattern such as *{kinds[0]}"
         )
     return files
 
@@ -118,28 +107,30 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     visible = (file for file in folder.rglob("*") if not any(p[0] == "." for p in file.relative_to(folder).parts))
     files = sorted(file for file in visible if file.is_file() and extension(file) in READERS)
     if not files:
-        raise UsageError(f"{folder}: the folder has no data files; known are {known_extensions()}")
+        raise UsageError(f"{folder}: the folder has no data files; supported are {known_extensions()}")
     splits = sorted({_split_of(file, folder) for file in files} - {""})
     if split:
         chosen = [file for file in files if _split_of(file, folder, split) == split]
         if not chosen:
-            there = f"; there are {', '.join(splits)}" if splits else ""
-            raise UsageError(f"{folder}:{split}: no file of the folder is named {split} or {split}-...{there}")
+            there = f"; its splits are {', '.join(splits)}" if splits else ""
+            raise UsageError(f"{folder}:{split}: the folder has no file named {split} or {split}-...{there}")
         return chosen
     if set(splits) - {"train"} and len({_split_of(file, folder) for file in files}) > 1:
-        raise UsageError(f"{folder}: holds files of several splits ({', '.join(splits)}); say which: {folder}:train")
+        raise UsageError(
+            f"{folder}: has files of several splits ({', '.join(splits)}); choose one, for example {folder}:train"
+        )
     return files
 
 
 def _split_of(file: Path, folder: Path, *more: str) -> str:
-    """The split that a file's name, or that of a folder around it, begins with: train-00000-of-00002.parquet."""
+    """Return the split that the name of a file or of its folders begins with: train-00000-of-00002.parquet."""
     words = [re.split(r"[^A-Za-z]", part, maxsplit=1)[0] for part in reversed(file.relative_to(folder).parts)]
     whole = [part.split(".")[0] for part in reversed(file.relative_to(folder).parts)]
     return next((word for word in (*whole, *words) if word in (*SPLITS, *more)), "")
 
 
 def known_extensions() -> str:
-    """The extensions of files that can be read, for messages."""
+    """Return the supported file extensions, for messages."""
     return ", ".join(READERS) + " (each also with .gz)"
 
 
@@ -147,7 +138,7 @@ def known_extensions() -> str:
 
 
 def _is_hub_name(text: str) -> bool:
-    """What is not here, looks like owner/name, and does not end as a file does."""
+    """Whether a name looks like owner/name, does not exist locally, and has no file extension."""
     found = HUB_NAME.fullmatch(text)
     if not found or Path(text).exists() or Path(found["name"]).exists():
         return False
@@ -157,17 +148,17 @@ def _is_hub_name(text: str) -> bool:
 def _hub(text: str) -> SourcePart:
     found = HUB_NAME.fullmatch(text)
     assert found is not None
-    nowhere = f"{text}: no such file or folder"
+    not_found = f"{text}: no such file or folder"
     try:
         import datasets
         import huggingface_hub
     except ImportError as error:
-        raise UsageError(f"{nowhere}; if it is a data set of the hub: pip install datasets") from error
+        raise UsageError(f"{not_found}; to read a dataset of the hub: pip install datasets") from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    offline = datasets.config.HF_HUB_OFFLINE or not _answers(datasets.config.HF_ENDPOINT)
+    offline = datasets.config.HF_HUB_OFFLINE or not _is_reachable(datasets.config.HF_ENDPOINT)
     name, part, split = found["name"], found["part"], found["split"]
-    if offline:  # else every file is tried for half a minute; what was downloaded before is still found
+    if offline:  # avoids a long timeout per file; downloaded datasets are still found
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         if part is None:
@@ -176,15 +167,19 @@ def _hub(text: str) -> SourcePart:
             loaded = datasets.load_dataset(name, part)
         else:
             loaded = datasets.load_dataset(name, data_dir=part)
-    except Exception as error:  # whatever the network, the hub and a foreign data set can do wrong
-        reason = "the hub cannot be reached, and its cache has none" if offline else f"from the hub: {_reason(error)}"
-        raise UsageError(f"{nowhere}, and {reason}") from error
+    except Exception as error:  # network, hub and dataset code can raise anything
+        reason = (
+            "the hub is unreachable and the dataset is not in its cache"
+            if offline
+            else f"from the hub: {_reason(error)}"
+        )
+        raise UsageError(f"{not_found}, and {reason}") from error
     return SourcePart(text, partial(_scan_table, text, _one_split(text, loaded, split)))
 
 
-def _answers(address: str) -> bool:
-    """Whether there is anybody at an address of the net."""
-    if urllib.request.getproxies():  # cannot be judged from here
+def _is_reachable(address: str) -> bool:
+    """Whether a server accepts connections at an address."""
+    if urllib.request.getproxies():  # a proxy answers for the server, so this test would not tell
         return True
     place = urlsplit(address)
     try:
@@ -197,7 +192,7 @@ def _answers(address: str) -> bool:
 def _modelscope(text: str) -> SourcePart:
     found = HUB_NAME.fullmatch(text.removeprefix(MODELSCOPE))
     if found is None:
-        raise UsageError(f"{text}: expected {MODELSCOPE}owner/name, with @part and :split if need be")
+        raise UsageError(f"{text}: expected {MODELSCOPE}owner/name, optionally with @part and :split")
     try:
         from modelscope.msdatasets import MsDataset
     except ImportError as error:
@@ -206,14 +201,14 @@ def _modelscope(text: str) -> SourcePart:
     try:
         loaded = MsDataset.load(found["name"], split=found["split"] or "train", **options)
         table = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
-    except Exception as error:  # as above
+    except Exception as error:  # as in _hub
         raise UsageError(f"{text}: from ModelScope: {_reason(error)}") from error
     return SourcePart(text, partial(_scan_table, text, table))
 
 
 @cache
 def modelscope_model(text: str) -> str:
-    """The folder with a model of ModelScope (`modelscope://owner/name`), downloaded if it is not here yet."""
+    """Return the folder of a model of ModelScope (`modelscope://owner/name`), downloading it if necessary."""
     name = text.removeprefix(MODELSCOPE)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
         raise UsageError(f"model.path: {text}: expected {MODELSCOPE}owner/name")
@@ -223,17 +218,17 @@ def modelscope_model(text: str) -> str:
         raise UsageError(f"model.path: {text}: needs the package modelscope: pip install modelscope") from error
     try:
         return str(snapshot_download(name))
-    except Exception as error:  # as above
+    except Exception as error:  # as in _hub
         raise UsageError(f"model.path: {text}: from ModelScope: {_reason(error)}") from error
 
 
 def _one_split(text: str, loaded: Any, split: str | None) -> Any:
-    """The split that is asked for, or train, or the only one."""
+    """Return the requested split, or train, or the only one."""
     there = list(loaded)
     wanted = split or ("train" if "train" in there or len(there) != 1 else there[0])
     if wanted not in there:
         plain = text.removesuffix(f":{split}")
-        raise UsageError(f"{text}: the data set has no split {wanted}; say which: {plain}:{{{','.join(there)}}}")
+        raise UsageError(f"{text}: the dataset has no split {wanted}; choose one of {plain}:{{{','.join(there)}}}")
     return loaded[wanted]
 
 
@@ -242,7 +237,7 @@ def _scan_table(text: str, table: Iterable[dict[str, Any]], _: ReadProgress | No
     for number, values in enumerate(table, start=1):
         yield Record(dict(values), f"{text}:row {number}")
     if not number:
-        raise UsageError(f"{text}: the data set has no rows")
+        raise UsageError(f"{text}: the dataset has no examples")
 
 
 def _reason(error: Exception) -> str:

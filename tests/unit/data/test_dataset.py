@@ -263,7 +263,7 @@ def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
     assert kept[3]["reason"] == "completion: null" and kept[3]["row"] == {"prompt": "a", "completion": None}
     assert "missing column" in kept[2]["reason"] and "nothing of the response is left" in kept[5]["reason"]
     assert kept[6]["row"] == '{"a": "\\xff"}\n' and kept[7]["row"] == '{"prompt": "cut'
-    assert "UTF-8" in kept[6]["reason"] and "was it cut off?" in kept[7]["reason"]
+    assert "UTF-8" in kept[6]["reason"] and "is it truncated?" in kept[7]["reason"]
     only_counted = load_dataset([file], encoder("chat", max_tokens=60, on_bad_row="quarantine"))
     assert only_counted.counts == data.counts and only_counted.fingerprint == data.fingerprint
 

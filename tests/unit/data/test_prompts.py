@@ -6,7 +6,7 @@ from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 from tests.unit.data.made import byte_level
 
 ROWS = [

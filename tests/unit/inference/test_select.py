@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading.formats import recognise
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 from posttrain.inference.completion_files import Answer, read_answers
 from posttrain.inference.select import METHODS, best_of_n, condition, pairs, threshold, top_fraction
 

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 from tests.unit.data.reading.test_formats import bot, read, system, user
 
 

@@ -14,7 +14,7 @@ from posttrain.data.reading.examples import (
     TextExample,
 )
 from posttrain.data.reading.formats import FORMATS, VERBS, SourceFormat
-from posttrain.data.reading.sources import Record
+from posttrain.data.reading.records import Record
 
 MARK = "ки"
 

@@ -1,4 +1,4 @@
-"""Readers: bad rows are reported and reading goes on; nothing is lost in silence; memory stays bounded."""
+"""Readers: bad records are reported and reading continues; nothing is lost silently; memory stays bounded."""
 
 import csv
 import gzip
@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError, UsageError
-from posttrain.data.reading import readers
-from posttrain.data.reading.readers import READERS, BadRecord, ReadProgress, Record, read_file
+from posttrain.data.reading import csv_files, json_array, text_lines
+from posttrain.data.reading.readers import READERS, read_file
+from posttrain.data.reading.records import BadRecord, ReadProgress, Record
 
 
 def write(tmp_path, name, data):
@@ -24,7 +25,7 @@ def write(tmp_path, name, data):
 
 
 def scan(path):
-    """(place, values or reason) of every row."""
+    """(position, values or reason) of every record."""
     return [
         (row.origin.removeprefix(f"{path}:"), row.values if isinstance(row, Record) else row.reason)
         for row in read_file(path)
@@ -32,7 +33,7 @@ def scan(path):
 
 
 @pytest.mark.parametrize("zipped", ["", ".gz"])
-def test_reading_goes_on_behind_bad_lines(tmp_path, zipped):
+def test_reading_continues_after_bad_lines(tmp_path, zipped):
     lines = [
         b'\xef\xbb\xbf{"a": 1}\r\n',
         b'{"a": }\n',
@@ -48,11 +49,11 @@ def test_reading_goes_on_behind_bad_lines(tmp_path, zipped):
     assert [place for place, _ in found] == ["1", "2", "4", "5", "6", "7", "8", "9"]
     assert found[0][1] == {"a": 1} and found[6][1] == {"a": 2}
     reasons = [found[at][1] for at in (1, 2, 3, 4, 5, 7)]
-    words = ("character 7", "UTF-8 at byte 8", "NUL byte at byte 8", "found list", "surrogate", "was it cut off?")
+    words = ("character 7", "UTF-8 at byte 8", "NUL byte at byte 8", "found list", "surrogate", "is it truncated?")
     assert all(word in reason for word, reason in zip(words, reasons, strict=True)), reasons
 
 
-def test_the_raw_text_of_a_bad_row_is_kept(tmp_path):
+def test_the_raw_text_of_a_bad_record_is_kept(tmp_path):
     path = write(tmp_path, "a.jsonl", b'{"a": "\xff"}\n')
     (bad,) = read_file(path)
     assert (
@@ -60,7 +61,7 @@ def test_the_raw_text_of_a_bad_row_is_kept(tmp_path):
     )
 
 
-def test_a_list_goes_on_behind_broken_objects(tmp_path):
+def test_reading_a_list_continues_after_broken_objects(tmp_path):
     text = b'[{"a": 1},\n{"a": x, "b": "}, {"},\n{"a": "\xff"},\n"b", 7, [{}],\n{"a": 2} {"a": 3},\n{"a": 4}\n]'
     found = scan(write(tmp_path, "a.json", text))
     assert [place for place, _ in found] == ["1", "2", "3", "4", "row 5", "row 6", "5", "row 8", "6"]
@@ -71,13 +72,13 @@ def test_a_list_goes_on_behind_broken_objects(tmp_path):
 
 
 @pytest.mark.parametrize("tail", ['{"a": "x', '{"a": [1, 2', "{", '{"a": 2}', "tru", '"'])
-def test_a_list_that_was_cut_off_says_so(tmp_path, tail):
+def test_a_truncated_list_is_reported(tmp_path, tail):
     *good, last = scan(write(tmp_path, "a.json", '[{"a": 1},\n' + tail))
-    assert good[0] == ("1", {"a": 1}) and "was it cut off?" in last[1]
+    assert good[0] == ("1", {"a": 1}) and "is it truncated?" in last[1]
 
 
 def test_lists_longer_than_a_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK", 7)
+    monkeypatch.setattr(json_array, "BLOCK", 7)
     rows = [{"a": "é" * n, "b": [n, {"c": '"]}\\'}], "d": 12345.5, "e": True} for n in range(40)]
     path = write(tmp_path, "a.json", json.dumps(rows, ensure_ascii=False, indent=1))
     assert [values for _, values in scan(path)] == rows
@@ -85,7 +86,7 @@ def test_lists_longer_than_a_block(tmp_path, monkeypatch):
     assert [found for _, found in scan(numbers)][2] == {} and len(scan(numbers)) == 3
 
 
-def test_csv_goes_on_behind_bad_rows(tmp_path):
+def test_reading_csv_continues_after_bad_rows(tmp_path):
     text = b'a,b\n1,2\n1,2,3\n"x"y,2\n"two\nlines \xff",2\n3,4\n'
     found = scan(write(tmp_path, "a.csv", text))
     assert [place for place, _ in found] == ["2", "3", "4", "5", "7"]
@@ -93,7 +94,7 @@ def test_csv_goes_on_behind_bad_rows(tmp_path):
     assert "3 fields" in found[1][1] and "broken CSV" in found[2][1] and "line 6: invalid UTF-8" in found[3][1]
 
 
-def test_arrow_rows_are_judged_one_by_one(tmp_path):
+def test_arrow_rows_are_checked_one_by_one(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     good, bad = pyarrow.array(["fine", "also"]), pyarrow.array([b"\xff\xfe"]).cast(pyarrow.binary())
     broken = pyarrow.StringArray.from_buffers(1, bad.buffers()[1], bad.buffers()[2])
@@ -106,7 +107,7 @@ def test_arrow_rows_are_judged_one_by_one(tmp_path):
     assert "UTF8" in found[2][1] and [v["text"] for _, v in found if isinstance(v, dict)] == ["fine", "also"] * 2
 
 
-# Large rows
+# Large records
 
 
 def peak_of(path):
@@ -121,8 +122,8 @@ def peak_of(path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.arrow"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     peaks = []
-    for rows in (2_000, 20_000):
-        values = [{"text": f"{n} " + "word " * 60} for n in range(rows)]
+    for count in (2_000, 20_000):
+        values = [{"text": f"{n} " + "word " * 60} for n in range(count)]
         path = tmp_path / name
         if name.endswith((".parquet", ".arrow")):
             pyarrow = pytest.importorskip("pyarrow")
@@ -143,13 +144,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
             text = "\n".join(map(json.dumps, values)) if name == "a.jsonl" else json.dumps(values)
             path.write_text("\n".join(row["text"] for row in values) if name == "a.txt" else text)
         found, peak = peak_of(path)
-        assert found == rows
+        assert found == count
         peaks.append(peak)
-    assert peaks[1] < 1.5 * peaks[0] + 2**22, peaks  # 6 MB of rows, ten times as many as before
+    assert peaks[1] < 1.5 * peaks[0] + 2**22, peaks  # 6 MB, ten times as much as before
 
 
 def test_a_line_beyond_the_limit_is_refused_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "ROW_LIMIT", 2**20)
+    for module in (text_lines, json_array, csv_files):
+        monkeypatch.setattr(module, "RECORD_LIMIT", 2**20)
     long = '{"a": "' + "x" * 20_000_000 + '"}\n'
     path = write(tmp_path, "a.jsonl", '{"a": 1}\n' + long + '{"a": 2}\n')
     (_, first), (place, reason), (_, last) = scan(path)
@@ -169,20 +171,20 @@ def test_a_line_beyond_the_limit_is_refused_without_being_held(tmp_path, monkeyp
 
 
 def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "ROW_LIMIT", 100)
+    monkeypatch.setattr(text_lines, "RECORD_LIMIT", 100)
     row = json.dumps({"a": "x" * 91})
     assert len(row) == 100
     assert len(scan(write(tmp_path, "a.jsonl", row + "\n" + row))) == 2
     found = scan(write(tmp_path, "b.jsonl", row + " \n" + row + "\n"))
-    assert "the row has" in found[0][1] and found[1][1] == {"a": "x" * 91}
+    assert "the example has" in found[0][1] and found[1][1] == {"a": "x" * 91}
 
 
-def test_the_meter_ends_at_the_size_of_the_file(tmp_path):
+def test_progress_ends_at_the_size_of_the_file(tmp_path):
     for name in ("a.jsonl", "b.jsonl.gz"):
         path = write(tmp_path, name, '{"a": 1}\n' * 3000)
-        meter = ReadProgress(total=path.stat().st_size)
-        half = [meter.done for _ in read_file(path, meter)][1500]
-        assert meter.done == meter.total and 0 <= half <= meter.total
+        progress = ReadProgress(total=path.stat().st_size)
+        half = [progress.done for _ in read_file(path, progress)][1500]
+        assert progress.done == progress.total and 0 <= half <= progress.total
 
 
 # Nothing is lost
@@ -190,7 +192,7 @@ def test_the_meter_ends_at_the_size_of_the_file(tmp_path):
 
 @pytest.mark.parametrize("extension", [".jsonl", ".csv", ".txt"])
 def test_every_line_of_damaged_text_is_accounted_for(tmp_path, extension):
-    """Bytes are overwritten by others that are no line ends and no quotes: as many rows as before, good or bad."""
+    """Bytes are overwritten, but not line ends and quotes: the number of records, good or bad, stays the same."""
     path = tmp_path / f"a{extension}"
     lines = {
         ".jsonl": [json.dumps({"a": n, "b": "text é" * (n % 3)}) for n in range(12)],
@@ -219,8 +221,8 @@ def test_every_line_of_damaged_text_is_accounted_for(tmp_path, extension):
     check()
 
 
-def test_every_character_of_a_damaged_list_is_in_a_row(tmp_path):
-    """What is neither in a good row nor between rows is in the raw text of a bad one."""
+def test_every_character_of_a_damaged_list_is_in_a_record(tmp_path):
+    """Text that is neither in a good record nor between records is in the raw text of a bad one."""
     path = tmp_path / "a.json"
     whole = json.dumps([{"a": n, "b": ["x,y", {"c": "]"}]} for n in range(6)]).encode()
 

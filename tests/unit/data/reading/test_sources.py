@@ -114,8 +114,8 @@ def test_splits_of_a_folder(tmp_path):
 
     assert names_of("train") == list(names[:2]) and names_of("test") == ["test.jsonl"]
     assert names_of("validation") == ["validation/part.jsonl"]
-    assert "several splits (test, train, validation); say which: FILE:train" in refusal(tmp_path, UsageError)
-    with pytest.raises(UsageError, match=r"no file of the folder is named dev .*there are test, train, validation"):
+    assert "several splits (test, train, validation); choose one, " in refusal(tmp_path, UsageError)
+    with pytest.raises(UsageError, match=r"no file named dev .*its splits are test, train, validation"):
         names_of("dev")
     with pytest.raises(UsageError, match="a file has no splits"):
         list(read_records(f"{tmp_path / 'test.jsonl'}:test"))
@@ -140,7 +140,7 @@ def stand_in(monkeypatch, **functions):
     for name, function in functions.items():
         setattr(module, name, function)
     monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr(sources, "_answers", lambda address: True)
+    monkeypatch.setattr(sources, "_is_reachable", lambda address: True)
     return module
 
 
@@ -159,7 +159,7 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
     assert found == {"o/n": [1, 2], "o/n:test": [3], "o/n@main": [1, 2], "o/n@sub/x": [1, 2]}
     assert asked == [("o/n", None, None)] * 2 + [("o/n", "main", None), ("o/n", None, "sub/x")]
     assert [row.origin for row in read_records("o/n:test")] == ["o/n:test:row 1"]
-    assert refusal("o/n:dev", UsageError) == "FILE: the data set has no split dev; say which: o/n:{train,test}"
+    assert refusal("o/n:dev", UsageError) == "FILE: the dataset has no split dev; choose one of o/n:{train,test}"
 
 
 def test_what_is_here_comes_before_the_hub(monkeypatch, tmp_path):
@@ -177,7 +177,7 @@ def test_hubs_that_cannot_be_asked(monkeypatch, tmp_path):
     message = refusal("owner/name", UsageError)
     assert message.startswith("FILE: no such file or folder") and "pip install datasets" in message
     assert "pip install 'modelscope" in refusal("modelscope://owner/name", UsageError)
-    assert "expected modelscope://owner/name, with" in refusal("modelscope://a b", UsageError)
+    assert "expected modelscope://owner/name, optionally with" in refusal("modelscope://a b", UsageError)
 
     def fails(name):
         raise ConnectionError("no route\nto host")
@@ -212,27 +212,27 @@ def test_places_that_cannot_be_read(tmp_path):
     assert refusal(tmp_path / "no*.jsonl", UsageError) == "FILE: no file matches"
     assert "no data files" in refusal(tmp_path, UsageError)
     message = refusal(write(tmp_path, "a.xml", "<a/>"), UsageError)
-    assert message.startswith("FILE: unknown kind of file") and all(name in message for name in READERS)
+    assert message.startswith("FILE: unknown file type") and all(name in message for name in READERS)
     write(tmp_path, "a.jsonl", "{}")
     write(tmp_path, "b.csv", "a\n1\n")
-    assert "several kinds (.csv, .jsonl)" in refusal(tmp_path, UsageError)
+    assert "several types (.csv, .jsonl)" in refusal(tmp_path, UsageError)
 
 
 @pytest.mark.parametrize("name", [f"a{kind}{zipped}" for kind in READERS for zipped in ("", ".gz")])
 def test_empty_files(tmp_path, name):
-    assert refusal(write(tmp_path, name, "")) == "FILE: the file has no rows"
+    assert refusal(write(tmp_path, name, "")) == "FILE: the file has no examples"
 
 
 @pytest.mark.parametrize(("name", "data"), [("a.jsonl", "\n \n"), ("a.json", "[ ]"), ("a.csv", "a\n"), ("a.txt", "\n")])
 def test_files_without_a_row(tmp_path, name, data):
-    assert refusal(write(tmp_path, name, data)) == "FILE: the file has no rows"
+    assert refusal(write(tmp_path, name, data)) == "FILE: the file has no examples"
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
         ("a.jsonl", '{"a": 1}\n{"a": }\n{"a": 1}\n', "FILE:2: broken JSON at character 7"),
-        ("a.jsonl", '{"a": 1}\n{"a": "tex', "FILE:2: broken JSON at character 7: .* was it cut off"),
+        ("a.jsonl", '{"a": 1}\n{"a": "tex', "FILE:2: broken JSON at character 7: .* is it truncated"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "FILE:2: expected an object with named columns, found list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "FILE:2: invalid UTF-8 at byte 8"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\0"}\n', "FILE:2: NUL byte at byte 8"),
@@ -240,7 +240,7 @@ def test_files_without_a_row(tmp_path, name, data):
         ("a.jsonl", "[" * 100_000, "FILE:1: broken JSON: nested too deeply"),
         ("a.jsonl", '{"a": ' + "9" * 5000 + "}", "FILE:1: broken JSON: .*digits"),
         ("a.json", '[\n{"a": 1},\n{"a": x}]', "FILE:3: broken JSON"),
-        ("a.json", '[\n{"a": 1},\n{"a": 2}', "FILE:3: broken JSON: expected .* was it cut off"),
+        ("a.json", '[\n{"a": 1},\n{"a": 2}', "FILE:3: broken JSON: expected .* is it truncated"),
         ("a.json", '[\n{"a": 1}\n{"a": 2}]', "FILE:3: broken JSON: expected ',' or ']' after an object, found '{'"),
         ("a.json", '[\n{"a": 1},\n]', "FILE:3: broken JSON"),
         ("a.json", '[{"a": 1}]\n\nx', "FILE:3: broken JSON: text after the end"),
@@ -265,7 +265,7 @@ def test_damaged_gzip(tmp_path):
     cut, foreign = tmp_path / "cut.jsonl.gz", tmp_path / "foreign.jsonl.gz"
     cut.write_bytes(whole[:-20])
     foreign.write_bytes(b'{"a": 1}')
-    assert "cut off" in refusal(cut)
+    assert "truncated" in refusal(cut)
     assert "not a valid gzip file" in refusal(foreign)
 
 
