@@ -55,8 +55,10 @@ lint: setup
 bench: setup
 	$(BIN)/python -m bench
 
+# The reference of commands from the code, then the site in site/; a wrong link fails the build.
 docs: setup
 	$(BIN)/python -m posttrain.cli.reference > docs/commands.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # Without posttrain.egg-info, which would add the files that it lists, present or not.
 dist: setup

@@ -29,7 +29,8 @@ DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "AGENTS.md",
-    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+    "CHANGELOG.md",
+    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -330,3 +331,12 @@ def test_links_lead_somewhere(document):
         assert place.exists(), f"{document}: {target}"
         if anchor:
             assert anchor in anchors(place.resolve().relative_to(ROOT)), f"{document}: {target}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """The navigation names every page, and every link and anchor between pages is right."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "<math" in (tmp_path / "site/losses.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
