@@ -213,7 +213,23 @@ def machine(folder: Path, cache: Path) -> list[Finding]:
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
     findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not tried)"))
+    findings.append(sandbox())
     return findings
+
+
+def sandbox() -> Finding:
+    """Whether the verifier `code` can isolate programs that a model writes, and what limits their memory."""
+    from posttrain.sandbox.cgroups import parent_groups
+    from posttrain.sandbox.programs import isolation
+
+    mode, problem = isolation()
+    if mode == "unprotected":
+        found = f"programs cannot be isolated, so the reward `code` refuses to run them: {problem}"
+        return Finding("sandbox", found, "note", fix="see docs/rewards.md, The sandbox of `code`")
+    rights = "without user namespaces, as root" if mode == "root" else "in user namespaces"
+    grouped = any("memory" in group.files for group in parent_groups())
+    memory = "limited by a control group" if grouped else "added up every 20 ms (no control group)"
+    return Finding("sandbox", f"programs are isolated {rights}; their memory is {memory}")
 
 
 def disk(name: str, folder: Path, fix: str, state: State) -> Finding:

@@ -40,7 +40,7 @@ def test_a_sound_machine_exits_with_0(capsys):
     assert f"python: {platform.python_version()} (>=3.11)" in out
     for name in ("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "wandb", "ray", "vllm"):
         assert f" {name}: " in out
-    assert all(word in out for word in ("device", "cores", "memory", "run folder", "hub cache", "hub: "))
+    assert all(word in out for word in ("device", "cores", "memory", "run folder", "hub cache", "hub: ", "sandbox: "))
     assert "\x1b" not in out
     assert out.splitlines()[-1] == "Everything required is here."
 
@@ -159,3 +159,13 @@ def test_no_optional_package_is_imported():
     program += "print([m for m in ('transformers', 'peft', 'bitsandbytes', 'wandb', 'pyarrow') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_protects_from_programs_of_a_model_is_shown(monkeypatch):
+    monkeypatch.setattr("posttrain.sandbox.programs.isolation", lambda: ("user", ""))
+    monkeypatch.setattr("posttrain.sandbox.cgroups.parent_groups", lambda: ())
+    found = doctor.sandbox()
+    assert found.state == "ok" and "in user namespaces" in found.found and "no control group" in found.found
+    monkeypatch.setattr("posttrain.sandbox.programs.isolation", lambda: ("unprotected", "unshare: not permitted"))
+    found = doctor.sandbox()
+    assert found.state == "note" and "refuses to run them: unshare: not permitted" in found.found and found.fix
