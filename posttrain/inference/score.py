@@ -195,7 +195,7 @@ def score(
             for of_answer, verdict in zip(said, model.verdicts(chunk), strict=True):
                 of_answer[place] = verdict
         if models:
-            rewards.conclude(completions, said)
+            rewards.run_combiner(completions, said)
         verdicts += said
         if begun is not None:
             begun.add(said)

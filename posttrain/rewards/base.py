@@ -82,7 +82,7 @@ class Rewards:
         return self.specs[-1] if self.specs and self.specs[-1].combines else None
 
     @property
-    def at_once(self) -> int:
+    def parallel_completions(self) -> int:
         """The number of completions that keeps all child processes busy."""
         return CHUNK * len(self._pool.workers)
 
@@ -111,19 +111,21 @@ class Rewards:
         if self.combiner is not None:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
-    def score(self, completions: Sequence[Completion], among: int = 0) -> list[list[Verdict | None]]:
-        """Score completions: [completion][reward]; None for a reward model, after which `conclude` must be called.
+    def score(self, completions: Sequence[Completion], batch_size: int = 0) -> list[list[Verdict | None]]:
+        """Score completions: [completion][reward]; None for a reward model, after which `run_combiner` must be called.
 
-        `among`: the number of completions in the whole batch, if these are a part of it.
+        `batch_size`: the number of completions in the whole batch, if these are a part of it.
         """
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
         indices = [index for index, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
-        self._run(indices, completions, verdicts, among)
+        self._run(indices, completions, verdicts, batch_size)
         if not self.models:
-            self.conclude(completions, verdicts, among)
+            self.run_combiner(completions, verdicts, batch_size)
         return verdicts
 
-    def conclude(self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]], among: int = 0) -> None:
+    def run_combiner(
+        self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]], batch_size: int = 0
+    ) -> None:
         """Call the combining function, if there is one, now that all other verdicts are there."""
         if self.combiner is None:
             return
@@ -135,14 +137,14 @@ class Rewards:
             else:
                 complete.append(replace(completion, columns=completion.columns | {REWARDS: values}))
                 rows.append(row)
-        self._run([len(self.specs) - 1], complete, rows, among)
+        self._run([len(self.specs) - 1], complete, rows, batch_size)
 
     def _run(
         self,
         indices: Sequence[int],
         completions: Sequence[Completion],
         verdicts: list[list[Verdict | None]],
-        among: int,
+        batch_size: int,
     ) -> None:
         """Score completions with the rewards of these indices; fills in their columns of `verdicts`."""
         jobs = {
@@ -150,7 +152,7 @@ class Rewards:
             for index in indices
             for start in range(0, len(completions), CHUNK)
         }
-        self._pool.run(list(jobs.values()), max_timeouts=int(self.max_failure_rate * (among or len(completions))))
+        self._pool.run(list(jobs.values()), max_timeouts=int(self.max_failure_rate * (batch_size or len(completions))))
         for (index, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None

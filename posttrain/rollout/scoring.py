@@ -49,7 +49,7 @@ class RolloutScorer:
             for row, score in zip(verdicts, model_scores(scorable), strict=True):
                 row[index] = Verdict(value=score, kind="ok")
         if self.models:
-            self.rewards.conclude(self.completions(scorable), verdicts)
+            self.rewards.run_combiner(self.completions(scorable), verdicts)
         for rollout, row in zip(scorable, verdicts, strict=True):
             self.write(rollout, row)
         if training or self.statistics is None:
@@ -156,7 +156,7 @@ class EarlyScoring:
 
     def __init__(self, scorer: RolloutScorer, count: int) -> None:
         self.scorer, self.count = scorer, count
-        self.batch_size = max(1, min(scorer.rewards.at_once, count // 4))
+        self.batch_size = max(1, min(scorer.rewards.parallel_completions, count // 4))
         self.queue: SimpleQueue[Rollout | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self.run, name="early rewards", daemon=True)

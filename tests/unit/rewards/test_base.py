@@ -32,7 +32,7 @@ def test_names_are_unique_and_models_are_left_to_the_trainer(tmp_path):
 
 
 def test_a_function_that_combines_without_reward_models():
-    """Without reward models nothing has to call `conclude`: the combined value is the sum."""
+    """Without reward models nothing has to call `run_combiner`: the combined value is the sum."""
     mine = f"{ROOT}/examples/reward.py"
     with Rewards(["gsm8k", f"{mine}:short", f"combine:{mine}:gated"], workers=1, max_failure_rate=1.0) as rewards:
         rewards.check(["ground_truth"])
