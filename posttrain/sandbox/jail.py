@@ -119,6 +119,7 @@ def enter_user_namespace() -> None:
 
 def init(settings: dict[str, Any], status: int, uid: int, alive: int) -> NoReturn:
     """Build the file system, give up all privileges, start the program and wait for it."""
+    os.setsid()  # out of the process group of `outer`, which the program could signal
     build_root(settings, INSIDE_UID if settings["mode"] == "user" else uid)
     drop_privileges(uid if settings["mode"] == "root" else None)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program, which has the same user id, cannot change this process

@@ -322,6 +322,7 @@ def test_standard_input_cannot_be_changed(run):
 def test_it_cannot_reach_other_processes(run):
     tries = attempt("os.kill(1, 9)", f"os.kill({os.getpid()}, 9)", "os.setpriority(os.PRIO_PROCESS, 1, 19)")
     assert printed(run(tries)) == ["done", "No such process", "Function not implemented"]  # process 1 ignores signals
+    assert run("import os\nos.kill(0, 9)").code == 128 + 9  # its own process group
     limit = "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))"
     assert "Function not implemented" in run(limit).errors
 
