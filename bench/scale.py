@@ -142,11 +142,11 @@ def move_on_the_device() -> None:
     with saved_model(SHAPES["7b"]) as path:
         options = {"trainable": False, "sampler_copy": True, "layout": ParallelLayout(always=True)}
         learner = Learner(ModelConfig(path=path), UpdateConfig(), **options)
-        for _ in range(ROUNDS):
-            learner.version += 1  # as a step of the optimizer does
+        for version in range(ROUNDS):
+            learner.up_to_date.clear()  # as a step of the optimizer does
             torch.cuda.synchronize()
             began = time.perf_counter()
-            learner.refresh_sampler()
+            learner.update_sampler(version)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
             print(f"scale: 7B, float32 shards -> bfloat16 copy on one device: {seconds:.3f} s", flush=True)

@@ -25,6 +25,12 @@ Floats = npt.NDArray[np.float32]
 Unit = Literal["token", "sample", "group"]
 ExampleKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what an algorithm trains on
 Head = Literal["token", "score"]
+WeightVersion = int
+"""Which training step weights come from: the number of steps after which they were the policy's; 0: the initial ones.
+
+The online loop counts its steps; that is the only counter. Generators are given the version together with the weights
+and record it in the samples that they generate with them.
+"""
 
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
 SCALARS = ("reward", "label", "margin", "baseline")
@@ -61,8 +67,8 @@ class Sample:
     baseline: float = 0.0  # written by the algorithm's assign_credit() over the whole batch
     # Where it comes from.
     group: int = 0  # samples of one prompt (or the two of a pair) share it
-    version: int = 0  # of the weights that drew its first token
-    newest: int = 0  # of those that drew its last one: newer, if they changed under way
+    version: WeightVersion = 0  # of the weights that generated its first token
+    newest: WeightVersion = 0  # of those that generated its last token: larger, if they changed in between
     finish: str = ""  # stop, length, error
     origin: str = ""  # file:line of its row
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from posttrain.core.types import Ints, Sample
+from posttrain.core.types import Ints, Sample, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ OnToken = Callable[[int, int], None]
 """Called with the request's index and the token, as soon as it is chosen."""
 
 
-BetweenSteps = Callable[[], int]
+BetweenSteps = Callable[[], WeightVersion]
 """Called between two steps, when no sequence is being computed: weights may change in it. Returns their version."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DataError
-from posttrain.core.types import Prompt, Sample
+from posttrain.core.types import Prompt, Sample, WeightVersion
 from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rollout.episodes import EpisodeRunner
@@ -41,7 +41,7 @@ class Rollouts:
         sampling: Sampling,
         tokenizer: Any,
         *,
-        update_weights: Callable[[int], None],
+        update_weights: Callable[[WeightVersion], None],
         phase: Phase = lambda _: nullcontext(),
         greedy_baseline: bool = False,
         episodes: EpisodeRunner | None = None,
@@ -57,43 +57,41 @@ class Rollouts:
         self.episodes = episodes
         self.recorded = recorded
         self.update_weights = update_weights
-        self.version = 0  # of the policy's weights
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
 
-    def next_batch(self) -> list[Rollout]:
-        """Return the next batch, including rollouts whose scoring failed."""
+    def next_batch(self, version: WeightVersion) -> list[Rollout]:
+        """Return the next batch, including rollouts whose scoring failed; `version`: of the policy's weights now."""
         ahead = self.config.rollout.ahead
         while len(self.batches) <= ahead:
-            self.start_batch()
+            self.start_batch(version)
         with self.phase("idle") if ahead else nullcontext():
             return self.batches.popleft().result()
 
-    def start_batch(self) -> None:
+    def start_batch(self, version: WeightVersion) -> None:
         """Start the next batch with the current weights."""
         rollout = self.config.rollout
         if not rollout.ahead:
-            self.sync_weights()
-            self.batches.append(BatchJob.completed(self.make_batch(self.version, self.phase)))
+            self.sync_weights(version)
+            self.batches.append(BatchJob.completed(self.make_batch(version, self.phase)))
             return
         if rollout.inflight:  # the batch in progress takes them too
-            self.sync_weights()
+            self.sync_weights(version)
         with self.phase("idle"):
             self.wait()  # one batch at a time: they share the generator's weights and the stream of prompts
         if not rollout.inflight:
-            self.sync_weights()
-        version = self.version
+            self.sync_weights(version)
         self.batches.append(BatchJob.start(lambda: self.make_batch(version, lambda _: nullcontext())))
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, version: WeightVersion) -> None:
         with self.phase("sync"):
-            self.update_weights(self.version)
+            self.update_weights(version)
 
     def wait(self) -> None:
         """Wait until no batch is in progress."""
         for job in self.batches:
             job.wait()
 
-    def make_batch(self, version: int, phase: Phase) -> list[Rollout]:
+    def make_batch(self, version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Make a batch: prompts, completions, rewards."""
         if self.recorded is not None:
             return self.replay_batch(self.recorded, phase)
@@ -125,7 +123,7 @@ class Rollouts:
         position, row = self.stream.next_row()
         return position, self.stream.rows[row][0]
 
-    def make_rollouts(self, prompts: list[tuple[int, Prompt]], version: int, phase: Phase) -> list[Rollout]:
+    def make_rollouts(self, prompts: list[tuple[int, Prompt]], version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Generate and score completions of all prompts; those of one prompt are neighbours and form a group."""
         n, seed = self.config.rollout.samples_per_prompt, self.config.seed
         repeated = [prompt for prompt in prompts for _ in range(n)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +21,17 @@ from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import Batch, Floats, ForwardRequest, Head, Objective, Outputs, Sample, SamplingDistribution
+from posttrain.core.types import (
+    Batch,
+    Floats,
+    ForwardRequest,
+    Head,
+    Objective,
+    Outputs,
+    Sample,
+    SamplingDistribution,
+    WeightVersion,
+)
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
@@ -101,7 +110,8 @@ class Learner:
             options: dict[str, Any] = {"device": self.device, "trainable": False, "seed": seed, "shards": self.shards}
             taught = load_model(teacher, "token", **options)
         valued = new_value_head(self.model, seed) if value_head else None
-        self.copies: dict[str, Copy] = {}  # to generate with, where this process holds a part of the model only
+        self.copies: dict[str, ModelRunner] = {}  # whole models to generate with, where the model is sharded
+        self.up_to_date: set[str] = set()  # copies that hold the current weights
         if self.shards is not None:
             self.skeleton = meta_copy(self.model) if head == "token" else None
             self.shards.shard(self.model, [taught, None if valued is None else valued.float()])
@@ -127,11 +137,11 @@ class Learner:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.tokens_per_device)
         self.config, self.head = model, head
         LEARNERS.add(self)
-        self.version = 0  # of the weights
+        self.weight_version: WeightVersion = 0  # of the sampler's weights
         self.dropout_seed = seed if model.lora_dropout and trainable else None
         self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and self.replica is None:
-            self.refresh_sampler()
+            self.update_sampler(0)
 
     def proven(self, model: Any) -> ModelRunner:
         """The model as passes see it, compared with its own code."""
@@ -204,7 +214,7 @@ class Learner:
     def step(self, learning_rate: float) -> dict[str, float]:
         """Apply and forget the gradients; see Optimizer.step."""
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.version += 1
+        self.up_to_date.clear()
         self.passes = 0
         return self.optimizer.step(learning_rate)
 
@@ -261,13 +271,13 @@ class Learner:
         `on_completion` may be told of answers before all are there.
         """
         if self.replica is not None and not (current and self.own_sampler):  # which is at work on another batch
-            if current:
-                self.replica.refresh()
+            if current or not self.replica.has_weights:
+                self.replica.refresh(self.weight_version)
             return self.replica.generate(requests, sampling)
         if self.shards is None:
             runner = self.runner if current else self.sampler
         elif self.own_sampler and not current:
-            runner = self.copies["sampler"].runner
+            runner = self.copies["sampler"]
         else:
             runner = self.copied("current")
         if id(runner) not in self.engines:
@@ -282,10 +292,11 @@ class Learner:
             self.replica.close()
 
     @torch.no_grad()
-    def refresh_sampler(self) -> None:
-        """Bring the sampler's own weights up to date; where it shares the trainer's there is nothing to do."""
+    def update_sampler(self, version: WeightVersion) -> None:
+        """Copies the current weights, which are of this version, to the sampler, unless it shares the trainer's."""
+        self.weight_version = version
         if self.replica is not None:
-            self.replica.refresh()
+            self.replica.refresh(version)
             return
         if self.shards is not None:
             self.copied("sampler" if self.own_sampler else "current")
@@ -301,14 +312,13 @@ class Learner:
         assert self.shards is not None and self.skeleton is not None, "a model with a score head does not generate"
         if name not in self.copies:
             model = materialize(self.skeleton, self.device, self.shards.dtype)
-            self.copies[name] = Copy(ModelRunner.from_model(model), -1)
-        mine = self.copies[name]
-        if mine.version != self.version:
-            theirs = module_tensors(mine.runner.model)
+            self.copies[name] = ModelRunner.from_model(model)
+        if name not in self.up_to_date:
+            theirs = module_tensors(self.copies[name].model)
             for key, live in module_tensors(self.model).items():
                 theirs[key].copy_(full_tensor(local_shard(live).to(theirs[key].dtype), live))
-            mine.version = self.version
-        return mine.runner
+            self.up_to_date.add(name)
+        return self.copies[name]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors by their names in Hugging Face files, adapters merged, always in the same order.
@@ -431,7 +441,7 @@ class Learner:
             weight = self.runner.value_head.weight
             local_shard(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][shard_slices(weight)])
         self.optimizer.load(folder)
-        self.version += 1
+        self.up_to_date.clear()
 
     def offload(self, part: Part) -> None:
         """Move a part to host memory until `onload`; on a CPU it is there already."""
@@ -451,14 +461,6 @@ class Learner:
             (self.model if self.shards is None else self.shards.root).to(device)
         if self.optimizer is not None:
             self.optimizer.move(device)
-
-
-@dataclass(slots=True)
-class Copy:
-    """A whole model to generate with, and the version of its weights."""
-
-    runner: ModelRunner
-    version: int
 
 
 class Totals:

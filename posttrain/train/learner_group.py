@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
-from posttrain.core.types import Floats, Objective, Sample, SamplingDistribution
+from posttrain.core.types import Floats, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.train.learner import LARGEST, PLAIN, Part, Sums
 
@@ -59,8 +59,8 @@ class LearnerGroup:
         )  # elsewhere all come at once
         return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
 
-    def refresh_sampler(self) -> None:
-        self.workers.call("refresh_sampler")
+    def update_sampler(self, version: WeightVersion) -> None:
+        self.workers.call("update_sampler", version)
 
     def stop_ids(self) -> list[int]:
         return self.workers.call("stop_ids")[0]

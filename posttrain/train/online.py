@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.algorithms import OnlineAlgorithm
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
-from posttrain.core.types import Objective, Sample, count
+from posttrain.core.types import Objective, Sample, WeightVersion, count
 from posttrain.engines.base import Generator
 from posttrain.rollout import records
 from posttrain.rollout.records import Rollout
@@ -54,14 +54,14 @@ class OnlineLoop:
     rollout_workers: RolloutWorkers | None
     held_out: HeldOutEval | None
     pretraining: PretrainingMix | None
-    step: int = 0  # steps that are done
+    step: WeightVersion = 0  # steps that are done
     record: records.RolloutWriter = field(init=False)
 
     def resume(self) -> None:
         """Restores everything from the newest checkpoint, if the run is a resumed one."""
         run = self.run
         run.parts = {"online": self} | ({"critic": self.critic.model} if self.critic else {})
-        self.step = self.rollouts.version = run.resume(self.policy)
+        self.step = run.resume(self.policy)
         if self.rollouts.recorded is not None:
             for _ in range(self.step):
                 next(self.rollouts.recorded, None)
@@ -96,7 +96,7 @@ class OnlineLoop:
         if self.reference is not None:
             self.reference.sync(self.step)
         try:
-            rollouts = self.rollouts.next_batch()
+            rollouts = self.rollouts.next_batch(self.step)
         except RewardError as error:
             raise self.with_recorded_completions(error) from None
         samples = scored_samples(rollouts, self.step + 1)
@@ -131,7 +131,6 @@ class OnlineLoop:
         self.algorithm.after_step(metrics, len(samples))
         metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
         metrics["tokens"] = float(sum(len(sample) for sample in samples))
-        self.rollouts.version = self.step
         if self.rollout_workers is not None:
             transfer = self.rollout_workers.last_transfer
             metrics |= {"sync_bytes": float(transfer.bytes), "sync_seconds": transfer.seconds}

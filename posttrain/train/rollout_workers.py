@@ -16,7 +16,7 @@ from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, SlotCal
 from posttrain.config.sections import INFLIGHT, ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
-from posttrain.core.types import Floats, Sample
+from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
@@ -36,7 +36,7 @@ class RolloutWorker:
     def __init__(self, model: ModelConfig, engine: Sequence[str], template: str, seed: int) -> None:
         """`engine`: see rollout.engine. With `inflight` new weights do not wait until completions are finished."""
         self.transfer: Transfer | None = None
-        self.version = 0  # of the weights
+        self.version: WeightVersion = 0
         self.inflight = INFLIGHT in engine
         options = [option for option in engine[1:] if option != INFLIGHT]
         self.dtype = compute_dtype(model, default_device())
@@ -60,7 +60,7 @@ class RolloutWorker:
             return first_line(error)
         return ""
 
-    def receive(self, version: int) -> str:
+    def receive(self, version: WeightVersion) -> str:
         """Receive the weights that the learners send now; returns why that failed, or an empty text."""
         assert self.transfer is not None, "connect comes first"
         with self.lock.update():
@@ -91,7 +91,7 @@ class RolloutWorker:
             samples: list[Sample] = generator.generate(requests, sampling, between_steps=between_steps)
             return samples
 
-    def between_steps(self) -> int:
+    def between_steps(self) -> WeightVersion:
         """Let weight updates run; returns the version of the weights for the next decode step."""
         self.lock.let_updates_run()
         return self.version
@@ -240,12 +240,12 @@ class RolloutWorkers(ReplaceableWorkers):
         super().__init__(slots)
         self.sender, self.rendezvous = sender, rendezvous
         self.connected = False
-        self.version = -1
+        self.version: WeightVersion = -1  # before the first update
         self.last_transfer = TransferResult(0, 0.0)
 
     # Weights
 
-    def update(self, version: int) -> None:
+    def update(self, version: WeightVersion) -> None:
         """Send the learners' current weights to all workers as `version`; lost workers are replaced first."""
         with self.lock:
             self.version = version

@@ -7,7 +7,7 @@ import shlex
 import numpy as np
 
 from posttrain.config.sections import OnlineConfig
-from posttrain.core.types import Sample
+from posttrain.core.types import Sample, WeightVersion
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
 from posttrain.train.run import Run
@@ -28,7 +28,7 @@ def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     return reduced
 
 
-def rollout_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str, float]:
     """Returns metrics of a batch of rollouts; `version`: of the weights that train on it."""
     scored = [rollout for rollout in rollouts if not rollout.failure]
     rewards = np.array([rollout.sample.reward for rollout in scored])

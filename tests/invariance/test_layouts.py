@@ -176,7 +176,7 @@ def sampler(folders: dict[str, str]) -> dict[str, Any]:
         trained.learn(2, 0.1)
     new = answers(shares)
     assert old != new and answers(keeps) == old and answers(keeps, current=True) == new
-    keeps.refresh_sampler()
+    keeps.update_sampler(1)
     assert answers(keeps) == new
     return {}
 

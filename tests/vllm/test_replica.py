@@ -50,11 +50,13 @@ def test_it_has_the_weights_of_the_last_refresh(kind, tmp_path):
     learner = Learner(ModelConfig(path=path, lora_rank=0 if kind == "whole" else 4), UpdateConfig())
     follower = following(learner)
     assert bool(follower.base) == (kind == "adapters")
-    assert agree(learner, follower)  # told by itself the first time
-    for _ in range(2):
+    assert not follower.has_weights
+    follower.refresh(0)
+    assert agree(learner, follower)
+    for version in (1, 2):
         move(learner)
         assert not agree(learner, follower)
-        follower.refresh()
+        follower.refresh(version)
         assert agree(learner, follower)
 
 
@@ -63,7 +65,7 @@ def test_an_update_that_goes_wrong_is_an_error(tmp_path):
     follower = following(learner)
     follower.weights = lambda: ((name, tensor * 0.9) for name, tensor in learner.weights())
     with pytest.raises(PosttrainError, match="differ from the trainer's"):
-        follower.refresh()
+        follower.refresh(0)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -76,7 +78,7 @@ def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     def tokens(samples):
         return [sample.tokens.tolist() for sample in samples]
 
-    learner.refresh_sampler()
+    learner.update_sampler(0)
     old = tokens(local.generate(ASKED, sampling))
     assert tokens(learner.generate(ASKED, sampling)) == old
     move(learner)
@@ -86,5 +88,5 @@ def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     assert tokens(learner.generate(ASKED, sampling, current=True)) == new
     if ahead:  # a batch in the making keeps the weights it was begun with
         assert tokens(learner.generate(ASKED, sampling)) == old
-    learner.refresh_sampler()
+    learner.update_sampler(1)
     assert tokens(learner.generate(ASKED, sampling)) == new

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Floats, Sample
+from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm import engine as vllm
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe
@@ -43,10 +43,9 @@ class VllmReplica:
         self.weights: Weights = (lambda: whole(adapters.adapter_tensors(model).items())) if self.base else weights
         self.probe = probe(model.config.get_text_config().vocab_size)
         self.engine: vllm.VllmEngine | None = None
-        self.version = 0
 
-    def refresh(self) -> None:
-        """Take the trainer's weights of now, and see that they have arrived."""
+    def refresh(self, version: WeightVersion) -> None:
+        """Loads the trainer's current weights, which are of this version, and checks that they have arrived."""
         if self.engine is None:
             adapter = adapters.settings(self.model) if self.base else None
             self.engine = vllm.VllmEngine(
@@ -58,15 +57,17 @@ class VllmReplica:
                 adapter=adapter,
                 beside_trainer=True,
             )
-        self.version += 1
         self.engine.wake()
-        self.engine.load(self.weights(), self.version)
+        self.engine.load(self.weights(), version)
         self.engine.check([self.probe], self.logprobs([self.probe]), OTHER_ENGINE[self.dtype])
 
+    @property
+    def has_weights(self) -> bool:
+        """False before the first `refresh`, and after `sleep` where it drops the weights."""
+        return self.engine is not None and self.engine.version >= 0
+
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
-        if self.engine is None or self.engine.version < 0:  # never told, or asleep since
-            self.refresh()
-        assert self.engine is not None
+        assert self.engine is not None, "refresh comes first"
         return self.engine.generate(requests, sampling)
 
     def sleep(self) -> None:

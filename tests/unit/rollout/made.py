@@ -34,7 +34,7 @@ class Speaker:
         self.words = words
         self.asked = []
         self.samplings = []
-        self.refreshed = 0
+        self.versions = []
 
     def generate(self, requests, sampling, *, on_completion=None):
         self.asked += requests
@@ -59,8 +59,8 @@ class Speaker:
             finish="stop" if stopped else "length",
         )
 
-    def refresh_sampler(self):
-        self.refreshed += 1
+    def update_weights(self, version):
+        self.versions.append(version)
 
 
 def online(**options):

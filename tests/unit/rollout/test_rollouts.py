@@ -49,8 +49,9 @@ def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **opt
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
     speaker = speaker or Speaker(digit)
-    update = update or (lambda version: speaker.refresh_sampler())
-    return Rollouts(speaker, scorer, stream, config, SAMPLING, TOKENIZER, update_weights=update)
+    return Rollouts(
+        speaker, scorer, stream, config, SAMPLING, TOKENIZER, update_weights=update or speaker.update_weights
+    )
 
 
 def groups(batch):
@@ -64,7 +65,7 @@ def asked(batch):
 def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
     speaker = Speaker(digit)
     made = rollouts(rewards, speaker)
-    first, second = made.next_batch(), made.next_batch()
+    first, second = made.next_batch(0), made.next_batch(0)
     assert groups(first) == [0, 0, 0, 1, 1, 1] and groups(second) == [2, 2, 2, 3, 3, 3]
     assert asked(first) == ["0", "0", "0", "1", "1", "1"]
     assert [rollout.sample.origin for rollout in second] == ["rows.jsonl:2"] * 3 + ["rows.jsonl:3"] * 3
@@ -72,7 +73,7 @@ def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
     assert len(set(seeds)) == 12
     assert seeds == [seed_for(0, position, k) for position in range(4) for k in range(3)]
     assert [rollout.sample.reward for rollout in first + second] == [seed % 4 for seed in seeds]
-    assert speaker.refreshed == 2
+    assert speaker.versions == [0, 0]
 
 
 def test_answers_are_judged_while_others_are_still_written(rewards):
@@ -101,8 +102,8 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
             yield found
 
     made.scorer.score_early = watched
-    batch = made.next_batch()
-    expected = rollouts(rewards, rollout__samples_per_prompt=4).next_batch()
+    batch = made.next_batch(0)
+    expected = rollouts(rewards, rollout__samples_per_prompt=4).next_batch(0)
     assert [(r.sample.reward, r.rewards) for r in batch] == [(r.sample.reward, r.rewards) for r in expected]
     assert {id(rollout) for rollout in early} < {id(rollout) for rollout in batch}
     assert all(rollout.early_verdicts is None for rollout in batch), "a replay asks again"
@@ -118,7 +119,7 @@ def test_dynamic_sampling_keeps_groups_with_signal(rewards):
     """Odd questions are worth 0 whatever is said."""
     speaker = Speaker(digit)
     made = rollouts(rewards, speaker, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
-    batch = made.next_batch()
+    batch = made.next_batch(0)
     assert all(has_signal(group) for group in by_group(batch))
     assert {int(question) % 2 for question in asked(batch)} == {0}
     assert len(list(by_group(batch))) == 2 and groups(batch) == sorted(groups(batch))
@@ -128,18 +129,18 @@ def test_dynamic_sampling_keeps_groups_with_signal(rewards):
 def test_dynamic_sampling_gives_up(rewards):
     speaker = Speaker(lambda _: "1<|end|>")
     made = rollouts(rewards, speaker, rollout__dynamic_sampling=3)
-    batch = made.next_batch()
+    batch = made.next_batch(0)
     assert len(speaker.asked) == 3 * 2 * 3  # three batches of two prompts with three answers
     assert groups(batch) == [4, 4, 4, 5, 5, 5]  # the last, so that the log can say that there is no signal
 
 
 def test_without_dynamic_sampling_groups_stay(rewards):
-    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).next_batch()
+    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).next_batch(0)
     assert len(batch) == 6 and not any(has_signal(group) for group in by_group(batch))
 
 
 def test_failures_are_marked_and_no_signal(rewards):
-    batch = rollouts(rewards, reward="hard", rollout__samples_per_prompt=16).next_batch()
+    batch = rollouts(rewards, reward="hard", rollout__samples_per_prompt=16).next_batch(0)
     texts = {rollout.text for rollout in batch}
     assert texts == {"0", "1", "2", "3"}
     for rollout in batch:
@@ -156,7 +157,7 @@ def test_the_greedy_answer_is_the_baseline(rewards):
     speaker = Speaker(words)
     made = rollouts(rewards, speaker)
     made.greedy_baseline = True
-    batch = made.next_batch()
+    batch = made.next_batch(0)
     assert [rollout.sample.baseline for rollout in batch] == [9, 9, 9, 8, 8, 8]
     assert len(batch) == 6 and len(speaker.asked) == 6 + 2
     assert [sampling.temperature for sampling in speaker.samplings] == [1.0, 0.0]
@@ -166,15 +167,14 @@ def test_a_group_without_baseline_has_failed(rewards):
     speaker = Speaker(lambda request: "3<|end|>" if speaker.samplings[-1].temperature == 0 else "2<|end|>")
     made = rollouts(rewards, speaker, reward="hard")
     made.greedy_baseline = True
-    assert all("three is too much" in rollout.failure for rollout in made.next_batch())
+    assert all("three is too much" in rollout.failure for rollout in made.next_batch(0))
 
 
 def trained(made, steps):
     """As the loop does: take, train, and the weights have a new version."""
     batches = []
     for step in range(1, steps + 1):
-        batches.append(made.next_batch())
-        made.version = step
+        batches.append(made.next_batch(step - 1))
     return batches
 
 
@@ -182,8 +182,7 @@ def trained(made, steps):
 def test_batches_ahead_are_as_old_as_agreed(rewards, ahead):
     weights = Speaker(digit)
     seen = []
-    weights.refresh_sampler = lambda: seen.append(made.version)
-    made = rollouts(rewards, weights, rollout__ahead=ahead)
+    made = rollouts(rewards, weights, update=seen.append, rollout__ahead=ahead)
     batches = trained(made, 6)
     staleness = [step - batch[0].sample.version for step, batch in enumerate(batches)]
     assert staleness == [min(step, ahead) for step in range(6)]
@@ -205,11 +204,11 @@ def test_one_batch_is_made_at_a_time(rewards):
             never.wait(0.02)  # long enough for another thread to begin, if it may
             return generate(requests, sampling, **told)
 
-    def refresh():
+    def update(version):
         assert not busy.locked()
 
-    speaker.generate, speaker.refresh_sampler = alone, refresh
-    batches = trained(rollouts(rewards, speaker, rollout__ahead=2), 4)
+    speaker.generate = alone
+    batches = trained(rollouts(rewards, speaker, update=update, rollout__ahead=2), 4)
     assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6]
 
 
@@ -257,11 +256,10 @@ def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
     rows = json.loads(json.dumps(before.state()))
     after = rollouts(rewards, rollout__ahead=ahead)
     after.load_state(rows)
-    after.stream.position, after.version = before.stream.position, 3
+    after.stream.position = before.stream.position
     rest = []
     for step in (4, 5, 6):
-        rest.append(after.next_batch())
-        after.version = step
+        rest.append(after.next_batch(step - 1))
     for batch, same in zip(whole, first + rest, strict=True):
         for one, other in zip(batch, same, strict=True):
             assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
@@ -278,19 +276,19 @@ def test_an_error_made_ahead_is_raised_where_the_batch_is_taken(rewards):
         return digit(request)
 
     made = rollouts(rewards, Speaker(words), rollout__ahead=1)
-    assert len(made.next_batch()) == 6
+    assert len(made.next_batch(0)) == 6
     with pytest.raises(DataError, match="the engine is broken"):
-        made.next_batch()
+        made.next_batch(0)
 
 
 def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
     recorded = rollouts(rewards)
-    batch = recorded.next_batch()
+    batch = recorded.next_batch(0)
     batch[0].sample.advantages = np.ones(len(batch[0].sample), dtype=np.float32)
     speaker = Speaker(digit)
     again = rollouts(rewards, speaker, reward="hard", rollout__replay="elsewhere")
     again.recorded = iter([(1, batch)])
-    replayed = again.next_batch()
+    replayed = again.next_batch(0)
     assert not speaker.asked
     for old, new in zip(batch, replayed, strict=True):
         assert old.sample.tokens is new.sample.tokens and list(new.rewards) in (["r.hard"], [])
@@ -298,7 +296,7 @@ def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
         assert new.failure if new.text == "3" else new.sample.reward == (float(new.text) if even else 0.0)
         assert new.sample.advantages is None
     with pytest.raises(DataError, match="elsewhere: there are fewer recorded batches than steps"):
-        again.next_batch()
+        again.next_batch(0)
 
 
 class Environment:
@@ -319,7 +317,7 @@ def test_an_environment_plays_all_answers_the_greedy_too(rewards):
     made, environment = rollouts(rewards), Environment()
     environment.asker = rollouts(rewards, Speaker(lambda _: "2<|end|>"))
     made.episodes, made.greedy_baseline = environment, True
-    batch = made.next_batch()
+    batch = made.next_batch(0)
     assert environment.played == [(6, False), (2, True)]
     assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
     assert not made.generator.asked

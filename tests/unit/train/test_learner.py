@@ -362,7 +362,7 @@ def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
     learner.step(1e-2)
     theirs = list(learner.sampler.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    learner.refresh_sampler()
+    learner.update_sampler(1)
     trained = list(learner.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(trained, theirs, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
