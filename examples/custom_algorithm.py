@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from posttrain.algorithms import Algorithm, register
 from posttrain.cli.main import main
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Batch, Loss, Outputs
+from posttrain.core.types import Loss, MicroBatch, Outputs
 
 
 @register("dft", help="SFT that weights each token by its probability under the model")
@@ -37,7 +37,7 @@ class DynamicFineTuning(Algorithm):
         if self.config.power < 0:
             raise UsageError(f"algo.power is {self.config.power}: it must not be negative")
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         """Returns a sum over tokens; the learner divides it."""
         assert out.logprobs is not None
         logprobs = out.logprobs[batch.counted]

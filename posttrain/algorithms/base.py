@@ -12,11 +12,11 @@ from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 from posttrain.core.types import (
-    Batch,
     ExampleKind,
     ForwardRequest,
     Head,
     Loss,
+    MicroBatch,
     Objective,
     Outputs,
     Sample,
@@ -119,7 +119,7 @@ class Algorithm:
         """Write what depends on the whole batch into the samples; return those to train on."""
         return samples
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         raise NotImplementedError
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
@@ -151,7 +151,7 @@ class CriticSettings:
 
     path: str  # where it starts; empty: at the first reward model, or else at the policy with a new head
     learning_rate: float
-    loss: Callable[[Outputs, Batch], Loss]  # a sum over tokens
+    loss: Callable[[Outputs, MicroBatch], Loss]  # a sum over tokens
 
 
 class OnlineAlgorithm(Algorithm):
@@ -209,7 +209,7 @@ class OnlineAlgorithm(Algorithm):
         """Files of texts whose loss, `pretrain_loss`, is added to the policy's."""
         return ()
 
-    def pretrain_loss(self, out: Outputs, batch: Batch, weight: float) -> Loss:
+    def pretrain_loss(self, out: Outputs, batch: MicroBatch, weight: float) -> Loss:
         """The weighted loss on texts, as a sum over their tokens."""
         raise NotImplementedError
 

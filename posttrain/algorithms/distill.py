@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Batch, ForwardRequest, Loss, Outputs
+from posttrain.core.types import ForwardRequest, Loss, MicroBatch, Outputs
 
 
 @register("distill", help="learn a teacher's next-token distribution")
@@ -63,7 +63,7 @@ class Distill(Algorithm):
             temperature=config.temperature,
         )
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.divergence is not None
         divergence = out.divergence[batch.counted].sum()
         if not self.config.sft_weight:

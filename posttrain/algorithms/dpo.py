@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from posttrain.algorithms.base import register
 from posttrain.algorithms.preference import Margin
 from posttrain.core.lazy import torch
-from posttrain.core.types import Batch, Outputs
+from posttrain.core.types import MicroBatch, Outputs
 
 
 @register("dpo", help="direct preference optimisation: also IPO, cDPO, hinge and robust")
@@ -39,7 +39,7 @@ class DPO(Margin):
     def precompute_reference(self) -> bool:
         return self.config.precompute_reference
 
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
+    def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         assert out.logprobs is not None and batch.ref_logprobs is not None
         ratio = batch.per_sample(out.logprobs - batch.ref_logprobs)
         if self.config.length_normalize:

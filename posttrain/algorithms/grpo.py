@@ -16,7 +16,7 @@ from posttrain.algorithms.base import groups, register
 from posttrain.algorithms.policy import PolicyGradient, as_stream, standardize
 from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp
-from posttrain.core.types import Batch, Sample
+from posttrain.core.types import MicroBatch, Sample
 
 
 class Grouped(PolicyGradient):
@@ -72,7 +72,7 @@ class GSPO(GRPO):
 
     separable = False
 
-    def ratio(self, log_ratio: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def ratio(self, log_ratio: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         sample_of = batch.sample_of[batch.counted]
         sums = log_ratio.new_zeros(len(batch.lengths)).index_add(0, sample_of, log_ratio)
         return bounded_exp(sums / batch.counts())[sample_of]

@@ -15,7 +15,7 @@ import numpy as np
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
-from posttrain.core.types import Batch, Loss, Outputs, Sample
+from posttrain.core.types import Loss, MicroBatch, Outputs, Sample
 
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, 0.0, -1.0
 
@@ -108,7 +108,7 @@ class KTO(Algorithm):
             total += float(ratio) / (max(1, sample.mask.sum()) if self.config.length_normalize else 1)
         return max(0.0, total / len(samples))
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.logprobs is not None and batch.ref_logprobs is not None
         ratio = batch.per_sample(out.logprobs - batch.ref_logprobs)
         if self.config.length_normalize:

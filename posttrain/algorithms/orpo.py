@@ -9,7 +9,7 @@ from posttrain.algorithms.base import Algorithm, register
 from posttrain.algorithms.preference import Pairwise
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import F, torch
-from posttrain.core.types import Batch, Outputs
+from posttrain.core.types import MicroBatch, Outputs
 
 
 @register("orpo", help="fine-tuning and preference learning in one, by odds ratio")
@@ -29,7 +29,7 @@ class ORPO(Pairwise):
         if self.config.odds_weight < 0:
             raise UsageError(f"algo.odds_weight is {self.config.odds_weight}: it must not be negative")
 
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
+    def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         """Log odds log(p / (1 - p)), where p is the geometric mean of the completion's token probabilities."""
         assert out.logprobs is not None
         mean = batch.per_sample(out.logprobs) / batch.counts()

@@ -20,7 +20,7 @@ from posttrain.algorithms.base import OnlineAlgorithm, RolloutSettings
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp, kl_estimate
-from posttrain.core.types import Batch, Floats, ForwardRequest, Loss, Metrics, Outputs, Sample, Unit
+from posttrain.core.types import Floats, ForwardRequest, Loss, Metrics, MicroBatch, Outputs, Sample, Unit
 
 RENEWED = "every"  # algo.reference every:N
 
@@ -135,7 +135,7 @@ class PolicyGradient(OnlineAlgorithm):
 
     # The loss, on the worker
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         """All streams are reduced to the tokens that count, [M]."""
         assert out.logprobs is not None and out.entropy is not None
         assert batch.advantages is not None and batch.logprobs is not None
@@ -159,7 +159,7 @@ class PolicyGradient(OnlineAlgorithm):
             per_token = per_token - self.config.entropy * entropy
         return Loss(total=self.aggregate(per_token, batch), metrics=metrics | sampler_mismatch(old - sampled))
 
-    def ratio(self, log_ratio: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def ratio(self, log_ratio: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Returns the probability ratio of each token."""
         return bounded_exp(log_ratio)
 
@@ -175,7 +175,7 @@ class PolicyGradient(OnlineAlgorithm):
         unclipped, clipped = ratio * advantages, self.clip(ratio) * advantages
         return -torch.min(unclipped, clipped), clipped < unclipped
 
-    def aggregate(self, per_token: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def aggregate(self, per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Returns the sum over the unit of the loss."""
         if self.config.average == "token":
             return per_token.sum()

@@ -14,7 +14,7 @@ from posttrain.algorithms.policy import PolicyGradient, as_stream, check_bounds,
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.ops import gae
-from posttrain.core.types import Batch, Loss, Metrics, Outputs, Sample
+from posttrain.core.types import Loss, Metrics, MicroBatch, Outputs, Sample
 
 
 @register("ppo", help="proximal policy optimisation with a critic, for reward models")
@@ -96,7 +96,7 @@ class PPO(PolicyGradient):
         for sample, credit in zip(samples, whiten(credits) if self.config.whiten else credits, strict=True):
             sample.advantages = as_stream(sample, credit)
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         loss = super().loss(out, batch)
         if self.config.shared_trunk:
             errors, metrics = self.value_errors(out, batch)
@@ -104,12 +104,12 @@ class PPO(PolicyGradient):
             loss.metrics |= metrics
         return loss
 
-    def critic_loss(self, out: Outputs, batch: Batch) -> Loss:
+    def critic_loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         """Returns a sum over tokens, whatever the policy's loss is averaged over."""
         errors, metrics = self.value_errors(out, batch)
         return Loss(total=errors.sum(), metrics=metrics)
 
-    def value_errors(self, out: Outputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+    def value_errors(self, out: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Returns half the squared error at each token that counts: the larger of the unclipped and the clipped one."""
         assert out.values is not None and batch.values is not None and batch.returns is not None
         values, old, returns = (stream[batch.counted] for stream in (out.values, batch.values, batch.returns))
@@ -126,7 +126,7 @@ class PPO(PolicyGradient):
         }
         return torch.max(free, held) / 2, metrics
 
-    def pretrain_loss(self, out: Outputs, batch: Batch, weight: float) -> Loss:
+    def pretrain_loss(self, out: Outputs, batch: MicroBatch, weight: float) -> Loss:
         assert out.logprobs is not None
         nll = -out.logprobs[batch.counted].sum()
         return Loss(total=weight * nll, metrics={"pretrain_nll": nll.detach()})

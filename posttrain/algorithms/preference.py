@@ -9,7 +9,7 @@ from typing import Literal
 from posttrain.algorithms.base import Algorithm
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import F, torch
-from posttrain.core.types import Batch, Loss, Outputs
+from posttrain.core.types import Loss, MicroBatch, Outputs
 
 
 def sigmoid_loss(logit: torch.Tensor, beta: float, smoothing: float) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Pairwise(Algorithm):
     unit = "group"
     group_size = 2
 
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
+    def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         """Returns the implicit reward of each completion: [B]."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class Pairwise(Algorithm):
         """Returns the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
         raise NotImplementedError
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.logprobs is not None
         chosen, rejected = batch.pairs(self.rewards(out, batch))
         margin = chosen - rejected

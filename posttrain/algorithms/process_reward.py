@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Batch, ForwardRequest, Loss, Outputs
+from posttrain.core.types import ForwardRequest, Loss, MicroBatch, Outputs
 
 
 @register("prm", help="a process reward model from answers labelled step by step")
@@ -59,7 +59,7 @@ class ProcessReward(Algorithm):
     def annotations(self) -> dict[str, Any]:
         return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.choices is not None and batch.targets is not None
         right, wrong = out.choices.unbind(-1)
         target = batch.targets[batch.counted]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.lazy import F, torch
-from posttrain.core.types import Batch, Loss, Outputs
+from posttrain.core.types import Loss, MicroBatch, Outputs
 
 
 @register("reward", help="a reward model from pairs of a better and a worse answer")
@@ -34,7 +34,7 @@ class Reward(Algorithm):
     def outputs(self) -> set[str]:
         return {"scores"}
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.scores is not None
         chosen, rejected = batch.pairs(out.scores)
         margin = chosen - rejected

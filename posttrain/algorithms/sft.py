@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from posttrain.algorithms.base import Algorithm, register
-from posttrain.core.types import Batch, ExampleKind, Loss, Outputs
+from posttrain.core.types import ExampleKind, Loss, MicroBatch, Outputs
 
 
 @register("sft", help="supervised fine-tuning on conversations: loss on the assistant's tokens")
@@ -17,7 +17,7 @@ class SFT(Algorithm):
     separable = True
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
 
-    def loss(self, out: Outputs, batch: Batch) -> Loss:
+    def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.logprobs is not None
         return Loss(total=-out.logprobs[batch.counted].sum())
 

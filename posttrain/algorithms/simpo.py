@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from posttrain.algorithms.base import register
 from posttrain.algorithms.preference import Margin
 from posttrain.core.lazy import torch
-from posttrain.core.types import Batch, Outputs
+from posttrain.core.types import MicroBatch, Outputs
 
 
 @register("simpo", help="preference learning without a reference model, length-normalised")
@@ -26,7 +26,7 @@ class SimPO(Margin):
 
     defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
 
-    def rewards(self, out: Outputs, batch: Batch) -> torch.Tensor:
+    def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         assert out.logprobs is not None
         return self.config.beta * batch.per_sample(out.logprobs) / batch.counts()
 

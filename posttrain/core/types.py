@@ -1,7 +1,7 @@
-"""The values that travel: a ragged `Sample` on the controller, a packed `Batch` on the worker.
+"""The values that pass between modules: a ragged `Sample` on the controller, a packed `MicroBatch` on the worker.
 
-The alignment rule, stated once: `x[i]` speaks of `tokens[i]`, and `logprobs[i]` is the log-probability of
-`tokens[i]` given all tokens before it. The shift between logits and tokens lives in nn/forward.py alone.
+The alignment rule: `x[i]` belongs to `tokens[i]`, and `logprobs[i]` is the log-probability of `tokens[i]` given all
+tokens before it. Only nn/forward.py shifts logits against tokens.
 
     tokens    <s>  2   +   2   =   4   </s>
     mask       0   0   0   0   0   1   1      True where the policy chose the token and it counts
@@ -38,39 +38,39 @@ SCALARS = ("reward", "label", "margin", "baseline")
 
 @dataclass(slots=True, frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """What a model is asked, with all that reward functions may want to know of the row it comes from."""
+    """A tokenised prompt, with the columns of its example that reward functions may read."""
 
-    tokens: Ints  # as the model sees it, up to where its answer begins
+    tokens: Ints  # up to where the completion begins
     messages: list[dict[str, Any]]
-    columns: dict[str, Any] = field(default_factory=dict)  # all of the row's; ground_truth where the data has one
-    origin: str = ""  # file:line of its row
+    columns: dict[str, Any] = field(default_factory=dict)  # all of the example's; ground_truth where the data has one
+    origin: str = ""  # file:line of its example
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
-    """One sequence of tokens and all that is known about it."""
+    """One sequence of tokens with its per-token streams and its scalars."""
 
     tokens: Ints
     mask: Bools
-    # Streams: one number a token.
-    logprobs: Floats | None = None  # the sampler's, of the distribution it drew from
+    # Streams: one number per token.
+    logprobs: Floats | None = None  # the sampler's, of the distribution it sampled from
     old_logprobs: Floats | None = None  # the trainer's own, before the first of several updates
     ref_logprobs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
     returns: Floats | None = None
-    targets: Floats | None = None  # process rewards: probability that the step ending here is right
-    # Scalars: one number a sample.
+    targets: Floats | None = None  # process rewards: probability that the step ending here is correct
+    # Scalars: one number per sample.
     reward: float = 0.0
     label: float = 0.0  # KTO: 1 desirable, 0 undesirable, -1 mismatched pair that only measures the KL
-    margin: float = 0.0  # by how much the chosen answer is better, if the data says
+    margin: float = 0.0  # by how much the chosen completion is better, if the data has it
     baseline: float = 0.0  # written by the algorithm's assign_credit() over the whole batch
     # Where it comes from.
     group: int = 0  # samples of one prompt (or the two of a pair) share it
     version: WeightVersion = 0  # of the weights that generated its first token
     newest: WeightVersion = 0  # of those that generated its last token: larger, if they changed in between
     finish: str = ""  # stop, length, error
-    origin: str = ""  # file:line of its row
+    origin: str = ""  # file:line of its example
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -92,34 +92,34 @@ class Sample:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sharing:
-    """What the layers compute of a pack where neighbours begin alike: the common beginning once, then what follows it.
+class PrefixSharing:
+    """What the layers compute of a micro-batch whose neighbours share a prefix: the prefix once, then the rest of each.
 
-    the pack    p p p a a | p p p b | c c      T = 11 tokens in samples
-    computed    p p p | a a | b | c c          U = 8 tokens in pieces; a a and b also see p p p
+    samples     p p p a a | p p p b | c c      T = 11 tokens
+    computed    p p p | a a | b | c c          U = 8 tokens in pieces; a a and b also attend to p p p
     """
 
     tokens: torch.Tensor  # [U]
     positions: torch.Tensor  # [U], those that the tokens have in their samples
-    place: torch.Tensor  # [T], where each of the pack's tokens is computed
+    place: torch.Tensor  # [T], index in `tokens` of each token of the micro-batch
     starts: torch.Tensor  # [pieces + 1] int32, cumulative lengths
     lengths: tuple[int, ...]  # of the pieces
-    keys: torch.Tensor  # [K], where the tokens are that a piece sees, piece by piece; it is itself the last of them
+    keys: torch.Tensor  # [K], indices of the tokens that a piece attends to, piece by piece; its own come last
     key_starts: torch.Tensor  # [pieces + 1] int32
     key_lengths: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
-    """Samples laid end to end in one row of T tokens; B samples. Never padded; samples never see each other."""
+class MicroBatch:
+    """B samples packed end to end into one sequence of T tokens; no padding, no attention between samples."""
 
     tokens: torch.Tensor  # [T]
     positions: torch.Tensor  # [T], from 0 in every sample
     sample_of: torch.Tensor  # [T], index of the sample a token belongs to
     starts: torch.Tensor  # [B + 1] int32, cumulative lengths
-    lengths: tuple[int, ...]  # the same on the host, so that nobody waits for the device
+    lengths: tuple[int, ...]  # the same on the host, which avoids waiting for the device
     mask: torch.Tensor  # [T] bool
-    counted: torch.Tensor  # [M] indices where mask is True, known on the host beforehand
+    counted: torch.Tensor  # [M] indices where mask is True, computed on the host
     logprobs: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
@@ -127,39 +127,39 @@ class Batch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     targets: torch.Tensor | None = None
-    reward: torch.Tensor  # [B], and so the three below
+    reward: torch.Tensor  # [B], as are the next three
     label: torch.Tensor
     margin: torch.Tensor
     baseline: torch.Tensor
-    sharing: Sharing | None = None  # None: each sample is computed from its first token on
+    sharing: PrefixSharing | None = None  # None: no prefix is shared
 
     def computed(self, index: torch.Tensor) -> torch.Tensor:
-        """Where the layers' output for the tokens at `index` is found."""
+        """Maps indices of tokens to indices in the layers' output."""
         return index if self.sharing is None else self.sharing.place[index]
 
     def per_sample(self, stream: torch.Tensor) -> torch.Tensor:
-        """Sum of `stream` over each sample's counted tokens: [T] -> [B]."""
+        """Sums `stream` over each sample's counted tokens: [T] -> [B]."""
         out = stream.new_zeros(len(self.lengths))
         return out.index_add(0, self.sample_of[self.counted], stream[self.counted])
 
     def counts(self) -> torch.Tensor:
-        """Number of counted tokens of each sample: [B]; at least 1, so that it can divide."""
+        """Returns the number of counted tokens of each sample: [B]; at least 1, so that it can be divided by."""
         return self.per_sample(self.mask.float()).clamp(min=1)
 
     def pairs(self, per_sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen and rejected of a [B] tensor whose groups are (chosen, rejected)."""
+        """Splits a [B] tensor whose groups are (chosen, rejected) into the two."""
         return per_sample[0::2], per_sample[1::2]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outputs:
-    """What the model says of a batch; only what the algorithm's `outputs` names is there.
+    """What the model computes of a micro-batch; fields that the request does not name are None.
 
     Token streams have length T and are 0 where the mask is False.
     """
 
     logprobs: torch.Tensor | None = None  # [T]
-    entropy: torch.Tensor | None = None  # [T], detached unless the request says otherwise
+    entropy: torch.Tensor | None = None  # [T], detached unless the request asks for its gradient
     divergence: torch.Tensor | None = None  # [T], from the teacher's distribution
     scores: torch.Tensor | None = None  # [B], at each sample's last token
     values: torch.Tensor | None = None  # [T], value of the state before tokens[i]
@@ -175,8 +175,8 @@ Metrics: TypeAlias = "dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class Loss:
     """A sum over the algorithm's unit; the learner alone divides, by the global count.
 
-    A metric is a sum over the same unit, or a pair (sum, count) when it speaks of something else. One whose name
-    begins with `largest_` is the largest of all packs, not a sum.
+    A metric is a sum over the same unit, or a pair (sum, count) if it is a mean over something else. A metric whose
+    name begins with `largest_` is the largest of all micro-batches, not a sum.
     """
 
     total: torch.Tensor
@@ -198,8 +198,8 @@ class ForwardRequest:
     """What a forward pass must compute: names of `Outputs` fields, and the settings that these depend on."""
 
     names: frozenset[str] = frozenset({"logprobs"})
-    choice_ids: tuple[int, ...] = ()  # tokens that `choices` chooses among
-    among_all: bool = False  # they share their probability with all other tokens
+    choice_ids: tuple[int, ...] = ()  # tokens whose log-probabilities `choices` holds
+    among_all: bool = False  # normalised over the whole vocabulary, not over choice_ids
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     jsd_beta: float = 0.5
     temperature: float = 1.0  # of the divergence
@@ -210,17 +210,17 @@ class ForwardRequest:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Objective:
-    """What a learner must know of an algorithm: what to compute, the loss on it, and what it is a sum over."""
+    """What a learner needs of an algorithm: what to compute, the loss, and what the loss is a sum over."""
 
     request: ForwardRequest
-    loss: Callable[[Outputs, Batch], Loss]
+    loss: Callable[[Outputs, MicroBatch], Loss]
     unit: Unit
     group_size: int = 1
     separable: bool = False  # see Algorithm.separable
 
 
 def count(samples: Sequence[Sample], unit: Unit) -> int:
-    """The denominator of a batch: its tokens that count, its samples, or its groups."""
+    """Returns the denominator of a batch: the number of its counted tokens, of its samples, or of its groups."""
     if unit == "token":
         return int(sum(sample.mask.sum() for sample in samples))
     if unit == "sample":
@@ -228,5 +228,5 @@ def count(samples: Sequence[Sample], unit: Unit) -> int:
     return len({sample.group for sample in samples})
 
 
-assert set(STREAMS) | set(SCALARS) <= {f.name for f in fields(Sample)} & {f.name for f in fields(Batch)}
+assert set(STREAMS) | set(SCALARS) <= {f.name for f in fields(Sample)} & {f.name for f in fields(MicroBatch)}
 assert get_args(Unit) == ("token", "sample", "group")

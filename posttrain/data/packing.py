@@ -1,4 +1,4 @@
-"""Pack samples into micro-batches of bounded size and lay each out as one Batch.
+"""Pack samples into micro-batches of bounded size and lay each out as one MicroBatch.
 
 Packing bounds memory and never changes the result. Neighbouring samples that begin with the same tokens (completions
 of one prompt, the two sides of a pair) can share the computation of that prefix, which does not change the result
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from posttrain.core.devices import copy_to_device
-from posttrain.core.types import SCALARS, STREAMS, Batch, Ints, Sample, Sharing
+from posttrain.core.types import SCALARS, STREAMS, Ints, MicroBatch, PrefixSharing, Sample
 
 Indices = npt.NDArray[np.int64]
 
@@ -146,8 +146,8 @@ def computed_tokens(samples: Sequence[Sample], min_shared_prefix: int) -> int:
     return total - sum(group.prefix * (group.end - group.first - 1) for group in groups)
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_shared_prefix: int = 0) -> Batch:
-    """Lay samples end to end in one Batch. A stream that some samples lack is left out."""
+def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_shared_prefix: int = 0) -> MicroBatch:
+    """Lay samples end to end in one MicroBatch. A stream that some samples lack is left out."""
     lengths = tuple(len(sample) for sample in samples)
     mask = np.concatenate([sample.mask for sample in samples])
     streams = {
@@ -157,7 +157,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_s
     }
     scalars = {name: to_tensor([getattr(sample, name) for sample in samples], torch.float32) for name in SCALARS}
     sharing = share_prefixes(samples, find_prefix_groups(samples, min_shared_prefix)) if min_shared_prefix else None
-    batch = Batch(
+    batch = MicroBatch(
         tokens=to_tensor(np.concatenate([sample.tokens for sample in samples]), torch.long),
         positions=to_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.long),
         sample_of=to_tensor(np.repeat(np.arange(len(samples)), lengths), torch.long),
@@ -176,7 +176,7 @@ def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype)
 
 
-def move_batch(batch: Batch, device: torch.device | str) -> Batch:
+def move_batch(batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     """Move all tensors of a batch to the device in one asynchronous copy."""
     owners: list[Any] = [batch] if batch.sharing is None else [batch, batch.sharing]
     tensors = [
@@ -195,7 +195,7 @@ def move_batch(batch: Batch, device: torch.device | str) -> Batch:
     return batch
 
 
-def share_prefixes(samples: Sequence[Sample], groups: list[PrefixGroup]) -> Sharing | None:
+def share_prefixes(samples: Sequence[Sample], groups: list[PrefixGroup]) -> PrefixSharing | None:
     """Lay out each group's prefix once, followed by the rest of each member; None if no group has two members."""
     if len(groups) == len(samples):
         return None
@@ -221,7 +221,7 @@ def share_prefixes(samples: Sequence[Sample], groups: list[PrefixGroup]) -> Shar
         shared = add_piece(samples[first].tokens[:prefix], nothing)
         place += [add_piece(sample.tokens[prefix:], shared) for sample in samples[first:end]]
     lengths, key_lengths = (tuple(len(piece) for piece in pieces) for pieces in (tokens, keys))
-    return Sharing(
+    return PrefixSharing(
         tokens=to_tensor(np.concatenate(tokens), torch.long),
         positions=to_tensor(np.concatenate(positions), torch.long),
         place=to_tensor(np.concatenate(place), torch.long),

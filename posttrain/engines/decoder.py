@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.core.types import Batch
+from posttrain.core.types import MicroBatch
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import SlotCache
 from posttrain.nn import attention
@@ -101,7 +101,9 @@ class FusedDecoder:
             kv_shape=(own.config.num_key_value_heads, own.head_dim),
         )
 
-    def prefill(self, batch: Batch, packing: attention.Packing, cache: SlotCache, wanted: torch.Tensor) -> torch.Tensor:
+    def prefill(
+        self, batch: MicroBatch, packing: attention.Packing, cache: SlotCache, wanted: torch.Tensor
+    ) -> torch.Tensor:
         """Run whole prompts, packed; the hidden states behind the last norm at the wanted places: [n, H]."""
         alone = torch.zeros_like(batch.positions)  # each token's key and value go into a row of its own
 

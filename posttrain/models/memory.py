@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from posttrain.config.sections import ModelConfig
-from posttrain.core.types import Batch, ForwardRequest, Head, Sample
+from posttrain.core.types import ForwardRequest, Head, MicroBatch, Sample
 from posttrain.data.packing import collate
 from posttrain.models import adapters, loading
 from posttrain.nn import attention
@@ -295,7 +295,7 @@ def tensor_fields(values: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in pairs.items() if isinstance(value, torch.Tensor)}
 
 
-def on_meta(batch: Batch) -> Batch:
+def on_meta(batch: MicroBatch) -> MicroBatch:
     for name, value in tensor_fields(batch).items():
         setattr(batch, name, value.to("meta"))
     return batch

@@ -4,8 +4,8 @@ Two routes give the same numbers. On an accelerator in half precision: the flash
 (varlen). Elsewhere: samples of similar length are padded on the right into one tensor [rows, width]. Causal queries
 never attend to keys on their right, so the padding needs no mask and costs only its own arithmetic.
 
-Where samples share a prefix (types.Sharing), a piece also attends to the keys of its prefix, which are gathered for
-each piece: only keys and values are repeated, everything else in the layers is computed once.
+Where samples share a prefix (types.PrefixSharing), a piece also attends to the keys of its prefix, which are gathered
+for each piece: only keys and values are repeated, everything else in the layers is computed once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from posttrain.core.types import Batch, Sharing
+from posttrain.core.types import MicroBatch, PrefixSharing
 from posttrain.nn.kernels.reference import kernels_for
 from posttrain.parallel.context import ContextGroup
 
@@ -61,7 +61,7 @@ class Packing:
 
     starts: torch.Tensor  # [pieces + 1] int32, cumulative lengths
     max_length: int
-    keys: torch.Tensor | None = None  # [K] keys of each piece, where pieces attend to a prefix; see types.Sharing
+    keys: torch.Tensor | None = None  # [K] keys of each piece, where pieces attend to a prefix; see types.PrefixSharing
     key_starts: torch.Tensor | None = None  # [pieces + 1] int32
     max_keys: int = 0
     key_uses: tuple[torch.Tensor, torch.Tensor] | None = None  # see index_uses
@@ -73,7 +73,7 @@ class Packing:
     tokens: int = 0  # total that they divide
 
 
-def packing_for(batch: Batch, *, varlen_kernel: bool, multiple_of: int = 1) -> Packing:
+def packing_for(batch: MicroBatch, *, varlen_kernel: bool, multiple_of: int = 1) -> Packing:
     """Compute the layout that attention needs for a micro-batch.
 
     For the varlen kernel the tokens are padded to a multiple of `multiple_of` by a dummy sample: with few different
@@ -110,7 +110,7 @@ def append_padding(starts: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def pad_by_length(
-    lengths: tuple[int, ...], device: torch.device, sharing: Sharing | None = None
+    lengths: tuple[int, ...], device: torch.device, sharing: PrefixSharing | None = None
 ) -> tuple[list[PaddedGroup], torch.Tensor | None]:
     """Group samples (or pieces with a shared prefix) whose lengths round up to the same power of two."""
     if len(set(lengths)) == 1 and sharing is None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from posttrain.core import ops
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import Batch, ForwardRequest, Objective, Outputs, Sample
+from posttrain.core.types import ForwardRequest, MicroBatch, Objective, Outputs, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
@@ -47,7 +47,7 @@ class ModelRunner:
     def vocabulary_size(self) -> int:
         return self.model.get_output_embeddings().weight.shape[0]
 
-    def run_layers(self, batch: Batch, **extra: Any) -> Any:
+    def run_layers(self, batch: MicroBatch, **extra: Any) -> Any:
         """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share.
 
         With a context it is this rank's slice of that, and padded.
@@ -90,7 +90,7 @@ class ModelRunner:
 
 def forward(
     runner: ModelRunner,
-    batch: Batch,
+    batch: MicroBatch,
     request: ForwardRequest,
     teacher: ModelRunner | None = None,
     slopes: Slopes | None = None,
@@ -190,7 +190,7 @@ def token_logprobs(
     )
 
 
-def to_stream(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+def to_stream(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """[M] at the counted positions -> [T], 0 elsewhere."""
     return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
 
@@ -202,7 +202,7 @@ class LossGradients:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, denominator: float, say_error: Callable[[torch.Tensor], None]
+        self, objective: Objective, batch: MicroBatch, denominator: float, say_error: Callable[[torch.Tensor], None]
     ) -> None:
         """`say_error` is told how far they were from the gradients of the whole loss, as a part of those."""
         self.objective, self.batch, self.denominator, self.say_error = objective, batch, denominator, say_error
@@ -325,7 +325,7 @@ def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def own_hidden(runner: ModelRunner, batch: Batch) -> list[torch.Tensor]:
+def own_hidden(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
     """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
     hidden = runner.run_layers(batch).last_hidden_state[0]
     if runner.context is not None:

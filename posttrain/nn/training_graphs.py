@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 
 from posttrain.core.devices import copy_to_device
-from posttrain.core.types import Batch
+from posttrain.core.types import MicroBatch
 from posttrain.nn import attention
 from posttrain.nn.kernels import reference
 from posttrain.nn.kernels.reference import kernels_for
@@ -40,7 +40,7 @@ log = logging.getLogger("posttrain")
 class GraphShape:
     """The shape that micro-batches are padded to for one pair of graphs.
 
-    A piece is a sample, or the prefix or the rest of one where samples share their prefix (types.Sharing).
+    A piece is a sample, or the prefix or the rest of one where samples share their prefix (types.PrefixSharing).
     """
 
     tokens: int
@@ -50,7 +50,7 @@ class GraphShape:
     max_keys: int = 0  # of one piece
 
     @classmethod
-    def from_batch(cls, batch: Batch) -> GraphShape:
+    def from_batch(cls, batch: MicroBatch) -> GraphShape:
         """The shape that a micro-batch is rounded up to."""
         row, sharing = batch.sharing or batch, batch.sharing
         used = sum(row.lengths)
@@ -63,7 +63,7 @@ class GraphShape:
             tokens, pieces, max_length, keys, max(max_length, round_up(max(sharing.key_lengths), 64, COARSE_BITS))
         )
 
-    def holds(self, batch: Batch) -> bool:
+    def holds(self, batch: MicroBatch) -> bool:
         """Whether the micro-batch fits, together with the padding that fills the remaining tokens."""
         row, sharing = batch.sharing or batch, batch.sharing
         spare = self.tokens - sum(row.lengths)
@@ -159,7 +159,7 @@ class TrainingGraph:
 
     # One micro-batch
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: MicroBatch) -> None:
         """Copy a micro-batch into the fixed tensors and pad it."""
         row, sharing = batch.sharing or batch, batch.sharing
         used, pieces, shape = len(row.tokens), len(row.lengths), self.shape
@@ -229,7 +229,7 @@ class TrainingGraphs:
         """Whether there are graphs, or some may still be captured."""
         return bool(self.by_shape) or not self.full
 
-    def last_hidden_state(self, batch: Batch) -> torch.Tensor | None:
+    def last_hidden_state(self, batch: MicroBatch) -> torch.Tensor | None:
         """Last hidden states [U, H], or None: there is no graph for this micro-batch."""
         graph = self.graph_for(batch)
         if graph is None:
@@ -242,7 +242,7 @@ class TrainingGraphs:
         self.by_shape, self.full = {}, False
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
 
-    def graph_for(self, batch: Batch) -> TrainingGraph | None:
+    def graph_for(self, batch: MicroBatch) -> TrainingGraph | None:
         """The graphs to use for a micro-batch; captures new ones once its shape has come up often enough."""
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:

@@ -22,10 +22,10 @@ from posttrain.config.sections import ModelConfig, UpdateConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import (
-    Batch,
     Floats,
     ForwardRequest,
     Head,
+    MicroBatch,
     Objective,
     Outputs,
     Sample,
@@ -192,7 +192,7 @@ class Learner:
             yield
 
     def scaled_loss(
-        self, batch: Batch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
+        self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
     ) -> torch.Tensor:
         """What is differentiated of one pack; 0 of a pack for company."""
         assert self.optimizer is not None, "this learner was loaded for inference"
@@ -363,7 +363,7 @@ class Learner:
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
-    def look(self, samples: Sequence[Sample], request: ForwardRequest) -> list[tuple[list[int], Outputs, Batch]]:
+    def look(self, samples: Sequence[Sample], request: ForwardRequest) -> list[tuple[list[int], Outputs, MicroBatch]]:
         """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
         was_training = self.model.training  # not so where answers are under way
         self.model.eval()
@@ -380,7 +380,7 @@ class Learner:
         self.model.train(was_training)
         return seen
 
-    def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[Batch | None]:
+    def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[MicroBatch | None]:
         """Pack by pack, each laid out while the device is at work on the one before; None: see `paced`."""
         share = self.shared_tokens
         for indices in self.paced(pack_into_micro_batches(samples, self.tokens_per_pack, group_size, share)):
@@ -407,7 +407,7 @@ class Learner:
         """The packs, then None for each pass that others make and this process has nothing for."""
         return iter(packs) if self.shards is None else self.shards.in_lockstep(packs)
 
-    def company(self) -> Batch:
+    def company(self) -> MicroBatch:
         """A pack that stands for none."""
         two = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
         return collate([two], self.device)

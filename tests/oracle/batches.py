@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from posttrain.core.types import Batch, Sample
+from posttrain.core.types import MicroBatch, Sample
 from posttrain.data.packing import collate
 
 
@@ -37,7 +37,7 @@ def samples(rng: np.random.Generator, group_size: int) -> list[Sample]:
     return [sample(rng, mask, group=i // group_size) for i, mask in enumerate(masks(rng))]
 
 
-def batch_of(rows: list[Sample]) -> Batch:
+def batch_of(rows: list[Sample]) -> MicroBatch:
     """The packed batch in double precision."""
     batch = collate(rows)
     wide = {
@@ -48,12 +48,12 @@ def batch_of(rows: list[Sample]) -> Batch:
     return dataclasses.replace(batch, **wide)
 
 
-def random_logprobs(rng: np.random.Generator, batch: Batch) -> torch.Tensor:
+def random_logprobs(rng: np.random.Generator, batch: MicroBatch) -> torch.Tensor:
     """Log-probabilities with a gradient; where the mask is False stands nonsense that no loss may read."""
     values = torch.tensor(rng.uniform(-3, -0.05, len(batch.tokens)))
     return torch.where(batch.mask, values, torch.tensor(1e6, dtype=torch.float64)).requires_grad_()
 
 
-def per_sample_lists(stream: torch.Tensor, batch: Batch) -> list[list[float]]:
+def per_sample_lists(stream: torch.Tensor, batch: MicroBatch) -> list[list[float]]:
     """[T] -> a list of floats for each sample."""
     return [part.tolist() for part in stream.detach().split(batch.lengths)]

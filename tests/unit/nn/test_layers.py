@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from posttrain.config.sections import ModelConfig
-from posttrain.core.types import Batch, ForwardRequest, Sample, SamplingDistribution
+from posttrain.core.types import ForwardRequest, MicroBatch, Sample, SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.models import adapters
 from posttrain.nn import attention, layers
@@ -76,7 +76,7 @@ def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0)
     return found | {"loss": loss.detach().float().cpu()}
 
 
-def loss_of(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+def loss_of(runner: ModelRunner, batch: MicroBatch) -> torch.Tensor:
     names = frozenset({"logprobs", "entropy"})
     out = forward(
         runner,
