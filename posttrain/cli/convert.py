@@ -162,7 +162,7 @@ def opened(options: argparse.Namespace, folder: Path) -> tuple[SourceCheckpoint,
     training_state = None
     if kind == "sharded":
         from posttrain.models import adapters
-        from posttrain.models.loading import is_adapter, resolve_path
+        from posttrain.models.paths import is_adapter, resolve_path
 
         folder, kind = Path(resolve_path(str(folder))), "hf"
         training_state = folder.parent
@@ -170,7 +170,7 @@ def opened(options: argparse.Namespace, folder: Path) -> tuple[SourceCheckpoint,
             if options.lora:
                 raise UsageError(f"--lora: {folder} holds adapters already")
             options.lora = str(folder)
-            folder = Path(resolve_path(adapters.base_of(folder)))
+            folder = Path(resolve_path(adapters.base_model_of(folder)))
     original = original_of(options, kind)
     given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
     return open_source(folder, kind, original, given), training_state

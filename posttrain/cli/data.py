@@ -93,7 +93,8 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     """Makes the encoder for a kind of rows."""
     from posttrain.config.sections import DataConfig, ModelConfig
     from posttrain.data.encoding.encoder import Encoder
-    from posttrain.models.loading import load_tokenizer, vocabulary_size
+    from posttrain.models.loading import vocabulary_size
+    from posttrain.models.tokenizers import load_tokenizer
 
     model = ModelConfig(path=options.model or "pico", tokenizer=options.tokenizer)
     tokenizer = load_tokenizer(model)

@@ -24,8 +24,9 @@ from posttrain.data.packing import pack_into_micro_batches
 from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import default_slots
 from posttrain.models import memory
-from posttrain.models.loading import DTYPES, load_tokenizer
+from posttrain.models.loading import DTYPES
 from posttrain.models.memory import MemoryEstimate, ModelMemory, PassMemory, Sharding
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.run_data import RunData, load_data
 
 GIB = 2**30

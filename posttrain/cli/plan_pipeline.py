@@ -22,7 +22,8 @@ from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import default_slots
 from posttrain.inference.generate import places_of, prompts_at_once
 from posttrain.models import memory
-from posttrain.models.loading import load_tokenizer, vocabulary_size
+from posttrain.models.loading import vocabulary_size
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.pipelines.recipes import ROOM, check, generation, training
 from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe
 

@@ -30,14 +30,12 @@ def run(args: list[str]) -> int:
 
 
 def load_tokenizer(config: PreprocessConfig) -> PreTrainedTokenizerBase:
-    from posttrain.models import loading
+    from posttrain.models import tokenizers
 
     name = config.tokenizer_name_or_path
     try:
         if not config.tokenizer_not_use_fast:
-            return loading.load_tokenizer(ModelConfig(path=name))
-        source = loading.resolve_path(name)
-        with loading.explained(source):
-            return loading.AutoTokenizer.from_pretrained(source, use_fast=False, **loading.hub_options(source))
+            return tokenizers.load_tokenizer(ModelConfig(path=name))
+        return tokenizers.load_slow_tokenizer(name)
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", "tokenizer_name_or_path")) from error

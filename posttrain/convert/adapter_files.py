@@ -22,7 +22,7 @@ from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, recogni
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import read_json, sync_folder
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

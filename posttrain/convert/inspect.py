@@ -36,7 +36,7 @@ from posttrain.convert.source import (
 from posttrain.convert.stored_tensors import ParameterBlock, ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.core.files import read_json
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 
 
 @dataclass

@@ -39,7 +39,9 @@ from posttrain.inference.model import (
 )
 from posttrain.inference.progress import Progress
 from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
-from posttrain.models.loading import load_tokenizer, read_config, resolve_path, vocabulary_size
+from posttrain.models.loading import read_config, vocabulary_size
+from posttrain.models.paths import resolve_path
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.run import fingerprint
 
 WORTH_SHARING = 64  # answers for a device

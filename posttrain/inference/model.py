@@ -15,7 +15,7 @@ from posttrain.data.reading.examples import Message, PromptExample
 from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models import adapters
-from posttrain.models.loading import is_adapter, resolve_path
+from posttrain.models.paths import is_adapter, resolve_path
 from posttrain.models.stop_ids import read_generation_config, stop_ids
 from posttrain.train.learner import Learner
 
@@ -68,7 +68,7 @@ def encode_conversation(encoder: Encoder, messages: list[Message], name: str) ->
 def base_of(source: str) -> str:
     """The model itself, or the one that adapters were made for."""
     while is_adapter(source):
-        source = resolve_path(adapters.base_of(Path(source)))
+        source = resolve_path(adapters.base_model_of(Path(source)))
     return source
 
 

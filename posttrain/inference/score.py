@@ -18,7 +18,7 @@ from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import ChatExample
 from posttrain.inference.completion_files import Answer, jsonl, read_answers, write_rows
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.train.learner import Learner
 from posttrain.train.reward_model import check_reward_model

@@ -25,8 +25,10 @@ from posttrain.engines.base import Engine, GenerationRequest, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.engines.vllm import engine as vllm
 from posttrain.inference.model import InferenceModel, base_of
-from posttrain.models.loading import compute_dtype, is_adapter, load_model, load_tokenizer, read_config, resolve_path
-from posttrain.models.tensors import plain_tensors
+from posttrain.models.loading import compute_dtype, load_model, read_config
+from posttrain.models.paths import is_adapter, resolve_path
+from posttrain.models.tensors import export_tensors
+from posttrain.models.tokenizers import load_tokenizer
 
 DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
 SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once
@@ -188,7 +190,7 @@ def engine_of_folder(model: ModelConfig, template: str, options: Sequence[str]) 
         return vllm.VllmEngine(config, tokenizer, options, dtype=dtype, base=source)
     found = vllm.VllmEngine(config, tokenizer, options, dtype=dtype)
     merged = load_model(model, "token", device=torch.device("cpu"), trainable=False, seed=0)
-    found.load(plain_tensors(merged, dtype), 0)
+    found.load(export_tensors(merged, dtype), 0)
     return found
 
 

@@ -1,4 +1,4 @@
-"""From a run to a plain Hugging Face folder that anybody can load; checked before it is called done."""
+"""Exports the model of a run as a plain Hugging Face folder, which is read back and compared with its source."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.core.types import Head
 from posttrain.models import adapters
-from posttrain.models.loading import (
-    AUTO_CLASSES,
-    is_adapter,
-    load_tokenizer,
-    read_config,
-    read_model,
-    resolve_path,
-    save_model,
-)
+from posttrain.models.loading import AUTO_CLASSES, read_config, read_model
+from posttrain.models.paths import is_adapter, resolve_base, resolve_path
+from posttrain.models.saving import save_model
+from posttrain.models.tokenizers import load_tokenizer
 
 PROBE_LENGTH = 24
 TOLERANCE = 1e-4
@@ -34,17 +29,17 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     """Write the model of a run, checkpoint or folder to `out`: weights, tokenizer, chat template, generation config.
 
     Adapters are merged into their base, in float32, unless `merge` is False. The result is read back with stock
-    classes; if its weights or its logits are not the source's, nothing is left at `out`.
+    classes; if its weights or its logits differ from the source's, nothing is left at `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: name a new folder")
+        raise UsageError(f"{out} exists and is not empty: give the path of a new folder")
     folder = resolve_path(source)
     head = head_of(folder)
     merging = merge and is_adapter(folder)
     model = read_model(folder, head, torch.float32 if merging else "auto").eval()
     if use_ema:
-        take_average(model, Path(folder).parent)
-    rounding = 0.0  # from float32, in which adapters are merged, to the type of the base
+        use_average(model, Path(folder).parent)
+    rounding = 0.0  # relative difference from rounding the float32 merge to the type of the base
     if merging:
         before = probe(model)
         compare(before, probe(adapters.merge(model)), "the merged model differs from the one with adapters")
@@ -75,7 +70,7 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
 
 
 def head_of(folder: str) -> Head:
-    """Which head the model was trained with, as its files say."""
+    """The head that the model was trained with, according to its files."""
     if is_adapter(folder):
         task = json.loads((Path(folder) / adapters.CONFIG).read_text(encoding="utf-8")).get("task_type")
         return "score" if task == adapters.TASKS["score"] else "token"
@@ -84,22 +79,22 @@ def head_of(folder: str) -> Head:
 
 
 @torch.no_grad()
-def take_average(model: PreTrainedModel, folder: Path) -> None:
-    """Replace the trained parameters by their running average."""
+def use_average(model: PreTrainedModel, folder: Path) -> None:
+    """Replace the trained parameters by their exponential moving average."""
     file = folder / "ema.safetensors"
     if not file.is_file() and not (folder / "ema.safetensors.index.json").is_file():
-        raise UsageError(f"there is no {file}: the run kept no average of its weights (update.ema_decay was 0)")
+        raise UsageError(f"there is no {file}: the run did not average its weights (update.ema_decay was 0)")
     parameters, saved = dict(model.named_parameters()), TensorFiles(folder, "ema")
     for name in saved.places:
         if name not in parameters or tuple(parameters[name].shape) != saved.shape(name):
-            raise CheckpointError(f"{file}: {name} has no counterpart in the model")
+            raise CheckpointError(f"{file}: tensor {name} is not in the model, or has another shape")
         parameters[name].copy_(saved.read(name))
 
 
 def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTrainedModel:
-    """Round float32 weights once, to the type that each has in the model the adapters were made for."""
+    """Round float32 weights once, to the types that they have in the base model."""
     while is_adapter(folder):
-        folder = resolve_path(adapters.base_of(Path(folder)))
+        folder = resolve_base(folder)
     rounded = read_model(folder, head, "auto").eval()
     rounded.load_state_dict(merged.state_dict())
     rounded.config = merged.config
@@ -108,9 +103,9 @@ def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTra
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> torch.Tensor:
-    """The model's output on fixed tokens: logits [1, T, V], or the score at each of them [1, T, 1]."""
+    """The model's output on fixed tokens: logits [1, T, V], or the score at each token [1, T, 1]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.arange(1, PROBE_LENGTH + 1)[None] * 7919 % vocabulary  # a prime: they differ, and spread
+    tokens = torch.arange(1, PROBE_LENGTH + 1)[None] * 7919 % vocabulary  # a prime: spread over the vocabulary
     if model.get_output_embeddings() is not None:
         return model(input_ids=tokens, use_cache=False).logits.float()
     return model.score(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state).float()
@@ -122,15 +117,15 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def compare(expected: torch.Tensor, found: torch.Tensor, complaint: str) -> float:
-    """The relative difference of two outputs, if the order of sums explains it: the weights are of one type."""
+    """The relative difference of two outputs; PosttrainError if it is more than rounding, as all weights are equal."""
     difference = relative_difference(expected, found)
     if not difference <= TOLERANCE:
-        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, at most {TOLERANCE:g} is rounding")
+        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, above {TOLERANCE:g}")
     return difference
 
 
 def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
-    """Read the folder back and compare: every weight bit for bit, then what comes out."""
+    """Read the folder back and compare every weight bit for bit, then the output."""
     if adapters.is_adapted(model):
         copy = read_model(str(folder), head, model.dtype)
     else:

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest, Head, MicroBatch, Sample
 from posttrain.data.packing import collate
-from posttrain.models import adapters, loading
+from posttrain.models import adapters, loading, paths
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
@@ -103,12 +102,12 @@ class MemoryEstimate:
 
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
     """The model as training would load it, on the meta device: all shapes, no weights."""
-    source = loading.resolve_path(config.path)
-    while loading.is_adapter(source):  # training would merge it into its base
-        source = loading.resolve_path(adapters.base_of(Path(source)))
+    source = paths.resolve_path(config.path)
+    while paths.is_adapter(source):  # training would merge it into its base
+        source = paths.resolve_base(source)
     hf_config = loading.read_config(source, head)
     hf_config.pad_token_id = None  # some models search the tokens for it, which have no values here
-    with torch.device("meta"), loading.explained(source):
+    with torch.device("meta"), paths.loading_errors(source):
         model = loading.AUTO_CLASSES[head].from_config(hf_config, dtype=dtype)
     if trainable and config.lora_rank:
         with torch.device("meta"):

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from posttrain.data.encoding.templates import template_stop_ids
-from posttrain.models.loading import hub_options, read_config
+from posttrain.models.loading import read_config
+from posttrain.models.paths import hub_options
 
 
 def stop_ids(tokenizer: Any, generation_config: GenerationConfig | None) -> list[int]:

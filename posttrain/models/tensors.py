@@ -1,4 +1,4 @@
-"""A model's tensors by name: as its modules hold them, as its files hold them, whole or this process's part of each."""
+"""A model's tensors by name: as its modules hold them or as its files do, in full or this process's shard of each."""
 
 from __future__ import annotations
 
@@ -17,100 +17,103 @@ from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All that a model consists of, by the names of its modules and in their order; tied weights once."""
+    """All parameters and saved buffers, by the names of their modules and in their order; tied weights once."""
     buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
     return dict(model.named_parameters()) | {name: buffers[name] for name in saved if name in buffers}
 
 
-def stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor as files hold it: mostly itself, but experts that are computed together lie there one by one."""
+def file_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor as files hold it: usually unchanged, but fused experts are stored one by one."""
     return revert_weight_conversion(model, {name: tensor})
 
 
-def plain_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors of a model, adapters merged, by the names its files have; processes that share it call together."""
+def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors of a model, adapters merged, under the names in its files; if it is sharded, all ranks call this."""
     for name, live in module_tensors(model).items():
-        if adapters.is_beside(name):
+        if adapters.is_adapter_tensor(name):
             continue
         shard = local_shard(live).to(dtype) if isinstance(live, torch.nn.Parameter) else local_shard(live)
-        whole = full_tensor(shard, live)
+        full = full_tensor(shard, live)
         if adapters.is_adapted(model):
-            whole, name = adapters.merged(model, name, whole), adapters.plain_name(name)
-        yield from stored(model, name, whole).items()
+            full, name = adapters.merge_tensor(model, name, full), adapters.plain_name(name)
+        yield from file_tensors(model, name, full).items()
 
 
 @torch.no_grad()
-def write_tensors(model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """The inverse of `plain_tensors`, into a model that one process holds: in place, every tensor once."""
+def import_tensors(model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy what `export_tensors` yielded into a model that is not sharded: in place, every tensor once."""
     live = module_tensors(model)
-    wanted = {name: list(stored(model, name, tensor.to("meta"))) for name, tensor in live.items()}
+    wanted = {name: list(file_tensors(model, name, tensor.to("meta"))) for name, tensor in live.items()}
     owners = {key: name for name, keys in wanted.items() for key in keys}
     waiting: dict[str, dict[str, torch.Tensor]] = {name: {} for name in wanted}
     for key, tensor in tensors:
         name = owners.get(key)
         if name is None or name not in waiting or key in waiting[name]:
-            raise PosttrainError(f"weights for {type(model).__name__}: {key} has no place in it, or came twice")
+            raise PosttrainError(f"weights for {type(model).__name__}: unknown tensor {key}, or received twice")
         waiting[name][key] = tensor if len(wanted[name]) == 1 else tensor.clone()
         if len(waiting[name]) == len(wanted[name]):
             parts = [waiting[name][key] for key in wanted[name]]
-            whole = tensor if len(parts) == 1 else assembled(model, name, parts, live[name].shape[0])
-            if whole.shape != live[name].shape:
-                raise PosttrainError(f"weights: {key} is {tuple(whole.shape)}, not {tuple(live[name].shape)}")
-            live[name].copy_(whole)
+            full = tensor if len(parts) == 1 else join_experts(model, name, parts, live[name].shape[0])
+            if full.shape != live[name].shape:
+                found, expected = tuple(full.shape), tuple(live[name].shape)
+                raise PosttrainError(f"weights: tensor {key} has shape {found}, but {expected} in the model")
+            live[name].copy_(full)
             del waiting[name]
     if waiting:
-        raise PosttrainError(f"weights for {type(model).__name__}: these did not come: {some_of(set(waiting))}")
+        raise PosttrainError(f"weights for {type(model).__name__}: not received: {abbreviate(set(waiting))}")
 
 
-def stored_entries(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTensors]:
-    """The tensors of a model that processes hold together, for its files; in the type that it computes in."""
+def lazy_tensors(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTensors]:
+    """The tensors of a sharded model for its files, in the type that it computes in."""
 
-    def entry_of(name: str, live: torch.Tensor) -> LazyTensors:
-        dtype = shards.dtype if isinstance(live, torch.nn.Parameter) else live.dtype  # buffers stay as they are
-        shapes = stored(model, name, torch.empty(live.shape, dtype=dtype, device="meta"))
+    def lazy(name: str, live: torch.Tensor) -> LazyTensors:
+        dtype = shards.dtype if isinstance(live, torch.nn.Parameter) else live.dtype  # buffers keep their type
+        shapes = file_tensors(model, name, torch.empty(live.shape, dtype=dtype, device="meta"))
         kinds = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in shapes.items()}
-        return LazyTensors(kinds, lambda: stored(model, name, full_tensor(local_shard(live).to(dtype), live)))
+        return LazyTensors(kinds, lambda: file_tensors(model, name, full_tensor(local_shard(live).to(dtype), live)))
 
     for name, live in module_tensors(model).items():
-        yield entry_of(name, live)
+        yield lazy(name, live)
 
 
-def assembled(model: PreTrainedModel, name: str, parts: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
-    """The inverse of `stored`: experts that lie one by one, or their two halves, as one tensor; or some of them."""
-    whole = torch.stack(list(parts[:experts]))
+def join_experts(model: PreTrainedModel, name: str, parts: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
+    """The inverse of `file_tensors` for fused experts: one tensor of experts (or of their two halves) in a row."""
+    joined = torch.stack(list(parts[:experts]))
     if len(parts) == 2 * experts:
-        whole = torch.cat([whole, torch.stack(list(parts[experts:]))], 1)
-    again = list(stored(model, name, whole).values())
+        joined = torch.cat([joined, torch.stack(list(parts[experts:]))], 1)
+    again = list(file_tensors(model, name, joined).values())
     if len(again) != len(parts) or not all(torch.equal(a, b) for a, b in zip(again, parts, strict=True)):
-        raise CheckpointError(f"{type(model).__name__}: {name} cannot be put together from {len(parts)} tensors")
-    return whole
+        raise CheckpointError(f"{type(model).__name__}: {name} cannot be assembled from {len(parts)} tensors")
+    return joined
 
 
 @torch.no_grad()
-def read_parts(model: PreTrainedModel, folder: Path, wanted: set[str] | None = None) -> None:
-    """Read this process's part of each tensor, and little else; of all tensors, or of some that are known to fit."""
+def read_shards(model: PreTrainedModel, folder: Path, wanted: set[str] | None = None) -> None:
+    """Read this process's shard of each tensor, and little else; of all tensors, or of `wanted`, which must fit."""
     files = TensorFiles(folder, "model")
     known: set[str] = set()
     for name, live in module_tensors(model).items():
         if wanted is not None and name not in wanted:
             continue
         plain = adapters.plain_name(name)
-        names = list(stored(model, plain, torch.empty(live.shape, device="meta")))
+        names = list(file_tensors(model, plain, torch.empty(live.shape, device="meta")))
         known |= set(names)
-        part, (key, *more) = shard_slices(live), names
-        if not more:  # itself, perhaps under another name
+        slices, (key, *more) = shard_slices(live), names
+        if not more:  # the tensor itself, perhaps under another name
             if key in files.places and files.shape(key) != tuple(live.shape):
-                raise CheckpointError(f"{folder}: {key} is {files.shape(key)}, the model's {tuple(live.shape)}")
-            local_shard(live).copy_(files.read(key, part))
-        elif part[0].start < part[0].stop:  # some of the experts
+                found, expected = files.shape(key), tuple(live.shape)
+                raise CheckpointError(f"{folder}: tensor {key} has shape {found}, but {expected} in the model")
+            local_shard(live).copy_(files.read(key, slices))
+        elif slices[0].start < slices[0].stop:  # some of the experts
             halves = [names[first : first + live.shape[0]] for first in range(0, len(names), live.shape[0])]
-            parts = [files.read(key) for half in halves for key in half[part[0]]]
-            some = assembled(model, plain, parts, part[0].stop - part[0].start)
-            local_shard(live).copy_(some[(slice(None), *part[1:])])
+            parts = [files.read(key) for half in halves for key in half[slices[0]]]
+            some = join_experts(model, plain, parts, slices[0].stop - slices[0].start)
+            local_shard(live).copy_(some[(slice(None), *slices[1:])])
     if wanted is None and files.places.keys() - known:
-        raise CheckpointError(f"{folder}: the model has no place for {some_of(files.places.keys() - known)}")
+        extra = abbreviate(files.places.keys() - known)
+        raise CheckpointError(f"{folder} does not fit: these tensors are not in the model: {extra}")
 
 
-def some_of(names: set[str]) -> str:
-    """A long list of names, cut short."""
+def abbreviate(names: set[str]) -> str:
+    """A list of names as text, at most four of them."""
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -19,7 +19,7 @@ from posttrain.engines.base import Sampling, seed_for
 from posttrain.inference.generate import Generation
 from posttrain.inference.model import fill_condition
 from posttrain.inference.score import Scoring
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_options
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward

@@ -18,7 +18,7 @@ import yaml
 from posttrain.checkpoints.checkpoint import describe_files, is_run_directory, verify_files
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write_json, file_sha256, read_json
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 from posttrain.train.run import fingerprint
 from posttrain.train.run_directory import RunFolder, find_run
 

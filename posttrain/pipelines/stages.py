@@ -24,7 +24,7 @@ from posttrain.inference.score import Scoring, score_file
 from posttrain.inference.select import METHODS, select_file
 from posttrain.inference.workers import deciding
 from posttrain.models.export import export
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 from posttrain.pipelines.stage import Figures, Stage
 from posttrain.rewards.specs import parse_specs
 from posttrain.train.launch import train_from

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from posttrain.inference.completion_files import Answer
 from posttrain.inference.score import RewardModel
-from posttrain.models.loading import read_config, resolve_path
+from posttrain.models.loading import read_config
+from posttrain.models.paths import resolve_path
 from posttrain.server.app import Handler
 from posttrain.server.errors import ApiError
 from posttrain.server.metrics import ServerMetrics

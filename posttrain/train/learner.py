@@ -40,16 +40,11 @@ from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe
 from posttrain.models import adapters as lora
 from posttrain.models import memory
-from posttrain.models.loading import (
-    compute_dtype,
-    load_model,
-    load_tokenizer,
-    load_weights,
-    save_model,
-    trainable_parameters,
-)
+from posttrain.models.loading import compute_dtype, load_model, trainable_parameters
+from posttrain.models.saving import load_weights, save_model
 from posttrain.models.stop_ids import stop_ids
-from posttrain.models.tensors import module_tensors, plain_tensors, write_tensors
+from posttrain.models.tensors import export_tensors, import_tensors, module_tensors
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
 from posttrain.nn.forward import LossGradients, ModelRunner, check_router, forward, verify_against_stock
 from posttrain.nn.optimizer import Optimizer
@@ -325,12 +320,12 @@ class Learner:
 
         In the type that the model computes in. All processes that hold the model iterate together.
         """
-        yield from plain_tensors(self.model, self.dtype)
+        yield from export_tensors(self.model, self.dtype)
 
     def accept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write what another learner's `weights` gives into this model, in place."""
         assert self.shards is None and self.optimizer is None, "only a learner that looks takes weights of others"
-        write_tensors(self.model, weights)
+        import_tensors(self.model, weights)
 
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer: the tokenizer's, and those the model's files name."""

@@ -9,7 +9,9 @@ from posttrain.algorithms import Algorithm, OnlineAlgorithm
 from posttrain.algorithms.base import CriticSettings
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ModelConfig, OnlineConfig
-from posttrain.models.loading import load_tokenizer, read_config, resolve_path
+from posttrain.models.loading import read_config
+from posttrain.models.paths import resolve_path
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.critic import Critic
 from posttrain.train.learner import Learner

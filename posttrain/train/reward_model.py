@@ -9,7 +9,8 @@ import numpy as np
 
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
-from posttrain.models.loading import read_config, resolve_path
+from posttrain.models.loading import read_config
+from posttrain.models.paths import resolve_path
 from posttrain.rollout.records import Rollout
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader

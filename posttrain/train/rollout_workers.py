@@ -20,7 +20,9 @@ from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
-from posttrain.models.loading import compute_dtype, load_tokenizer, read_config, resolve_path
+from posttrain.models.loading import compute_dtype, read_config
+from posttrain.models.paths import resolve_path
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.parallel.weight_transfer import Rendezvous, Transfer, TransferResult
 from posttrain.train.learner import Learner
 

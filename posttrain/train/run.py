@@ -23,7 +23,9 @@ from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, Stopped, UsageError, WorkerError
 from posttrain.core.files import read_json, write_json
 from posttrain.core.types import Sample
-from posttrain.models.loading import load_tokenizer, resolve_path, vocabulary_size
+from posttrain.models.loading import vocabulary_size
+from posttrain.models.paths import resolve_path
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
 from posttrain.train.run_directory import RunFolder, StopSignals

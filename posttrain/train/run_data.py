@@ -13,7 +13,8 @@ from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import Dataset, Encoder, ExampleStream, load_dataset, split_examples
-from posttrain.models.loading import is_adapter, read_config
+from posttrain.models.loading import read_config
+from posttrain.models.paths import is_adapter
 
 
 @dataclass(slots=True)

@@ -147,7 +147,7 @@ def test_the_corrected_command_is_not_in_its_own_way(refused, capsys):
         ("empty", ["model.path", "no model in empty", "It is empty"]),
         ("chat.jsonl", ["model.path", "chat.jsonl", "It is a file"]),
         ("no/such/folder", ["model.path", "no folder no/such/folder"]),
-        ("no-such-model", ["model.path", "no-such-model", "no folder here"]),
+        ("no-such-model", ["model.path", "no-such-model", "not a local folder"]),
     ],
 )
 def test_a_place_without_a_model(path, words, refused, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from posttrain.checkpoints.checkpoint import write_checkpoint
-from posttrain.models.loading import resolve_path
+from posttrain.models.paths import resolve_path
 from tests.e2e.commands import command
 from tests.tiny import tiny_folder
 

@@ -20,7 +20,8 @@ from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.data.dataset import Encoder
 from posttrain.data.reading.formats import FORMATS, SourceFormat, recognise
 from posttrain.data.reading.records import Record
-from posttrain.models.loading import load_tokenizer, vocabulary_size
+from posttrain.models.loading import vocabulary_size
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.pipelines.settings import start_of
 from tests.e2e.commands import PATIENCE, command, rows_of, start
 

@@ -14,8 +14,8 @@ from posttrain.checkpoints.checkpoint import newest_valid
 from posttrain.checkpoints.tensor_files import load_tensors
 from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
 from posttrain.data.dataset import Encoder, load_dataset
-from posttrain.models.loading import load_tokenizer
 from posttrain.models.pico import pico_folder
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.learner import Learner
 from tests.e2e.commands import command, rows_of
 from tests.e2e.rows import write_rows

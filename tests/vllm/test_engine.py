@@ -242,7 +242,7 @@ def test_answers_of_a_group_share_their_prompt():
 def test_adapters_alone_are_sent(tmp_path):
     folder = tiny_folder("qwen2", tmp_path, **HEADS)
     learner = Learner(ModelConfig(path=str(folder), lora_rank=4, lora_alpha=16), UpdateConfig())
-    settings = adapters.settings(learner.model)
+    settings = adapters.adapter_config(learner.model)
     engine = VllmEngine(learner.model.config, learner.tokenizer, base=str(folder), adapter=settings)
     before = {}
     for version in range(3):

@@ -14,7 +14,7 @@ from posttrain.core.errors import PosttrainError
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
-from posttrain.models.loading import save_model
+from posttrain.models.saving import save_model
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 

@@ -11,7 +11,8 @@ from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.models.loading import load_model, load_tokenizer
+from posttrain.models.loading import load_model
+from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn.forward import ModelRunner, forward
 
 

@@ -14,7 +14,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm import engine as vllm
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe
 from posttrain.models import adapters
-from posttrain.models.loading import is_adapter, resolve_path
+from posttrain.models.paths import is_adapter, resolve_path
 from posttrain.parallel.shards import full_tensor, local_shard
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -47,7 +47,7 @@ class VllmReplica:
     def refresh(self, version: WeightVersion) -> None:
         """Loads the trainer's current weights, which are of this version, and checks that they have arrived."""
         if self.engine is None:
-            adapter = adapters.settings(self.model) if self.base else None
+            adapter = adapters.adapter_config(self.model) if self.base else None
             self.engine = vllm.VllmEngine(
                 self.model.config,
                 self.tokenizer,

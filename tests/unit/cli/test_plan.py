@@ -60,7 +60,7 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
     assert ledger["samples"] == ("18", "2 a row")
     assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
     from posttrain.data.packing import pack_into_micro_batches
-    from posttrain.models.loading import load_tokenizer
+    from posttrain.models.tokenizers import load_tokenizer
     from posttrain.train.run_data import load_data
 
     algo = ALGORITHMS["dpo"](config.algo)

@@ -17,7 +17,7 @@ from posttrain.engines.base import Sampling
 from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
 from posttrain.inference.model import InferenceModel, stop_ids_of
 from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding
-from posttrain.models.loading import load_tokenizer
+from posttrain.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_folder
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.models import adapters, loading
-from posttrain.models.tensors import module_tensors, plain_tensors
+from posttrain.models import adapters, loading, saving, tokenizers
+from posttrain.models.tensors import export_tensors, module_tensors
 from posttrain.nn.forward import ModelRunner, verify_against_stock
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_tokenizer
 from tests.unit.models.test_loading import TOKENS, edit_json, load_tiny, output
@@ -55,7 +55,7 @@ def test_adapters_change_nothing_until_trained_and_can_be_switched_off(name, hea
 def test_saved_adapters_come_back_and_merge_into_the_same_model(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path, head=head)
     model = train(adapted(folder, head))
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert not (tmp_path / "saved" / "model.safetensors").exists()
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     assert len(saved) == len(loading.trainable_parameters(model))
@@ -76,7 +76,7 @@ def test_peft_itself_reads_the_folder(name, head, tmp_path):
 
     folder = tiny_folder(name, tmp_path, head=head)
     model = train(adapted(folder, head))
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     stock = loading.AUTO_CLASSES[head].from_pretrained(folder)
     stock = PeftModel.from_pretrained(stock, str(tmp_path / "saved")).eval()
     stock.get_base_model().set_attn_implementation("sdpa")
@@ -90,22 +90,22 @@ def test_peft_itself_reads_the_folder(name, head, tmp_path):
 def test_adapters_are_read_back_in_place(name, head, tmp_path):
     model = train(adapted(tiny_folder(name, tmp_path, head=head), head))
     expected = output(model)
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     train(model, seed=1)
     assert not torch.equal(output(model), expected)
-    loading.load_weights(model, tmp_path / "saved")
+    saving.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    loading.save_model(adapted(folder), tiny_tokenizer(), tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="in one of them only"):
-        loading.load_weights(adapted(folder, lora_targets=("q_proj",)), tmp_path / "saved")
-    with pytest.raises(CheckpointError, match=r"lora_A.* is \(4, .*, the model's is \(2, "):
-        loading.load_weights(adapted(folder, lora_rank=2), tmp_path / "saved")
+    saving.save_model(adapted(folder), tiny_tokenizer(), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="only in one of the two"):
+        saving.load_weights(adapted(folder, lora_targets=("q_proj",)), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"lora_A.* has shape \(4, .*, but \(2, "):
+        saving.load_weights(adapted(folder, lora_rank=2), tmp_path / "saved")
 
 
 @BOTH
@@ -171,7 +171,7 @@ def test_rank_alpha_and_targets_arrive(tmp_path):
     ("name", "targets", "said"),
     [
         ("llama", ("q_proj", "vproj"), "no module 'vproj'.*v_proj"),
-        ("llama", ("mlp",), "cannot take these adapters"),
+        ("llama", ("mlp",), "does not support these adapters"),
         ("qwen2", ("lm_head",), "shares its weight"),
         ("qwen2", ("embed_tokens",), "shares its weight"),
     ],
@@ -191,15 +191,15 @@ def test_an_untied_output_layer_may_have_an_adapter(tmp_path):
 def test_new_adapters_stand_on_the_merged_old_ones(head, tmp_path):
     """So that the model without them is the one that training began with."""
     first = train(adapted(tiny_folder("llama", tmp_path, head=head), head))
-    loading.save_model(first, tiny_tokenizer(), tmp_path / "first")
+    saving.save_model(first, tiny_tokenizer(), tmp_path / "first")
     second = adapted(tmp_path / "first", head)
     assert torch.allclose(output(second), output(first), atol=1e-5, rtol=1e-4)
     start = output(second)
     train(second, seed=1)
     with adapters.disabled(second):
         assert torch.equal(output(second), start)
-    loading.save_model(second, tiny_tokenizer(), tmp_path / "second")
-    assert adapters.base_of(tmp_path / "second") == str(tmp_path / "first")
+    saving.save_model(second, tiny_tokenizer(), tmp_path / "second")
+    assert adapters.base_model_of(tmp_path / "second") == str(tmp_path / "first")
     assert torch.allclose(output(load_tiny(tmp_path / "second", head)), output(second), atol=1e-5, rtol=1e-4)
     with pytest.raises(UsageError, match="posttrain export"):
         adapted(tmp_path / "first", head, load_in_4bit=True)
@@ -207,14 +207,14 @@ def test_new_adapters_stand_on_the_merged_old_ones(head, tmp_path):
 
 def test_a_reward_model_may_begin_with_the_adapters_of_a_language_model(tmp_path):
     language = train(adapted(tiny_folder("llama", tmp_path)))
-    loading.save_model(language, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(language, tiny_tokenizer(), tmp_path / "saved")
     reward = load_tiny(tmp_path / "saved", "score")
     language.set_attn_implementation("sdpa")
     reward.set_attn_implementation("sdpa")
     with torch.no_grad():
         states = [model.base_model(input_ids=TOKENS).last_hidden_state for model in (language, reward)]
     assert torch.allclose(*states, atol=1e-5)
-    loading.save_model(adapted(tiny_folder("llama", tmp_path), "score"), tiny_tokenizer(), tmp_path / "reward")
+    saving.save_model(adapted(tiny_folder("llama", tmp_path), "score"), tiny_tokenizer(), tmp_path / "reward")
     with pytest.raises(CheckpointError, match=r"score\.weight"):
         load_tiny(tmp_path / "reward")
 
@@ -222,22 +222,22 @@ def test_a_reward_model_may_begin_with_the_adapters_of_a_language_model(tmp_path
 def test_facts_and_tokenizer_travel_with_the_adapters(tmp_path):
     model = adapted(tiny_folder("llama", tmp_path), "score")
     model.config.score_mean = 0.25
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert load_tiny(tmp_path / "saved", "score").config.score_mean == 0.25
     config = ModelConfig(path=str(tmp_path / "saved"))
-    assert loading.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
+    assert tokenizers.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
     for file in (tmp_path / "saved").glob("*token*"):
         file.unlink()
     for name in ("chat_template.jinja", "config.json"):  # as other programs save adapters
         (tmp_path / "saved" / name).unlink()
-    assert loading.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
+    assert tokenizers.load_tokenizer(config).chat_template and loading.vocabulary_size(config) == VOCABULARY
     assert load_tiny(tmp_path / "saved", "score").dtype == torch.float32
 
 
 def test_adapters_of_pico_name_it_and_not_its_cache(tmp_path, monkeypatch):
     model = train(adapted("pico"))
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
-    assert adapters.base_of(tmp_path / "saved") == "pico"
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    assert adapters.base_model_of(tmp_path / "saved") == "pico"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     again = loading.read_model(str(tmp_path / "saved"), "token", torch.float32)
     assert torch.equal(output(again), output(model))
@@ -245,7 +245,7 @@ def test_adapters_of_pico_name_it_and_not_its_cache(tmp_path, monkeypatch):
 
 def test_the_same_adapters_give_the_same_file(tmp_path):
     for name in ("a", "b"):
-        loading.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / name)
+        saving.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / name)
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert files[0] == files[1]
     targets = json.loads(files[0]["adapter_config.json"])["target_modules"]
@@ -253,7 +253,7 @@ def test_the_same_adapters_give_the_same_file(tmp_path):
 
 
 def test_a_lost_base_is_explained(tmp_path):
-    loading.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(adapted(tiny_folder("llama", tmp_path)), tiny_tokenizer(), tmp_path / "saved")
     edit_json(tmp_path / "saved" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "gone"))
     with pytest.raises(UsageError, match=r"there is no folder .*gone"):
         load_tiny(tmp_path / "saved")
@@ -290,10 +290,10 @@ def test_adapters_on_four_bits(head, tmp_path):
     assert all(p.grad is not None for p in loading.trainable_parameters(model).values())
     train(model.eval())
     expected = output(model)
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     train(model, seed=1)
-    loading.load_weights(model, tmp_path / "saved")
+    saving.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert load_tiny(tmp_path / "saved", head).dtype == torch.float32  # on the weights as they are on disk
 
@@ -313,13 +313,15 @@ def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
     """Weights that go to another engine have their adapters merged; those of experts cannot be, which is said."""
     folder = tiny_folder("mixtral", tmp_path)
     with pytest.raises(UsageError, match="adapters on experts cannot be merged"):
-        list(plain_tensors(train(adapted(folder)), torch.float32))
+        list(export_tensors(train(adapted(folder)), torch.float32))
     beside = train(adapted(folder, lora_targets=("q_proj", "o_proj")))
-    sent = dict(plain_tensors(beside, torch.float32))
+    sent = dict(export_tensors(beside, torch.float32))
     plain = load_file(folder / "model.safetensors")
     changed = {name for name, tensor in sent.items() if not torch.equal(tensor, plain[name])}
     assert sent.keys() == plain.keys()
     assert changed == {name for name in plain if "q_proj" in name or "o_proj" in name}
     assert {
-        adapters.plain_name(name) for name in module_tensors(train(adapted(folder))) if not adapters.is_beside(name)
+        adapters.plain_name(name)
+        for name in module_tensors(train(adapted(folder)))
+        if not adapters.is_adapter_tensor(name)
     } == set(module_tensors(load_tiny(folder, "token")))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.checkpoints.checkpoint import write_checkpoint
 from posttrain.checkpoints.tensor_files import save_tensors
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
-from posttrain.models import adapters, loading
+from posttrain.models import adapters, loading, saving
 from posttrain.models import export as export_module
 from posttrain.models.export import export
 from tests.tiny import tiny_folder, tiny_tokenizer
@@ -24,7 +24,7 @@ def make_run(model, tmp_path, average=None):
     """A run folder with one checkpoint of the model."""
 
     def write(folder):
-        loading.save_model(model, tiny_tokenizer(), folder / "model")
+        saving.save_model(model, tiny_tokenizer(), folder / "model")
         if average is not None:
             save_tensors(folder / "ema.safetensors", average)
 
@@ -135,7 +135,7 @@ def test_a_copy_that_differs_is_an_error_and_leaves_nothing(harm, said, tmp_path
     run = make_run(load_tiny(tiny_folder("llama", tmp_path)), tmp_path)
 
     def save_badly(model, tokenizer, folder):
-        loading.save_model(model, tokenizer, folder)
+        saving.save_model(model, tokenizer, folder)
         harm(folder)
 
     monkeypatch.setattr(export_module, "save_model", save_badly)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from posttrain.checkpoints.checkpoint import write_checkpoint
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.models import loading
+from posttrain.models import loading, paths, saving, tensors, tokenizers
 from posttrain.nn import attention
 from tests.tiny import NAMES, VOCABULARY, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -48,28 +48,28 @@ def edit_json(path, **changes):
 
 def test_no_path_names_the_option():
     with pytest.raises(UsageError, match=r"--model\.path"):
-        loading.resolve_path("")
+        paths.resolve_path("")
 
 
 def test_pico_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert loading.resolve_path("pico").startswith(str(tmp_path))
+    assert paths.resolve_path("pico").startswith(str(tmp_path))
 
 
 def test_a_folder_with_a_model_is_itself(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    assert loading.resolve_path(str(folder)) == str(folder)
+    assert paths.resolve_path(str(folder)) == str(folder)
 
 
 def test_a_run_folder_is_its_newest_valid_checkpoint(tmp_path):
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3):
-        write_checkpoint(checkpoints, step, lambda folder: loading.save_model(model, tokenizer, folder / "model"))
+        write_checkpoint(checkpoints, step, lambda folder: saving.save_model(model, tokenizer, folder / "model"))
     (checkpoints / "step-00000003" / "model" / "config.json").write_text("{}")
     expected = str(checkpoints / "step-00000002" / "model")
-    assert loading.resolve_path(str(tmp_path / "run")) == expected
-    assert loading.resolve_path(str(checkpoints / "step-00000002")) == expected
+    assert paths.resolve_path(str(tmp_path / "run")) == expected
+    assert paths.resolve_path(str(checkpoints / "step-00000002")) == expected
     assert torch.equal(output(load_tiny(tmp_path / "run")), output(model))
 
 
@@ -77,20 +77,20 @@ def test_a_folder_without_a_model_says_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "data").mkdir()
     with pytest.raises(UsageError, match=r"no model in .*no config\.json.*data/, notes\.txt"):
-        loading.resolve_path(str(tmp_path))
+        paths.resolve_path(str(tmp_path))
     with pytest.raises(UsageError, match="It is a file"):
-        loading.resolve_path(str(tmp_path / "notes.txt"))
+        paths.resolve_path(str(tmp_path / "notes.txt"))
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "has space"])
 def test_what_is_neither_folder_nor_hub_name_is_refused(path):
     with pytest.raises(UsageError, match="there is no folder"):
-        loading.resolve_path(path)
+        paths.resolve_path(path)
 
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2.5-0.5B"])
 def test_a_hub_name_is_left_as_it_is(path):
-    assert loading.resolve_path(path) == path
+    assert paths.resolve_path(path) == path
 
 
 def test_a_model_of_modelscope_is_the_folder_it_was_downloaded_to(tmp_path, monkeypatch):
@@ -98,10 +98,10 @@ def test_a_model_of_modelscope_is_the_folder_it_was_downloaded_to(tmp_path, monk
     module = types.ModuleType("modelscope")
     module.snapshot_download = lambda name: asked.append(name) or str(folder)
     monkeypatch.setitem(sys.modules, "modelscope", module)
-    loading.modelscope_model.cache_clear()
+    paths.modelscope_model.cache_clear()
     path = "modelscope://owner/tiny.model"
     assert output(load_tiny(path)).equal(output(load_tiny(folder))) and asked == ["owner/tiny.model"]
-    assert loading.load_tokenizer(ModelConfig(path=path)).get_vocab() == tiny_tokenizer().get_vocab()
+    assert tokenizers.load_tokenizer(ModelConfig(path=path)).get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def test_models_of_modelscope_that_cannot_be_had(monkeypatch):
@@ -117,15 +117,15 @@ def test_models_of_modelscope_that_cannot_be_had(monkeypatch):
     ):
         monkeypatch.setitem(sys.modules, "modelscope", there)
         with pytest.raises(UsageError, match=words):
-            loading.resolve_path(path)
+            paths.resolve_path(path)
 
 
 @pytest.mark.parametrize("reachable", [True, False])
 def test_a_hub_name_that_cannot_be_loaded_is_one_line(monkeypatch, reachable):
-    monkeypatch.setattr(loading, "hub_is_reachable", lambda: reachable)
-    monkeypatch.setattr(loading, "hub_options", lambda source: {"local_files_only": True})
-    for action in (load_tiny, lambda path: loading.load_tokenizer(ModelConfig(path=path))):
-        with pytest.raises(UsageError, match="nobody/no-such-model is no folder here") as caught:
+    monkeypatch.setattr(paths, "hub_is_reachable", lambda: reachable)
+    monkeypatch.setattr(paths, "hub_options", lambda source: {"local_files_only": True})
+    for action in (load_tiny, lambda path: tokenizers.load_tokenizer(ModelConfig(path=path))):
+        with pytest.raises(UsageError, match="nobody/no-such-model is not a local folder") as caught:
             action("nobody/no-such-model")
         assert "\n" not in str(caught.value)
 
@@ -140,7 +140,7 @@ def test_round_trip_is_exact(name, head, tmp_path):
     model = load_tiny(folder, head, trainable=True)
     expected = output(tiny_model(name, head=head))
     assert torch.equal(output(model.eval()), expected)
-    loading.save_model(model, loading.load_tokenizer(ModelConfig(path=str(folder))), tmp_path / "saved")
+    saving.save_model(model, tokenizers.load_tokenizer(ModelConfig(path=str(folder))), tmp_path / "saved")
     assert torch.equal(output(load_tiny(tmp_path / "saved", head)), expected)
     stock = AutoModelForSequenceClassification if head == "score" else AutoModelForCausalLM
     assert torch.equal(output(stock.from_pretrained(tmp_path / "saved")), expected)
@@ -148,7 +148,7 @@ def test_round_trip_is_exact(name, head, tmp_path):
 
 def test_the_saved_folder_is_plain(tmp_path):
     folder = tiny_folder("mixtral", tmp_path)
-    loading.save_model(load_tiny(folder), tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(load_tiny(folder), tiny_tokenizer(), tmp_path / "saved")
     before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "saved"))
     assert before == after  # neither our attention nor use_cache=False leaks out
     assert load_file(folder / "model.safetensors").keys() == load_file(tmp_path / "saved/model.safetensors").keys()
@@ -169,10 +169,10 @@ def test_a_score_model_scores_the_last_token_in_stock_code_even_if_it_is_the_end
     folder = tiny_folder("llama", tmp_path, pad_token_id=5)  # padding is the end token, as in SmolLM2
     edit_json(folder / "tokenizer_config.json", pad_token="<|im_end|>")
     config = ModelConfig(path=str(folder))
-    tokenizer = loading.load_tokenizer(config)
+    tokenizer = tokenizers.load_tokenizer(config)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 5
     model = load_tiny(folder, "score")
-    loading.save_model(model, tokenizer, tmp_path / "saved")
+    saving.save_model(model, tokenizer, tmp_path / "saved")
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     texts = ["1+1=2<|im_end|>", "much longer than that<|im_end|>"]
@@ -192,7 +192,7 @@ def test_facts_in_the_config_survive(head, tmp_path):
     facts = {"score_mean": 0.25, "score_std": 1.5, "placeholder_token": "<step>", "reward_tokens": ["+", "-"]}
     for key, value in facts.items():
         setattr(model.config, key, value)
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     config = load_tiny(tmp_path / "saved", head).config
     assert {key: getattr(config, key) for key in facts} == facts
 
@@ -252,13 +252,13 @@ def test_a_skeleton_and_its_parts_are_the_model(name, head, tmp_path):
         torch.default_generator.manual_seed(3)
         whole = loading.read_model(str(folder), head, dtype)
         torch.default_generator.manual_seed(3)
-        skeleton, found = loading.read_skeleton(str(folder), head, dtype)
+        skeleton, found = loading.load_meta_model(str(folder), head, dtype)
         absent = {name for name, tensor in skeleton.named_parameters() if tensor.is_meta}
         assert found == folder and absent == dict(skeleton.named_parameters()).keys() - {"score.weight"}
         filled = skeleton._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
         filled.tie_weights()
-        buffers = loading.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
-        loading.read_parts(filled, folder, absent | buffers)
+        buffers = tensors.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
+        tensors.read_shards(filled, folder, absent | buffers)
         for kind in ("named_parameters", "named_buffers"):
             one, other = (dict(getattr(model, kind)()) for model in (whole, filled))
             assert one.keys() == other.keys()
@@ -276,22 +276,22 @@ def test_a_skeleton_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
     tiny_folder("llama", tmp_path).rename(place / "snapshot")
     (place / "snapshots").mkdir()
     (place / "snapshot").rename(place / "snapshots" / ("0" * 40))
-    monkeypatch.setattr(loading.hub, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(paths.hub, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(loading, "read_config", lambda _, head: config)
     config = AutoConfig.from_pretrained(place / "snapshots" / ("0" * 40))
-    skeleton, folder = loading.read_skeleton("some/model", "token", torch.float32)
+    skeleton, folder = loading.load_meta_model("some/model", "token", torch.float32)
     assert folder == place / "snapshots" / ("0" * 40) and skeleton.model.embed_tokens.weight.is_meta
 
 
 def test_a_skeleton_needs_tensors_of_its_own_names(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    rewrite(folder, lambda tensors: tensors.update(other=tensors.pop("model.norm.weight")))
-    assert loading.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    rewrite(folder, lambda saved: saved.update(other=saved.pop("model.norm.weight")))
+    assert loading.load_meta_model(str(folder), "token", torch.float32)[0] is None
     (folder / "model.safetensors").unlink()
-    assert loading.read_skeleton(str(folder), "token", torch.float32)[0] is None
+    assert loading.load_meta_model(str(folder), "token", torch.float32)[0] is None
     score = tiny_folder("llama", tmp_path, head="score")
     with pytest.raises(UsageError, match="is a reward model; a language model is needed here"):
-        loading.read_skeleton(str(score), "token", torch.float32)
+        loading.load_meta_model(str(score), "token", torch.float32)
 
 
 def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
@@ -311,23 +311,27 @@ def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
 @pytest.mark.parametrize(
     ("name", "lost", "said"),
     [
-        ("llama", "model.layers.1.mlp.up_proj.weight", r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"),
-        ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", r"lacks weights: model\.layers\.0\.mlp\.gate"),
+        ("llama", "model.layers.1.mlp.up_proj.weight", r"not in the files: model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", r"not in the files: model\.layers\.0\.mlp\.gate"),
         ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w1.weight", "experts are missing or damaged"),
-        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2.weight", r"experts\.down_proj is \(3, .*\(4, "),
+        (
+            "mixtral",
+            "model.layers.0.block_sparse_moe.experts.1.w2.weight",
+            r"experts\.down_proj has shape \(3, .*\(4, ",
+        ),
     ],
 )
 @pytest.mark.parametrize("head", ["token", "score"])  # a new head excuses the head alone
 def test_missing_weights_are_named(name, lost, said, head, tmp_path):
     folder = tiny_folder(name, tmp_path)
-    rewrite(folder, lambda tensors: tensors.pop(lost))
+    rewrite(folder, lambda saved: saved.pop(lost))
     with pytest.raises(UsageError, match=said):
         load_tiny(folder, head)
 
 
 def test_weights_without_a_place_are_named(tmp_path, caplog):
     folder = tiny_folder("llama", tmp_path)
-    rewrite(folder, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+    rewrite(folder, lambda saved: saved.update({"model.extra.weight": torch.zeros(2)}))
     with caplog.at_level(logging.WARNING, logger="posttrain"):
         load_tiny(folder)
     assert "model.extra.weight" in caplog.text
@@ -344,8 +348,8 @@ def test_a_reward_model_is_no_language_model(tmp_path):
 
 def test_a_classifier_of_many_classes_is_refused(tmp_path):
     folder = tiny_folder("llama", tmp_path, head="score")
-    rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(3, 32)}))
-    with pytest.raises(UsageError, match=r"score\.weight is \(3, 32\)"):
+    rewrite(folder, lambda saved: saved.update({"score.weight": torch.zeros(3, 32)}))
+    with pytest.raises(UsageError, match=r"score\.weight has shape \(3, 32\)"):
         load_tiny(folder, "score")
 
 
@@ -394,21 +398,21 @@ def test_a_missing_padding_token_is_the_end_token(tmp_path):
     del settings["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     size = len(AutoTokenizer.from_pretrained(folder))
-    tokenizer = loading.load_tokenizer(ModelConfig(path=str(folder)))
+    tokenizer = tokenizers.load_tokenizer(ModelConfig(path=str(folder)))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id and len(tokenizer) == size <= VOCABULARY
 
 
 def test_another_tokenizer_may_be_named(tmp_path):
     folder = tiny_folder("llama", tmp_path)
-    assert len(loading.load_tokenizer(ModelConfig(path=str(folder), tokenizer="pico"))) == 263
+    assert len(tokenizers.load_tokenizer(ModelConfig(path=str(folder), tokenizer="pico"))) == 263
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no model in"):
-        loading.load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "empty")))
+        tokenizers.load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "empty")))
 
 
 def test_the_vocabulary_is_the_models_not_the_tokenizers(tmp_path):
     config = ModelConfig(path=str(tiny_folder("gpt2", tmp_path)))
-    assert loading.vocabulary_size(config) == VOCABULARY > len(loading.load_tokenizer(config))
+    assert loading.vocabulary_size(config) == VOCABULARY > len(tokenizers.load_tokenizer(config))
 
 
 # Saving
@@ -418,7 +422,7 @@ def test_a_generation_config_that_transformers_would_not_save(tmp_path):
     folder = tiny_folder("llama", tmp_path)
     edit_json(folder / "generation_config.json", temperature=0.5)  # without do_sample: loads, does not save
     model = load_tiny(folder)
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["temperature"] == 0.5 and saved["do_sample"]
 
@@ -429,13 +433,13 @@ def test_weights_are_read_back_in_place(name, head, tmp_path):
     folder = tiny_folder(name, tmp_path, head=head)
     model = load_tiny(folder, head, trainable=True)
     expected = output(model.eval())
-    loading.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
     addresses = {key: tensor.data_ptr() for key, tensor in model.state_dict().items()}
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(1)
     assert not torch.equal(output(model), expected)
-    loading.load_weights(model, tmp_path / "saved")
+    saving.load_weights(model, tmp_path / "saved")
     assert torch.equal(output(model), expected)
     assert {key: tensor.data_ptr() for key, tensor in model.state_dict().items()} == addresses
     assert all(parameter.requires_grad for parameter in model.parameters() if parameter.is_floating_point())
@@ -445,11 +449,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     model = load_tiny(tiny_folder("llama", tmp_path))
     other = tiny_folder("qwen2_untied", tmp_path)
     with pytest.raises(CheckpointError, match="does not fit"):
-        loading.load_weights(model, tiny_folder("llama", tmp_path / "three", num_hidden_layers=3))
+        saving.load_weights(model, tiny_folder("llama", tmp_path / "three", num_hidden_layers=3))
     with pytest.raises(CheckpointError):
-        loading.load_weights(model, other)
-    rewrite(tmp_path / "tiny-llama-token", lambda tensors: tensors.pop("model.norm.weight"))
+        saving.load_weights(model, other)
+    rewrite(tmp_path / "tiny-llama-token", lambda saved: saved.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
-        loading.load_weights(model, tmp_path / "tiny-llama-token")
+        saving.load_weights(model, tmp_path / "tiny-llama-token")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        loading.load_weights(model, tmp_path / "nowhere")
+        saving.load_weights(model, tmp_path / "nowhere")

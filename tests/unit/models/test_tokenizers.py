@@ -10,7 +10,7 @@ from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import ChatExample, turn
-from posttrain.models.loading import load_tokenizer
+from posttrain.models.tokenizers import load_tokenizer
 from tests.unit.data.made import byte_level
 
 

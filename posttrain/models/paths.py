@@ -1,0 +1,103 @@
+"""Finds models: a folder, a run directory, a checkpoint, a name of the Hugging Face hub or of ModelScope, or `pico`."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants as hub
+from safetensors import SafetensorError
+
+from posttrain.checkpoints.checkpoint import resolve_model_folder
+from posttrain.core.errors import UsageError
+from posttrain.data.reading.sources import MODELSCOPE, modelscope_model
+from posttrain.models import adapters
+from posttrain.models.pico import pico_folder
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+def resolve_path(path: str) -> str:
+    """Turn what the user calls a model into a folder that transformers can read, or a hub name."""
+    if not path:
+        raise UsageError("no model: give --model.path a folder, a hub name, a run directory, or pico")
+    if path == "pico":
+        return str(pico_folder())
+    if path.startswith(MODELSCOPE):
+        return modelscope_model(path)
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if HUB_NAME.fullmatch(path):
+            return path
+        raise UsageError(f"model.path: there is no folder {path}, and it is not a hub name (like owner/model)")
+    if (folder / "checkpoints").is_dir():
+        return str(resolve_model_folder(folder))
+    for candidate in (folder, folder / "model"):  # the second: a checkpoint of a run
+        if (candidate / "config.json").is_file() or is_adapter(candidate):
+            return str(candidate)
+    raise UsageError(f"model.path: no model in {path}: it has no config.json. {describe_contents(folder)}")
+
+
+def resolve_base(source: str) -> str:
+    """The path of the model that the adapters in a folder belong to."""
+    return resolve_path(adapters.base_model_of(Path(source)))
+
+
+def describe_contents(folder: Path) -> str:
+    """What there is instead of a model, as a sentence."""
+    if not folder.is_dir():
+        return "It is a file; give the folder that holds the model."
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
+    if not names:
+        return "It is empty."
+    return f"It holds {', '.join(names[:8])}" + (f" and {len(names) - 8} more." if len(names) > 8 else ".")
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds LoRA adapters instead of a model."""
+    return (Path(folder) / adapters.CONFIG).is_file()
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Whether the hub answers; checked first because transformers would retry for half a minute per file."""
+    if hub.is_offline_mode():
+        return False
+    if urllib.request.getproxies():  # a direct connection would tell nothing
+        return True
+    address = urlsplit(hub.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def hub_options(source: str) -> dict[str, Any]:
+    """Options for every from_pretrained: no downloads that must fail, and no remote code is run."""
+    local = Path(source).is_dir() or not hub_is_reachable()
+    return {"local_files_only": local, "trust_remote_code": False}
+
+
+@contextmanager
+def loading_errors(source: str, option: str = "model.path") -> Iterator[None]:
+    """Turn an error of a library's loading code into a UsageError of one line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "conversion of the weights" in reason:
+            reason = "some tensors of its experts are missing or damaged; TRANSFORMERS_VERBOSITY=warning names them"
+        if Path(source).is_dir():
+            raise UsageError(f"{option}: {source} cannot be loaded: {reason}") from error
+        if not hub_is_reachable():
+            message = "is not a local folder and not in the hub's cache, and the hub cannot be reached. Give a folder."
+            raise UsageError(f"{option}: {source} {message}") from error
+        raise UsageError(f"{option}: {source} is not a local folder, and the hub says: {reason}") from error
