@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.logging import memory_gib
 from posttrain.core.types import Objective, Sample, count
 from posttrain.train.learner import Learner
@@ -140,7 +140,7 @@ def text_of(tokens: np.ndarray) -> str:
 
 
 def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner:
-    update = UpdateConfig(tokens_per_device=options.pack)
+    update = TrainConfig(micro_batch_tokens=options.pack)
     return Learner(ModelConfig(path=folder, dtype="auto" if GPU else "float32"), update, trainable=trainable)
 
 

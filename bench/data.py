@@ -144,7 +144,7 @@ def by_hand(_: Path, source: Path, tokenizer, workers: int) -> tuple[float, floa
 
 def read_batches(folder: Path, tokenizer) -> None:
     """Rows in a random order, packed and laid end to end, as the learner takes them."""
-    config = DataConfig(max_tokens=2048)
+    config = DataConfig(max_length=2048)
     encoder = Encoder(tokenizer, config, "text", vocab_size=len(tokenizer))
     started = time.perf_counter()
     rows = load_dataset([str(folder / "1-0" / "out")], encoder).rows

@@ -87,11 +87,11 @@ def main() -> None:
     write_rows(gsm8k if options.task == "gsm8k" else countdown, options.data, rows)
     judge = f"{rows}/rule.py:right" if options.task == "gsm8k" else "countdown"
     rollout = {"samples_per_prompt": 8, "max_tokens": 256}
-    update = {"rows_per_step": 64, "learning_rate": options.grpo_rate, "tokens_per_device": 32768}
+    train = {"batch_size": 64, "learning_rate": options.grpo_rate, "micro_batch_tokens": 32768}
 
     def grpo(model: str, name: str, steps: int) -> GRPOTrainer:
-        config = {"out": str(options.out / name), "rollout": rollout, "update": update, "steps": steps, "quiet": True}
-        config |= {"rewards": {"workers": 4}, "save": {"every": 0}}
+        config = {"output_dir": str(options.out / name), "rollout": rollout, "quiet": True}
+        config |= {"train": train | {"max_steps": steps}, "rewards": {"workers": 4}, "save": {"every_steps": 0}}
         return GRPOTrainer(
             model,
             rewards=judge,
@@ -107,17 +107,17 @@ def main() -> None:
     if not model:
         wanted = {
             "model": {"path": options.model},
-            "data": {"train": [str(rows / "train-chat.jsonl")], "max_tokens": 640},
-            "update": {
-                "rows_per_step": 64,
+            "data": {"train": [str(rows / "train-chat.jsonl")], "max_length": 640},
+            "train": {
+                "epochs": 3,
+                "batch_size": 64,
                 "learning_rate": options.sft_rate,
-                "warmup": 20,
-                "schedule": "cosine:0",
-                "tokens_per_device": 32768,
+                "warmup_steps": 20,
+                "min_lr_ratio": 0.0,
+                "micro_batch_tokens": 32768,
             },
-            "epochs": 3,
-            "save": {"every": 0},
-            "out": str(options.out / "sft"),
+            "save": {"every_steps": 0},
+            "output_dir": str(options.out / "sft"),
             "quiet": True,
         }
         trained = sft(**merged(wanted, options.sft))

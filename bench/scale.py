@@ -17,7 +17,7 @@ import torch
 from bench.common import GPU, SHAPES, Shape, saved_model
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_host import RoleRef
-from posttrain.config.sections import ClusterConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import ClusterConfig, ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Objective, Sample
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -123,7 +123,7 @@ def move(model: ModelConfig, folder: Path) -> None:
     places = Placement(ClusterConfig(devices=3, limits=(0, SECONDS), layout=("rollout.devices=1",)), folder / "logs")
     try:
         actor = places.pool("actor")
-        actor.start("actor", Learner, model, UpdateConfig(), trainable=False)
+        actor.start("actor", Learner, model, TrainConfig(), trainable=False)
         sender = actor.start("sender", WeightSender, RoleRef("actor"))
         slots = places.rollout_slots(lambda pool: pool.start("rollout", RolloutWorker, model, ("local",), "", 0))
         workers = RolloutWorkers(slots, sender, places.rendezvous)
@@ -141,7 +141,7 @@ def move(model: ModelConfig, folder: Path) -> None:
 def move_on_the_device() -> None:
     with saved_model(SHAPES["7b"]) as path:
         options = {"trainable": False, "sampler_copy": True, "layout": ParallelLayout(always=True)}
-        learner = Learner(ModelConfig(path=path), UpdateConfig(), **options)
+        learner = Learner(ModelConfig(path=path), TrainConfig(), **options)
         for version in range(ROUNDS):
             learner.up_to_date.clear()  # as a step of the optimizer does
             torch.cuda.synchronize()

@@ -43,8 +43,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/best-of-n")
 student = {
     "model": {"path": "pico"},
     "data": {"train": [str(folder / "best.jsonl")]},
-    "update": {"rows_per_step": 4, "learning_rate": 1e-3},
-    "epochs": 3,
+    "train": {"epochs": 3, "batch_size": 4, "learning_rate": 1e-3},
 }
 stages = [
     Generate(

@@ -4,7 +4,7 @@ DFT is SFT in which each token is weighted by the probability that the model giv
 finds implausible have less influence. Data, micro-batches, checkpoints and resume come from the training loop. From the
 top of the repository:
 
-    python examples/custom_algorithm.py --model.path pico --data.train examples/data/chat.jsonl --steps 20
+    python examples/custom_algorithm.py --model pico --data examples/data/chat.jsonl --train.max_steps 20
 """
 
 from __future__ import annotations

@@ -12,27 +12,25 @@ import posttrain
 from posttrain.models.export import export
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/from-python")
-update = {"rows_per_step": 4, "learning_rate": 1e-3}
+train = {"batch_size": 4, "learning_rate": 1e-3}
 
 # Options are those of the command line, section by section.
 sft = posttrain.sft(
-    model={"path": "pico"},
-    data={"train": ["examples/data/chat.jsonl"]},
-    update=update,
-    steps=20,
-    out=str(folder / "sft"),
+    model="pico",
+    data="examples/data/chat.jsonl",
+    train=train | {"max_steps": 20},
+    output_dir=str(folder / "sft"),
     quiet=True,
 )
 print(f"sft: loss {sft.metrics['loss']:.3f} after {sft.steps} steps")
 
 # A run folder is a model path: training goes on from its newest valid checkpoint.
 dpo = posttrain.dpo(
-    model={"path": str(sft.folder)},
-    data={"train": ["examples/data/pairs.jsonl"]},
-    update=update,
+    model=str(sft.folder),
+    data="examples/data/pairs.jsonl",
+    train=train | {"max_steps": 10},
     algo={"beta": 0.2},
-    steps=10,
-    out=str(folder / "dpo"),
+    output_dir=str(folder / "dpo"),
     quiet=True,
 )
 print(f"dpo: margin {dpo.metrics['margin']:.3f}, accuracy {dpo.metrics['accuracy']:.2f}")

@@ -1,6 +1,6 @@
 """Reinforcement learning from Python, for those who come from TRL or MindRLHF.
 
-    with GRPOTrainer("pico", rewards=["gsm8k", score], data="rows.jsonl", config={"steps": 100}) as trainer:
+    with GRPOTrainer("pico", rewards=["gsm8k", score], data="rows.jsonl", config={"seed": 1}) as trainer:
         trainer.train()
 
 or step by step: `make_experience()`, `train_step(batch)`, `evaluate()`, `save()`. The options are those of the command

@@ -60,7 +60,7 @@ class Algorithm:
     online: ClassVar[bool] = False
     """Trains on completions that the policy generates for the examples' prompts (see OnlineAlgorithm)."""
     defaults: ClassVar[dict[str, Any]] = {}
-    """Defaults of other sections that this algorithm changes, as {"update.learning_rate": 5e-7}."""
+    """Defaults of other sections that this algorithm changes, as {"train.learning_rate": 5e-7}."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

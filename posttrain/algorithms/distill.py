@@ -35,7 +35,7 @@ class Distill(Algorithm):
 
     example_kind = "chat"
     unit = "token"
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-5}
 
     def check(self) -> None:
         if not self.config.teacher:

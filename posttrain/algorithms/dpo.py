@@ -28,7 +28,7 @@ class DPO(Margin):
 
     config: Config
 
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 5e-7}
 
     def needs(self) -> set[str]:
         return {"ref_logprobs"}

@@ -46,7 +46,7 @@ class KTO(Algorithm):
     example_kind = "labelled"
     unit = "sample"
     min_batch_size = 2  # a prompt is matched with another example's completion
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 5e-7}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 5e-7}
 
     def check(self) -> None:
         if self.config.beta <= 0:
@@ -79,7 +79,7 @@ class KTO(Algorithm):
         if len(samples) < self.min_batch_size:
             raise UsageError(
                 f"{samples[0].origin or 'kto'}: KTO needs at least 2 rows a step, to match a prompt with another row's "
-                "answer; this step has 1: change update.rows_per_step or the number of rows"
+                "answer; this step has 1: change train.batch_size or the number of rows"
             )
         return samples + mismatched(samples)
 
@@ -89,7 +89,7 @@ class KTO(Algorithm):
             if not sides[DESIRABLE] or not sides[UNDESIRABLE]:
                 raise UsageError(
                     "algo.variant vanilla needs desirable and undesirable rows in every step: "
-                    "raise update.rows_per_step, or set algo.variant to kto"
+                    "raise train.batch_size, or set algo.variant to kto"
                 )
             baseline = {DESIRABLE: self.kl(sides[UNDESIRABLE]), UNDESIRABLE: self.kl(sides[DESIRABLE])}
         else:
@@ -132,7 +132,7 @@ class KTO(Algorithm):
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     """Pairs every prompt with the completion of the next sample that has another prompt (or, if none has, of the next).
 
-    The results are no longer than the longest sample, so that they also keep within data.max_tokens.
+    The results are no longer than the longest sample, so that they also keep within data.max_length.
     """
     longest = max(len(sample) for sample in samples)
     starts = [int(sample.mask.argmax()) if sample.mask.any() else len(sample) for sample in samples]

@@ -23,7 +23,7 @@ class ORPO(Pairwise):
 
     config: Config
 
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 8e-6}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 8e-6}
 
     def check(self) -> None:
         if self.config.odds_weight < 0:

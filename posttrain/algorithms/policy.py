@@ -54,7 +54,7 @@ class PolicyGradient(OnlineAlgorithm):
     config: Config
 
     separable = True
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6, "update.schedule": "constant"}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-6, "train.lr_scheduler": "constant"}
 
     def __init__(self, config: Config, rollout: RolloutSettings = RolloutSettings()) -> None:  # noqa: B008  frozen
         super().__init__(config, rollout)

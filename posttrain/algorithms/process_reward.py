@@ -31,7 +31,7 @@ class ProcessReward(Algorithm):
 
     example_kind = "stepwise"
     unit = "token"  # the placeholders are the tokens that count
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-6}
 
     def check(self) -> None:
         tokens = self.config.reward_tokens

@@ -29,7 +29,7 @@ class Reward(Algorithm):
     unit = "group"
     group_size = 2
     head = "score"
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 9e-6}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 9e-6}
 
     def outputs(self) -> set[str]:
         return {"scores"}

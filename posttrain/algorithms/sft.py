@@ -15,7 +15,7 @@ class SFT(Algorithm):
     example_kind: ClassVar[ExampleKind] = "chat"
     unit = "token"
     separable = True
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-5}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-5}
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.logprobs is not None

@@ -24,7 +24,7 @@ class SimPO(Margin):
 
     config: Config
 
-    defaults: ClassVar[dict[str, Any]] = {"update.learning_rate": 1e-6}
+    defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-6}
 
     def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         assert out.logprobs is not None

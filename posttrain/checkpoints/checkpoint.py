@@ -107,7 +107,7 @@ def _save_error(error: Exception, checkpoints: Path, step: int, written: int) ->
     reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     advice = "Remove the cause and continue with --resume."
     if _is_disk_full(error):
-        advice = "Free some space, or lower save.keep or save.keep_gigabytes, and continue with --resume."
+        advice = "Free some space, or lower save.max_checkpoints or save.max_gigabytes, and continue with --resume."
     return (
         f"{checkpoints}: the checkpoint of step {step} was not saved: {reason.rstrip('.')}. "
         f"{_space(checkpoints, written)} Earlier checkpoints are untouched. {advice}"

@@ -46,7 +46,7 @@ def run(args: list[str]) -> int:
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
     )
-    data = DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error")
+    data = DataConfig(chat_template=options.template, max_length=LONGEST_PROMPT, on_overlong="error")
     models = [InferenceModel(model_of(path, options), data) for path in options.models]
     for model in models:
         model.encode([{"role": "user", "content": "a"}])  # without a template nothing can be asked: say so now

@@ -52,9 +52,9 @@ def check(args: list[str]) -> int:
     options = check_parser().parse_args(args)
     from rich.console import Console
 
+    from posttrain.config.renames import split_weights
     from posttrain.core.logging import quiet_libraries
     from posttrain.data.check import check_source
-    from posttrain.data.reading.mixture import split_weights
 
     if options.verb and options.verb not in ALGORITHMS:
         raise UsageError(f"--verb {options.verb}: there is no such verb; there are {', '.join(ALGORITHMS)}")
@@ -78,11 +78,23 @@ def check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verb", default="", help="the trainer they are for; default: all that take such rows")
     parser.add_argument("--model.path", dest="model", default="", help="the model whose tokenizer and template count")
     parser.add_argument("--model.tokenizer", dest="tokenizer", default="", help="a tokenizer, if not the model's own")
-    parser.add_argument("--data.max_tokens", "--max_tokens", dest="max_tokens", type=int, help="longest sequence")
-    parser.add_argument("--data.on_long", dest="on_long", choices=("truncate", "drop", "error"), default="truncate")
+    parser.add_argument(
+        "--data.max_length", "--data.max_length", "--max_tokens", dest="max_tokens", type=int, help="longest sequence"
+    )
+    parser.add_argument(
+        "--data.on_overlong",
+        "--data.on_overlong",
+        dest="on_long",
+        choices=("truncate", "drop", "error"),
+        default="truncate",
+    )
     parser.add_argument("--data.map_keys", dest="map_keys", default="", help="columns under other names, as JSON")
     parser.add_argument(
-        "--data.template", dest="template", default="", help="chat template by name or file, or text with {}"
+        "--data.chat_template",
+        "--data.chat_template",
+        dest="template",
+        default="",
+        help="chat template by name or file, or text with {}",
     )
     parser.add_argument("--algo.placeholder", dest="placeholder", default="ки", help="what marks the end of a step")
     parser.add_argument("--full", action="store_true", help="encode every row of large files too, not every tenth")
@@ -91,6 +103,7 @@ def check_parser() -> argparse.ArgumentParser:
 
 def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     """Makes the encoder for a kind of rows."""
+    from posttrain.config.parsing import json_option
     from posttrain.config.sections import DataConfig, ModelConfig
     from posttrain.data.encoding.encoder import Encoder
     from posttrain.models.loading import vocabulary_size
@@ -101,12 +114,15 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     if not options.model and not options.tokenizer:
         tokenizer.chat_template = ANY_ROLE
     vocabulary = vocabulary_size(model) if options.model else len(tokenizer)
-    names = ("on_long", "map_keys", "template")
-    chosen = {name: getattr(options, name) for name in names}
+    chosen = {
+        "on_overlong": options.on_long,
+        "map_keys": json_option("data.map_keys", options.map_keys),
+        "chat_template": options.template,
+    }
     if options.max_tokens is None and (options.model or options.tokenizer):
-        options.max_tokens = DataConfig().max_tokens
+        options.max_tokens = DataConfig().max_length
     if options.max_tokens is not None:
-        chosen["max_tokens"] = options.max_tokens
+        chosen["max_length"] = options.max_tokens
 
     def make(kind: Any) -> Encoder:
         return Encoder(tokenizer, DataConfig(**chosen), kind, vocabulary, options.placeholder)
@@ -165,7 +181,7 @@ def show_lengths(report: Report, options: argparse.Namespace, out: Printer) -> N
 
     limit, lengths = options.max_tokens, report.lengths
     mean = sum(lengths) / len(lengths)
-    against = "" if limit is None else f"; data.max_tokens is {limit:,}"
+    against = "" if limit is None else f"; data.max_length is {limit:,}"
     out.line(f"  tokens of a sequence: {mean:,.0f} on average, {max(lengths):,} at most{against}")
     if not options.model and not options.tokenizer:
         out.line("  (counted by pico, a token a byte: give --model.path to count with the tokenizer of your model)")
@@ -181,7 +197,7 @@ def show_lengths(report: Report, options: argparse.Namespace, out: Printer) -> N
     if report.too_long:
         fate = {"truncate": "will be truncated", "drop": "will be left out", "error": "stop the run"}[options.on_long]
         fate = "will be split" if report.kind == "text" and options.on_long == "truncate" else fate
-        out.line(f"  {report.too_long:,} rows are longer and {fate}: data.on_long is {options.on_long}")
+        out.line(f"  {report.too_long:,} rows are longer and {fate}: data.on_overlong is {options.on_long}")
 
 
 class Printer:

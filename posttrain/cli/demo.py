@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.cli.curve import draw_curve
-from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.core.logging import quiet_libraries
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -127,22 +127,24 @@ def run_demo(out: str, seed: int) -> int:
 
 
 SFT_OPTIONS: dict[str, Any] = {
-    "steps": 300,
-    "update": {"rows_per_step": 64, "learning_rate": 3e-3, "warmup": 20, "schedule": "cosine:0.02"},
+    "train": {"max_steps": 300, "batch_size": 64, "learning_rate": 3e-3, "warmup_steps": 20, "min_lr_ratio": 0.02},
 }
 REWARD_OPTIONS: dict[str, Any] = {
-    "steps": 160,
-    "update": {"rows_per_step": 32, "learning_rate": 5e-4, "warmup": 30},
+    "train": {"max_steps": 160, "batch_size": 32, "learning_rate": 5e-4, "warmup_steps": 30},
 }
 DPO_OPTIONS: dict[str, Any] = {
-    "steps": 60,
-    "update": {"rows_per_step": 32, "learning_rate": 2e-4},
+    "train": {"max_steps": 60, "batch_size": 32, "learning_rate": 2e-4},
     "algo": {"pref_ftx": 1.0},
 }
 
 GRPO_OPTIONS: dict[str, Any] = {
-    "steps": 30,
-    "update": {"rows_per_step": 32, "learning_rate": 1e-4, "schedule": "cosine", "warmup": 3},
+    "train": {
+        "max_steps": 30,
+        "batch_size": 32,
+        "learning_rate": 1e-4,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 3,
+    },
     "rollout": {"samples_per_prompt": 8, "max_tokens": 24},
 }
 RULE = '''def right(text, answer):
@@ -152,8 +154,8 @@ RULE = '''def right(text, answer):
 
 
 def common(out: Path, model: str, rows: Path, seed: int) -> dict[str, Any]:
-    chosen = {"out": str(out), "model": {"path": model}, "seed": seed}
-    return chosen | {"data": {"train": [str(rows)]}, "save": {"every": 0}}
+    chosen = {"output_dir": str(out), "model": {"path": model}, "seed": seed}
+    return chosen | {"data": {"train": [str(rows)]}, "save": {"every_steps": 0}}
 
 
 def chat(asked: Sum, said: str) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
     """Answers sampled at temperature 1, each from its own seed."""
-    learner = Learner(ModelConfig(path=model), UpdateConfig(), trainable=False)
+    learner = Learner(ModelConfig(path=model), TrainConfig(), trainable=False)
     tokenizer: Any = learner.tokenizer
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": s.question}], **PROMPT) for s in asked]
     requests = [GenerationRequest(prompt=np.array(p, dtype=np.int32), seed=seed + i) for i, p in enumerate(prompts)]
@@ -193,7 +195,7 @@ def answers(model: str, asked: Sequence[Sum], seed: int) -> list[str]:
 
 def ranked_right(model: str, pairs: Path, seed: int) -> float:
     """Share of pairs whose right answer a reward model scores higher; without a score head, with a random one."""
-    judge = Learner(ModelConfig(path=model), UpdateConfig(), head="score", trainable=False, seed=seed)
+    judge = Learner(ModelConfig(path=model), TrainConfig(), head="score", trainable=False, seed=seed)
     encoder = Encoder(judge.tokenizer, DataConfig(), "pair", len(judge.tokenizer))
     scores = judge.scores([sample for row in load_dataset([str(pairs)], encoder).rows for sample in row])
     return sum(right > wrong for right, wrong in zip(scores[0::2], scores[1::2], strict=True)) / (len(scores) // 2)

@@ -79,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--n", type=int, default=1, help="answers to each prompt: n of mean@n, and of pass@k")
     found.add_argument("--right", type=float, default=0.5, help="right is a first reward above this (0.5)")
     found.add_argument("--shown", type=int, default=10, help="failures to show; all are in failures.jsonl (10)")
-    found.add_argument("--out", default="", help="folder; default: the next free runs/eval-NNN")
+    found.add_argument(
+        "--output_dir", "--out", dest="out", default="", help="folder; default: the next free runs/eval-NNN"
+    )
     add_sampling(found, max_tokens=512, temperature=0.0)
     found.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers")
     add_condition(found)
@@ -118,7 +120,7 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
         reward=tuple(options.reward),
         max_failure_rate=options.max_failure_rate,
         model=model_of("", options),
-        data=DataConfig(max_tokens=options.max_prompt_tokens + options.max_tokens + 64),
+        data=DataConfig(max_length=options.max_prompt_tokens + options.max_tokens + 64),
         **rewards_of(options),
     )
     return [Generate(generation), Score(scoring)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.options import Parser, parse
+from posttrain.config.parsing import json_option
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
@@ -168,12 +169,12 @@ def data_of(options: argparse.Namespace, files: list[str]) -> DataConfig:
         raise UsageError(f"max_rows is {options.max_rows}; it must be at least 1.")
     return DataConfig(
         train=tuple(files),
-        template=options.template,
-        map_keys=options.map_keys,
-        max_rows=options.max_rows,
-        max_tokens=options.max_prompt_tokens,
-        on_long=options.on_long,
-        on_bad_row=options.on_bad_row,
+        chat_template=options.template,
+        map_keys=json_option("map_keys", options.map_keys),
+        max_examples=options.max_rows or 0,
+        max_length=options.max_prompt_tokens,
+        on_overlong=options.on_long,
+        on_bad_example=options.on_bad_row,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.cli.train import option
+from posttrain.cli.train import OUTPUT_DIR, option
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -16,7 +16,7 @@ def run(verb: str, args: list[str]) -> int:
     if "--resume" in args and args[0].startswith("-"):
         from posttrain.train.run_directory import find_run
 
-        folder = find_run(option(args, "--out"), verb)
-        args = [str(folder / "config.yaml"), *args, "--out", str(folder)]
+        folder = find_run(option(args, *OUTPUT_DIR), verb)
+        args = [str(folder / "config.yaml"), *args, "--output_dir", str(folder)]
     run_from(verb, parse(verb, args))
     return 0

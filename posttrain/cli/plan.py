@@ -86,7 +86,7 @@ def look_at_packs(config: Config, algo: Algorithm, data: RunData) -> Packs:
         samples, most = taken(config, data, after - before), 0
         sharding = sharding_of(config)
         for share in split_evenly(samples, sharding.data_parallel_size, algo.group_size):  # the longest queue decides
-            places = pack_into_micro_batches(share, config.update.tokens_per_device * sharding.context, algo.group_size)
+            places = pack_into_micro_batches(share, config.train.micro_batch_tokens * sharding.context, algo.group_size)
             parts = [[share[i] for i in part] for part in places]
             most = max(most, len(parts))
             packs.largest = max([packs.largest, *parts], key=lambda part: sum(map(len, part)))
@@ -111,15 +111,15 @@ def taken(config: Config, data: RunData, rows: int) -> list[Sample]:
 
 def invented_pack(config: Config, algo: Algorithm) -> list[Sample]:
     """The most that a pack may hold: rows of the greatest length, all of whose tokens count."""
-    longest = config.data.max_tokens
-    tokens = config.update.tokens_per_device * sharding_of(config).context
+    longest = config.data.max_length
+    tokens = config.train.micro_batch_tokens * sharding_of(config).context
     rows = max(1, tokens // (longest * algo.group_size))
     sample = Sample(tokens=np.zeros(longest, dtype=np.int32), mask=np.arange(longest) > 0)
     return [sample] * (rows * algo.group_size)
 
 
 def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: Packs) -> Iterator[Row]:
-    update, sharding = config.update, sharding_of(config)
+    train, sharding = config.train, sharding_of(config)
     if sharding.devices > 1:
         note = f"{sharding.data_parallel_size} of them see different samples"
         note += f", {sharding.context} divide the tokens of each" if sharding.context > 1 else ""
@@ -128,9 +128,9 @@ def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: P
         yield "devices", f"{sharding.devices:,}", f"{note}; zero {sharding.zero}"
     if data is None:
         yield "rows", "?", "data.train is not given"
-        yield "steps", f"{config.steps:,}" if config.steps else "?", f"of {update.rows_per_step} rows"
+        yield "steps", f"{train.max_steps:,}" if train.max_steps else "?", f"of {train.batch_size} rows"
         if isinstance(config, OnlineConfig):
-            answers = update.rows_per_step * config.rollout.samples_per_prompt
+            answers = train.batch_size * config.rollout.samples_per_prompt
             yield "answers a step", f"{answers:,}", f"{config.rollout.samples_per_prompt} a prompt"
         yield "tokens a pack", f"{sum(map(len, packs.largest)):,}", "at most"
         return
@@ -144,7 +144,7 @@ def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: P
         yield "samples", f"{len(lengths):,}", f"{algo.group_size} a row"
         count = f"{counted:,} count; "
     else:
-        answers = update.rows_per_step * online.rollout.samples_per_prompt
+        answers = train.batch_size * online.rollout.samples_per_prompt
         yield "answers a step", f"{answers:,}", f"{online.rollout.samples_per_prompt} a prompt"
         count = f"of prompts; an answer has at most {online.rollout.max_tokens:,}; "
     mean = tokens / len(lengths)
@@ -157,7 +157,7 @@ def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: P
     yield (
         "steps",
         f"{data.steps:,}",
-        f"of {update.rows_per_step} rows: {epochs:.2f} epochs"
+        f"of {train.batch_size} rows: {epochs:.2f} epochs"
         + f", {data.examples_after[-1] / rows * tokens:,.0f} tokens" * (online is None),
     )
     mean = sum(packs.counts) / len(packs.counts)
@@ -166,14 +166,14 @@ def batch_ledger(config: Config, algo: Algorithm, data: RunData | None, packs: P
     yield (
         f"packs a step{' each' * (sharding.data_parallel_size > 1)}",
         f"{mean:.1f}",
-        f"{spread}of at most {update.tokens_per_device * sharding.context:,} tokens{seen}",
+        f"{spread}of at most {train.micro_batch_tokens * sharding.context:,} tokens{seen}",
     )
     largest = sum(map(len, packs.largest))
     yield (
         "largest pack",
         f"{largest:,}",
         "tokens"
-        + ", as one row is longer than the rest may be" * (largest > update.tokens_per_device * sharding.context),
+        + ", as one row is longer than the rest may be" * (largest > train.micro_batch_tokens * sharding.context),
     )
     if data.eval is not None:
         yield "evaluation rows", f"{len(data.eval.rows):,}", ""
@@ -194,7 +194,7 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
     # With adapters the policy itself, without them, is the reference.
     if "ref_logprobs" in algo.needs() and (algo.reference_path() or not config.model.lora_rank):
         reference = frozen(config.model, algo.reference_path() or config.model.path, dtype)
-    request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_loss)
+    request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_aux_loss_coef)
     step = PassMemory()
     if largest:
         # A few architectures decide by the values of tensors, which are not there; then this part stays unknown.
@@ -210,7 +210,7 @@ def needs_of(config: Config, algo: Algorithm, device: torch.device, largest: lis
             return memory.sharded_memory(other, sharding, average=False).weights
         return memory.model_memory(other, average=False, in_4bit=in_4bit).weights
 
-    sharding, average = sharding_of(config), bool(config.update.ema_decay)
+    sharding, average = sharding_of(config), bool(config.train.ema_decay)
     whole = memory.model_memory(model, average=average, in_4bit=in_4bit)
     apart = {role for role in ("reference", "critic") if config.cluster.of(role).place != "actor"}
     if "reference" in config.cluster.offload:  # it comes when there are no gradients, which are larger
@@ -263,8 +263,8 @@ def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtyp
         return 0
     if config.cluster.of("rollout").place != "actor":
         return 0
-    answers = config.update.rows_per_step * config.rollout.samples_per_prompt
-    longest = max(map(len, largest), default=config.data.max_tokens + config.rollout.max_tokens)
+    answers = config.train.batch_size * config.rollout.samples_per_prompt
+    longest = max(map(len, largest), default=config.data.max_length + config.rollout.max_tokens)
     a_slot = longest * bytes_per_position(model.get_text_config(), dtype)
     return min(default_slots(device), -(-answers // sharding_of(config).devices)) * a_slot
 
@@ -321,8 +321,8 @@ def memory_ledger(
     config: Config, algo: Algorithm, device: torch.device, needs: MemoryEstimate, largest: list[Sample]
 ) -> Iterator[Row]:
     own, step = needs.model, needs.step
-    on = config.model.checkpoint_activations
-    other = needs_of(with_model(config, checkpoint_activations=not on), algo, device, largest).step.activations
+    on = config.model.gradient_checkpointing
+    other = needs_of(with_model(config, gradient_checkpointing=not on), algo, device, largest).step.activations
     dtype = str(dtype_of(config.model, device)).removeprefix("torch.")
     yield "weights", amount(own.weights), "4 bits, adapters and the rest " * config.model.load_in_4bit + dtype
     divided = sharding_of(config).devices > 1
@@ -348,7 +348,7 @@ def memory_ledger(
         yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
     if needs.cache:
         yield "keys and values", amount(needs.cache), "of answers under way; as many as memory has room for"
-    note = f"{amount(other)} {'without' if on else 'with'} model.checkpoint_activations"
+    note = f"{amount(other)} {'without' if on else 'with'} model.gradient_checkpointing"
     if not step.peak:
         yield "activations", "?", "this architecture cannot be run without its weights"
         return
@@ -376,12 +376,12 @@ def verdict(
         if not fits(needs_of(changed, algo, device, [])):  # no batch is small enough
             continue
         for checkpointing, budget, rows in less_to_keep(changed, algo, largest):
-            if fits(needs_of(with_model(changed, checkpoint_activations=checkpointing), algo, device, rows)):
+            if fits(needs_of(with_model(changed, gradient_checkpointing=checkpointing), algo, device, rows)):
                 options = [f"--model.{name}" + f" {value}" * (value is not True) for name, value in weights.items()]
-                if checkpointing and not config.model.checkpoint_activations:
-                    options.append("--model.checkpoint_activations")
-                if budget != config.update.tokens_per_device:
-                    options.append(f"--update.tokens_per_device {budget}")
+                if checkpointing and not config.model.gradient_checkpointing:
+                    options.append("--model.gradient_checkpointing")
+                if budget != config.train.micro_batch_tokens:
+                    options.append(f"--train.micro_batch_tokens {budget}")
                 return f"{misfit} It would with {' '.join(options)}"
     return f"{misfit} Take a smaller model or a device with more memory."
 
@@ -404,8 +404,8 @@ def less_to_train(config: Config) -> Iterator[dict[str, Any]]:
 
 def less_to_keep(config: Config, algo: Algorithm, largest: list[Sample]) -> Iterator[tuple[bool, int, list[Sample]]]:
     """(checkpointing, tokens a pack, the largest such pack), from what there is to a pack of one row."""
-    budget = config.update.tokens_per_device
-    if not config.model.checkpoint_activations:
+    budget = config.train.micro_batch_tokens
+    if not config.model.gradient_checkpointing:
         yield False, budget, largest
     yield True, budget, largest
     size = algo.group_size

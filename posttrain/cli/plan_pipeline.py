@@ -36,7 +36,7 @@ def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
     sizes = sizes_of(config, recipe)
     # The second iteration is the largest: a reference that stays the initial model lies beside the policy.
     trainer = training(config, recipe, min(2, config.iterations), config.model.path, "")
-    trainer = replace(trainer, data=replace(trainer.data, train=(), max_tokens=sizes.longest))
+    trainer = replace(trainer, data=replace(trainer.data, train=(), max_length=sizes.longest))
     algo = ALGORITHMS[recipe.trainer](trainer.algo)
     device = torch.device("cuda") if device_gib else default_device()
     model = memory.empty_model(trainer.model, algo.head, dtype_of(trainer.model, device))
@@ -45,7 +45,7 @@ def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
     if config.generate.n:
         print_rows("memory to generate, on each device", generating(config, device, sizes))
     print(f"{recipe.trainer}, in every iteration")
-    step = invented_pack(trainer, algo)[: trainer.update.rows_per_step * algo.group_size]
+    step = invented_pack(trainer, algo)[: trainer.train.batch_size * algo.group_size]
     show_memory(trainer, algo, Packs(counts=[], largest=step), device_gib)
     return 0
 
@@ -65,8 +65,8 @@ def sizes_of(config: PipelineConfig, recipe: Recipe) -> Sizes:
     if not config.generate.n:  # the data's own answers
         (file,) = data.train
         rows = sum(1 for _ in read_records(file))
-        return Sizes(np.zeros(0, np.int32), held_out, min(rows, data.max_rows or rows), data.max_tokens)
-    every = lengths(config, data.train, data.max_rows)
+        return Sizes(np.zeros(0, np.int32), held_out, min(rows, data.max_examples or rows), data.max_length)
+    every = lengths(config, data.train, data.max_examples or None)
     asked = generation(config, 1, config.model.path, Path())
     prompts = every[list(places_of(asked, len(every)))]
     longest = int(every.max()) + config.generate.max_tokens + ROOM * recipe.conditional
@@ -94,10 +94,10 @@ def ledger(config: PipelineConfig, recipe: Recipe, sizes: Sizes) -> Iterator[Row
     yield "score", f"{sizes.answers:,}", f"answers, by {' '.join(config.reward)}"
     rows = sizes.answers if recipe.conditional else prompts
     yield "select", f"{rows:,}", f"rows at most ({recipe.method}), each of at most {sizes.longest:,} tokens"
-    update = config.update
-    steps = config.steps or math.ceil(rows * config.epochs / update.rows_per_step)
-    most = "" if config.steps else " at most"
-    yield "train", f"{steps:,}", f"steps{most} of {update.rows_per_step:,} rows"
+    train = config.train
+    steps = train.max_steps or math.ceil(rows * train.epochs / train.batch_size)
+    most = "" if train.max_steps else " at most"
+    yield "train", f"{steps:,}", f"steps{most} of {train.batch_size:,} rows"
     if len(sizes.held_out):
         answers = len(sizes.held_out) * config.eval.n
         note = f"answers, at most {answers * asked.max_tokens:,} tokens; once more before the first iteration"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from posttrain.config.parsing import parse_plain
+from posttrain.config.parsing import read_args
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.data.preprocessing.handlers import PreprocessConfig
@@ -16,7 +16,7 @@ ABOUT = "Tokenise rows once into indexed files (.bin and .idx) that trainers rea
 
 
 def run(args: list[str]) -> int:
-    config: PreprocessConfig = parse_plain("data preprocess", ABOUT, PreprocessConfig(), args)
+    config = read_args("data preprocess", ABOUT, PreprocessConfig(), args)
     from posttrain.data.preprocessing.preprocess import check, preprocess
 
     check(config)  # before the tokenizer is loaded

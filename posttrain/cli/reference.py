@@ -205,6 +205,8 @@ def type_name(hint: Any) -> str:
         if len(others) == 2:
             return f"three {NAMES[first]}s"
         return f"two {NAMES[first]}s" if others == [first] else f"{NAMES[first]} and {NAMES[others[0]]}"
+    if get_origin(hint) is dict:
+        return "mapping"
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     return f"{NAMES[kinds[0]]} or `None`" if kinds else NAMES[hint]
 
@@ -216,6 +218,8 @@ def shown(value: Any) -> str:
     """A default as it would be typed."""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, dict):
+        return f"`{value}`" if value else ""
     if isinstance(value, tuple):
         return f"`{' '.join(map(str, value))}`" if value else ""
     if isinstance(value, float):

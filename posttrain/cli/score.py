@@ -55,7 +55,7 @@ def scoring_of(options: argparse.Namespace) -> Scoring:
         map_keys=options.map_keys,
         max_rows=options.max_rows,
         model=model_of("", options),
-        data=DataConfig(template=options.template, max_tokens=options.max_tokens),
+        data=DataConfig(chat_template=options.template, max_length=options.max_tokens),
         **rewards_of(options),
     )
 

@@ -48,7 +48,7 @@ def run(args: list[str]) -> int:
         from posttrain.inference.score import RewardModel
 
         metrics = ServerMetrics(app.METRICS | scores.METRICS)
-        data = DataConfig(template=options.template, max_tokens=asked.max_length, on_long="error")
+        data = DataConfig(chat_template=options.template, max_length=asked.max_length, on_overlong="error")
         service = scores.ScoreService(
             RewardModel(model, data),
             name=asked.name,
@@ -61,7 +61,7 @@ def run(args: list[str]) -> int:
 
         metrics = ServerMetrics(app.METRICS | completions.METRICS)
         served = InferenceModel(
-            model, DataConfig(template=options.template, max_tokens=LONGEST_PROMPT, on_long="error")
+            model, DataConfig(chat_template=options.template, max_length=LONGEST_PROMPT, on_overlong="error")
         )
         if options.slots:
             served.engine.most = options.slots

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def script(verb: str, words: list[str], config: Config, options: argparse.Namespace) -> str:
-    out = shlex.quote(config.out) if config.out else f"runs/{verb}-$SLURM_JOB_ID"
+    out = shlex.quote(config.output_dir) if config.output_dir else f"runs/{verb}-$SLURM_JOB_ID"
     lines = ["#!/bin/bash", *headers(verb, options), "set -euo pipefail", f"OUT={out}", 'mkdir -p "$OUT"']
     lines += [
         "# A job that was stopped goes on where it was.",
@@ -65,7 +65,7 @@ def script(verb: str, words: list[str], config: Config, options: argparse.Namesp
         'if [ -e "$OUT/config.yaml" ]; then resume=--resume; fi',
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     ]
-    train = f'posttrain {shlex.join([verb, *words])} --out "$OUT" $resume'
+    train = f'posttrain {shlex.join([verb, *words])} --output_dir "$OUT" $resume'
     lines += ray_lines(train, options) if options.ray else srun_lines(train, options)
     if options.requeue:
         lines += [f'if [ "$code" = {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi']

@@ -144,7 +144,7 @@ def export(args: list[str]) -> int:
     parser = parser_for("export")
     parser.add_argument("source", help="run folder, or one of its checkpoints")
     parser.add_argument("out", help="folder to write; must not exist or be empty")
-    parser.add_argument("--ema", action="store_true", help="take the average of the weights (update.ema_decay)")
+    parser.add_argument("--ema", action="store_true", help="take the average of the weights (train.ema_decay)")
     parser.add_argument("--no_merge", action="store_true", help="keep LoRA adapters apart instead of merging them")
     options = parser.parse_args(args)
     from posttrain.core.logging import quiet_libraries

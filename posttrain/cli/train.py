@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from posttrain.config import parsing
-from posttrain.config.sections import Config, launched_size
+from posttrain.config.checks import launched_size
+from posttrain.config.sections import Config
+
+OUTPUT_DIR = ("--output_dir", "--output-dir", "--out")
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -29,18 +32,17 @@ def read(verb: str, args: list[str], *, data: bool = True) -> Config:
     if "--resume" in args and (not args or args[0].startswith("-")):
         from posttrain.train.run_directory import find_run
 
-        file = find_run(option(args, "--out"), verb) / "config.yaml"
+        file = find_run(option(args, *OUTPUT_DIR), verb) / "config.yaml"
         args = [str(file), *args]
     config = parsing.parse(verb, algorithm, args, data=data)
     algorithm(config.algo)  # checks its options
     return config
 
 
-def option(args: list[str], name: str) -> str:
+def option(args: list[str], *names: str) -> str:
     """The value of an option before parsing."""
     for index, argument in enumerate(args):
-        if argument == name and index + 1 < len(args):
-            return args[index + 1]
-        if argument.startswith(name + "="):
-            return argument.partition("=")[2]
+        name, is_, value = argument.partition("=")
+        if name in names and (is_ or index + 1 < len(args)):
+            return value if is_ else args[index + 1]
     return ""

@@ -27,7 +27,7 @@ from posttrain.cluster.processes import LOOPBACK, form_group, start_process, thr
 from posttrain.cluster.worker import serve
 from posttrain.cluster.worker_host import GroupSpec, WorkerHost
 from posttrain.cluster.worker_pool import Channel, WorkerPool
-from posttrain.config.sections import launched_size
+from posttrain.config.checks import launched_size
 from posttrain.core.errors import UsageError, WorkerError
 
 HANDSHAKE_SECONDS = 30.0

@@ -350,8 +350,8 @@ class WorkerActor:
             raise RuntimeError(f"posttrain is {__version__} on {socket.gethostname()}, but {version} at the command")
         if not Path(file).parent.is_dir():
             raise FileNotFoundError(
-                f"there is no folder {Path(file).parent} on {socket.gethostname()}: the run folder (--out) must be on "
-                "a file system that all nodes share"
+                f"there is no folder {Path(file).parent} on {socket.gethostname()}: output_dir must be on a "
+                "file system that all nodes share"
             )
         redirect_output(file)
         print(f"--- worker process {os.getpid()} on {node}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)

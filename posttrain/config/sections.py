@@ -1,19 +1,17 @@
-"""The configuration: dataclasses in two levels, and what must hold between their values; options.py reads them."""
+"""The options of training as dataclasses in two levels, `section.option`; the string below a field is its help text.
+
+checks.py holds the conditions between values, parsing.py reads them, renames.py knows their previous names. A section
+whose class has `main` may be given by its bare name: `--model X` is `--model.path X`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal
 
 import yaml
 
-from posttrain.core.errors import UsageError
-
-Schedule = Literal["cosine", "linear", "constant"]
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 LAYOUT_KEYS = ("devices", "tp", "cp", "ep", "zero")
 INFLIGHT = "inflight"  # among rollout.engine
@@ -22,124 +20,128 @@ ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
+    """The model to train and how it is loaded."""
+
+    main: ClassVar[str] = "path"
+
     path: str = ""
-    """Needed. Folder, hub name, run folder (its newest valid checkpoint) or `pico`, the built-in toy."""
+    """Required. Model directory, Hugging Face name, run directory (newest valid checkpoint) or `pico`, a toy model."""
     tokenizer: str = ""
-    """Folder or hub name of the tokenizer, if not the model's own."""
+    """Directory or Hugging Face name of the tokenizer; empty: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights. auto: float32 on a CPU; bfloat16 with float32 masters on an accelerator. float16 is for
-    devices without bfloat16: with masters too, and a loss scale, so that small gradients survive."""
+    """Type of the weights; auto: float32 on CPU, bfloat16 with float32 master weights on an accelerator. float16 also
+    keeps master weights and scales the loss, for devices without bfloat16."""
     lora_rank: int = 0
-    """Train adapters of this rank instead of the weights; 0 trains the weights."""
+    """Rank of LoRA adapters to train instead of the weights; 0 trains all weights."""
     lora_alpha: float = 16.0
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """Adapter outputs are scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Dropout in front of the adapters. (The model's own dropout is always off.)"""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of modules that get an adapter."""
+    """Dropout in front of the adapters (the model's own dropout is always off)."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter; all-linear: every linear layer except the head."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (QLoRA); needs lora_rank and the package bitsandbytes."""
-    router_loss: float = 0.0
+    router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of mixture-of-experts models."""
-    checkpoint_activations: bool = False
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
+    """The examples to train and to evaluate on."""
+
+    main: ClassVar[str] = "train"
+
     train: tuple[str, ...] = ()
-    """Needed. Files, folders, globs or hub names to train on; with weights to mix them: a.jsonl:0.7 b.parquet:0.3."""
+    """Required. Files, directories, globs or dataset names to train on."""
+    weights: tuple[float, ...] = ()
+    """Mix the training sources by these weights, one per source; empty: read them one after the other."""
     eval: tuple[str, ...] = ()
-    """Files to evaluate on; or a number below 1: so large a part of the training rows is set aside for it."""
+    """Files to evaluate on."""
+    eval_fraction: float = 0.0
+    """Share of the training examples to hold out for evaluation, instead of data.eval."""
     repeat: bool = False
-    """When mixing by weights: start a source again when it runs out, instead of ending the epoch there."""
-    max_rows: int | None = None
-    """Take only the first rows of the training files."""
-    on_bad_row: Literal["stop", "quarantine"] = "stop"
-    """stop: a row that cannot be used ends the run before it starts; quarantine: it is set aside and counted."""
-    map_keys: str = ""
-    """Columns under other names, as JSON: {"prompt": "question", "response": "answer"}."""
-    template: str = ""
-    """Chat template by name (chatml, llama3, qwen_r1 ...) or file; or text with {}, as "Human: {}\\nAssistant: "."""
-    max_tokens: int = 2048
-    """Longest sequence; data.on_long says what happens to longer ones."""
-    on_long: Literal["truncate", "drop", "error"] = "truncate"
-    """truncate: cut the end (text is split instead, so that nothing is lost); drop: leave the row out and count it."""
+    """With data.weights: restart a source when it is used up, instead of ending the epoch there."""
+    max_examples: int = 0
+    """Use only this many examples of the training files (of each source, with data.weights); 0: all."""
+    on_bad_example: Literal["stop", "quarantine"] = "stop"
+    """stop: an unusable example ends the run before it starts; quarantine: it is written to a file and counted."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Column names of the files by our names, as JSON: {"prompt": "question", "response": "answer"}."""
+    chat_template: str = ""
+    """Chat template by name (chatml, llama3, qwen_r1 ...), file, or text with {} such as "Human: {}\\nAssistant: "."""
+    max_length: int = 2048
+    """Longest sequence in tokens; data.on_overlong decides what happens to longer ones."""
+    on_overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """truncate: cut the end (plain text is split, so nothing is lost); drop: leave the example out and count it."""
     shuffle: bool = True
-    """A new order every epoch, decided by the seed."""
-
-    @property
-    def eval_fraction(self) -> float:
-        """What data.eval says, if it is a number."""
-        return (as_number(self.eval[0]) or 0.0) if len(self.eval) == 1 else 0.0
-
-    @property
-    def eval_files(self) -> tuple[str, ...]:
-        return () if self.eval_fraction else self.eval
+    """Draw a new order of the examples in every epoch, determined by the seed."""
 
 
 @dataclass(kw_only=True, slots=True)
-class UpdateConfig:
-    rows_per_step: int = 32
-    """Data rows a step sees: conversations, preference pairs, or the prompts that reinforcement learning asks."""
-    tokens_per_device: int = 8192
-    """Tokens of one forward pass on a device: bounds memory, does not change the result."""
+class TrainConfig:
+    """The optimizer, its schedule and the batch."""
+
+    max_steps: int = 0
+    """Number of optimizer steps (for online trainers: of rollout batches); 0: as many as train.epochs needs."""
+    epochs: float = 1.0
+    """Passes over the training examples when train.max_steps is 0."""
+    batch_size: int = 32
+    """Examples per step: conversations, preference pairs, or prompts for online trainers."""
+    micro_batch_tokens: int = 8192
+    """Tokens per forward pass on one device; bounds memory and does not change the result."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
-    schedule: str = "cosine"
-    """How the learning rate falls: cosine, linear, constant; cosine:0.05 ends at 0.05 of the peak (else at 0.1)."""
-    warmup: float = 0.0
-    """Steps of linear warm-up; below 1: as a part of all steps."""
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end of the cosine or linear schedule, as a fraction of the peak."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    warmup_ratio: float = 0.0
+    """Warm-up as a fraction of all steps, instead of train.warmup_steps."""
     weight_decay: float = 0.0
-    """Decoupled decay; never on norms and biases."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averaging of gradients and of their squares."""
+    """Decoupled weight decay; not applied to norms and biases."""
+    adam_beta1: float = 0.9
+    """AdamW's decay rate of the average of gradients."""
+    adam_beta2: float = 0.95
+    """AdamW's decay rate of the average of squared gradients."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    """Scale gradients down to this norm; 0: no clipping."""
     ema_decay: float = 0.0
-    """Keep an average of the weights with this decay (0.992, say); `posttrain export --ema` takes it."""
-
-    @property
-    def shape(self) -> Schedule:
-        """The schedule without its end."""
-        return cast(Schedule, self.schedule.partition(":")[0])
-
-    @property
-    def min_lr_ratio(self) -> float:
-        """Where the schedule ends, as a part of the peak."""
-        end = self.schedule.partition(":")[2]
-        return float(end) if end else 0.1
+    """Keep an exponential moving average of the weights with this decay, such as 0.992; `posttrain export --ema`
+    exports it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    every: int = 0
-    """Evaluate every so many steps; 0: only at the end, if there is evaluation data."""
+    """When to evaluate."""
+
+    every_steps: int = 0
+    """Steps between evaluations; 0: only at the end, if there is evaluation data."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SaveConfig:
-    every: int = 200
-    """Save every so many steps, at the end and when stopped; 0: only at the end and when stopped."""
-    keep: int = 3
-    """Keep so many checkpoints; the best and the newest valid one are never deleted."""
-    keep_gigabytes: float = 0.0
-    """Delete old checkpoints beyond this size in all; 0: no limit."""
+    """When to save and which checkpoints to keep."""
+
+    every_steps: int = 200
+    """Steps between checkpoints; 0: save only at the end and when the run is stopped."""
+    max_checkpoints: int = 3
+    """Number of checkpoints to keep; the best and the newest valid one are never deleted."""
+    max_gigabytes: float = 0.0
+    """Delete old checkpoints beyond this total size; 0: no limit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    to: tuple[str, ...] = ()
-    """Log elsewhere too: `tensorboard` (files in the run folder), `wandb:PROJECT` (Weights & Biases)."""
+    """Where metrics are logged besides metrics.jsonl."""
 
-    @property
-    def tensorboard(self) -> bool:
-        return "tensorboard" in self.to
-
-    @property
-    def wandb(self) -> str:
-        """The project, or empty."""
-        return next((place.removeprefix("wandb:") for place in self.to if place.startswith("wandb:")), "")
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Further places for metrics: tensorboard (files in the run directory), wandb (Weights & Biases)."""
+    wandb_project: str = ""
+    """Weights & Biases project; required with log.report_to wandb."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -268,29 +270,25 @@ class OnlineEvalConfig(EvalConfig):
     """Answers to each evaluation prompt: n of mean@n and pass@k."""
     temperature: float = 0.0
     """Temperature of evaluation; 0 takes the likeliest token."""
-    max_rows: int | None = None
-    """Evaluate on the first rows only."""
+    max_examples: int = 0
+    """Evaluate on this many examples only; 0: all."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     """What every trainer takes. `algo` holds the options of the algorithm itself."""
 
-    steps: int = 0
-    """Optimizer steps; 0: as many as epochs need."""
-    epochs: float = 1.0
-    """Passes over the training rows when steps is 0."""
-    out: str = ""
-    """Run folder. Default: the next free runs/<verb>-NNN."""
+    output_dir: str = ""
+    """Run directory; empty: the next free runs/<verb>-NNN."""
     seed: int = 0
-    """Decides order, initialisation and dropout."""
+    """Seed of data order, initialisation, sampling and dropout."""
     resume: bool = False
-    """Go on from the newest valid checkpoint of the run folder."""
+    """Continue from the newest valid checkpoint of the run directory."""
     quiet: bool = False
-    """Print nothing but warnings, errors and the last line."""
+    """Print only warnings, errors and the last line."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    update: UpdateConfig = field(default_factory=UpdateConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -318,229 +316,6 @@ def with_algorithm(algorithm: Any) -> Config:
         section, option = key.split(".")
         setattr(getattr(config, section), option, value)
     return config
-
-
-def check(config: Config, *, data: bool = True) -> Config:
-    """Settings that cannot work, alone or together, named with what resolves them."""
-
-    def refuse(problem: bool, message: str) -> None:
-        if problem:
-            raise UsageError(message)
-
-    model, rows, update = config.model, config.data, config.update
-    for place in config.log.to:
-        known = place == "tensorboard" or (place.startswith("wandb:") and place != "wandb:")
-        refuse(not known, f"log.to is {place!r}; it must be tensorboard or wandb:PROJECT.")
-    refuse(not model.path, "model.path is not set. Give a folder, a hub name, a run folder or pico: --model.path pico")
-    refuse(data and not rows.train, "data.train is not set. Name the files to train on: --data.train rows.jsonl")
-    refuse(
-        model.load_in_4bit and not model.lora_rank,
-        "model.load_in_4bit freezes the weights, so there is nothing to train. Add --model.lora_rank 16, say.",
-    )
-    for entry in rows.eval:
-        number = as_number(entry)
-        refuse(
-            number is not None and not (0 < number < 1 and len(rows.eval) == 1),
-            f"data.eval is {' '.join(rows.eval)}; it must be files, or one number above 0 and below 1.",
-        )
-    refuse(
-        bool(config.eval.every and not rows.eval),
-        f"eval.every is {config.eval.every} but there is nothing to evaluate on. Give data.eval files, or a part.",
-    )
-    shape, colon, end = update.schedule.partition(":")
-    known = shape in get_args(Schedule) and not (colon and shape == "constant")
-    refuse(
-        not known or bool(colon and not 0 <= (-1 if (ratio := as_number(end)) is None else ratio) <= 1),
-        f"update.schedule is {update.schedule!r}; it must be constant, or cosine or linear, with the part of the peak "
-        "that is left at the end (from 0 to 1), as cosine:0.05.",
-    )
-    for key, low, high in (
-        ("steps", 0, None),
-        ("seed", 0, 2**63 - 1),
-        ("update.rows_per_step", 1, None),
-        ("update.tokens_per_device", 1, None),
-        ("update.learning_rate", 0, None),
-        ("update.warmup", 0, None),
-        ("update.weight_decay", 0, None),
-        ("update.max_grad_norm", 0, None),
-        ("update.ema_decay", 0, 0.999999),
-        ("data.max_tokens", 2, None),
-        ("data.max_rows", 1, None),
-        ("model.lora_rank", 0, None),
-        ("model.lora_dropout", 0, 0.999999),
-        ("model.router_loss", 0, None),
-        ("eval.every", 0, None),
-        ("save.every", 0, None),
-        ("save.keep", 1, None),
-        ("save.keep_gigabytes", 0, None),
-    ):
-        refuse(*outside(config, key, low, high))
-    check_cluster(config, refuse)
-    idle = [] if isinstance(config, OnlineConfig) else [o for o in config.cluster.offload if o in ONLINE_PARTS]
-    refuse(
-        bool(idle),
-        f"cluster.offload is {' '.join(config.cluster.offload)}, but training on rows has no phase without "
-        f"{' and '.join(idle)}. cluster.offload parameters keeps weights, gradients and optimizer in host memory.",
-    )
-    if isinstance(config, OnlineConfig):
-        check_online(config, refuse)
-    refuse(
-        not all(0 <= beta < 1 for beta in update.betas),
-        f"update.betas is {list(update.betas)}; both must be at least 0 and below 1.",
-    )
-    refuse(
-        not config.steps and not 0 < config.epochs < math.inf,
-        f"epochs is {config.epochs}; it must be above 0, and finite.",
-    )
-    return config
-
-
-def launched_size() -> int:
-    """Processes that torchrun or srun started together, this one among them; 1 if neither did."""
-    for size, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")):
-        if size in os.environ and rank in os.environ:
-            return int(os.environ[size])
-    return 1
-
-
-def check_cluster(config: Config, refuse: Callable[[bool, str], None]) -> None:
-    """Layouts that cannot be, and roles that are not there."""
-    cluster = config.cluster
-    if launched_size() > 1:
-        cluster.devices = launched_size()
-        refuse(
-            bool(cluster.ray),
-            f"cluster.ray is {cluster.ray}, but torchrun or srun started {launched_size()} processes. Use one of them.",
-        )
-    roles = ROLES if isinstance(config, OnlineConfig) else ("actor", "reference")
-    refuse(*outside(config, "cluster.devices", 1, None))
-    for entry in cluster.layout:
-        key, equals, value = entry.partition("=")
-        role, dot, name = key.rpartition(".")
-        bad = f"cluster.layout has {entry!r}; it must be [role.]key=value with a key of {', '.join(LAYOUT_KEYS)}"
-        refuse(not equals or name not in LAYOUT_KEYS, f"{bad}.")
-        refuse(bool(dot) and role.partition("-")[0] not in roles, f"{bad}, and a role of {', '.join(roles)}.")
-        joins = name == "devices" and value in roles and value != role
-        refuse(not joins and not value.isdigit(), f"{bad} and a whole number.")
-        refuse(
-            name == "devices" and role in ("", "actor"),
-            f"cluster.layout has {entry!r}: the actor has the devices that cluster.devices leaves it.",
-        )
-        refuse(value.isdigit() and int(value) < (2 if name == "zero" else 1), f"{bad}; {value} is too small.")
-        refuse(name == "zero" and int(value) > 3, f"{bad}; zero is 2 or 3.")
-        refuse(
-            name in ("cp", "ep") and role == "rollout",
-            f"cluster.layout has {entry!r}: answers are made by whole models, or by an engine that divides its own.",
-        )
-        joined = cluster.entry(value, "devices") if joins else ""
-        refuse(joined in roles, f"{bad}; {value} has no devices of its own to share.")
-    left = cluster.devices - sum(map(int, cluster.own_devices().values()))
-    refuse(
-        left < 1,
-        f"cluster.devices is {cluster.devices}, but roles of cluster.layout take {cluster.devices - left}, and the "
-        "actor needs one too.",
-    )
-    named = [entry.partition("=")[0].rpartition(".")[0] for entry in cluster.layout]
-    for role in dict.fromkeys((*roles, *cluster.own_devices(), *filter(None, named))):
-        found = cluster.of(role)
-        refuse(
-            bool(found.devices % found.alike),
-            f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel}"
-            + f" times cp={found.context_parallel}" * (found.context_parallel > 1)
-            + " does not divide.",
-        )
-        ranks = found.devices // found.tensor_parallel
-        refuse(
-            found.expert_parallel not in (1, ranks),
-            f"cluster.layout: ep is {found.expert_parallel} for {role}; it must be {ranks}, the devices among which "
-            "FSDP divides the rest of the model, or be left out.",
-        )
-    restarts, seconds = cluster.limits
-    refuse(
-        restarts < 0 or not 0 < seconds < math.inf,
-        f"cluster.limits is {list(cluster.limits)}; it must be a number of restarts and seconds above 0.",
-    )
-
-
-def check_online(config: OnlineConfig, refuse: Callable[[bool, str], None]) -> None:
-    """The same for the sections of trainers that generate."""
-    rollout, rewards = config.rollout, config.rewards
-    options = [entry for entry in rollout.engine[1:] if entry != INFLIGHT]
-    names = "the names of verifiers, FILE.py:FUNCTION, model:PATH or http://..."
-    judged = config.reward or rollout.environment
-    refuse(not judged, f"reward is not set: what judges answers? Give {names}: --reward gsm8k")
-    refuse(
-        bool(rewards.weights) and len(rewards.weights) != len(config.reward),
-        f"rewards.weights has {len(rewards.weights)} numbers for {len(config.reward)} rewards. Give one each, or none.",
-    )
-    refuse(
-        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or rollout.environment)),
-        "rollout.replay takes recorded answers as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
-        "rollout.environment.",
-    )
-    refuse(
-        not (0 <= rewards.overlong[0] <= rollout.max_tokens and 0 <= rewards.overlong[1] < math.inf),
-        f"rewards.overlong is {list(rewards.overlong)}; it must be a number of tokens up to rollout.max_tokens = "
-        f"{rollout.max_tokens}, and a penalty of at least 0.",
-    )
-    refuse(
-        not all(0.01 <= limit < math.inf for limit in rewards.limits[:2]) or not 0 <= rewards.limits[2] <= 1,
-        f"rewards.limits is {list(rewards.limits)}; it must be seconds and GiB, each at least 0.01, and the part of a "
-        "batch that may fail, from 0 to 1.",
-    )
-    refuse(
-        rollout.engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in options),
-        f"rollout.engine is {' '.join(rollout.engine)!r}; it must be local, or vllm and its options as name=value.",
-    )
-    refuse(
-        rollout.inflight and not (rollout.ahead and "rollout" in config.cluster.own_devices()),
-        "rollout.engine has inflight, but answers are not made while the model learns: set --rollout.ahead 1 and "
-        "--cluster.layout rollout.devices=N.",
-    )
-    refuse(
-        rollout.engine[0] == "local" and config.cluster.of("rollout").tensor_parallel > 1,
-        "cluster.layout has rollout.tp, but the local engine keeps a whole model on each device. Leave it out, or take "
-        "--rollout.engine vllm.",
-    )
-    refuse(
-        rollout.engine[0] == "local" and bool(options),
-        f"rollout.engine local has no options of its own, but got {' '.join(options)}.",
-    )
-    for key, low, high in (
-        ("rollout.samples_per_prompt", 1, None),
-        ("rollout.max_tokens", 1, None),
-        ("rollout.temperature", 1e-3, None),
-        ("rollout.top_p", 1e-6, 1),
-        ("rollout.top_k", 0, None),
-        ("rollout.min_p", 0, 1),
-        ("rollout.ahead", 0, None),
-        ("rollout.dynamic_sampling", 0, None),
-        ("rollout.max_mismatch", 0, None),
-        ("rewards.workers", 1, None),
-        ("rewards.clip", 0, None),
-        ("eval.samples_per_prompt", 1, None),
-        ("eval.temperature", 0, None),
-        ("eval.max_rows", 1, None),
-    ):
-        refuse(*outside(config, key, low, high))
-
-
-def as_number(text: str) -> float | None:
-    """The number that a text is, if it is one."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:
-    """Whether a number is out of its bounds, and what to say then."""
-    value = value_of(config, key)
-    if value is None:  # no limit
-        return False, ""
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-    inside = math.isfinite(value) and value >= low and (high is None or value <= high)
-    return not inside, f"{key} is {value}; it must be {bounds}."
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -144,7 +144,7 @@ class _Checker:
         self.limit = limit
         self.whole = Encoder(
             encoder.tokenizer,
-            replace(encoder.config, max_tokens=NO_LIMIT),
+            replace(encoder.config, max_length=NO_LIMIT),
             encoder.kind,
             encoder.vocab_size,
             encoder.placeholder,

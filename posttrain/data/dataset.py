@@ -19,7 +19,7 @@ from posttrain.data.encoding.encoder import Encoded, Encoder
 from posttrain.data.prompts import PromptStore, PromptStoreBuilder
 from posttrain.data.reading.examples import Example
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.mixture import Mixture, split_weights
+from posttrain.data.reading.mixture import Mixture
 from posttrain.data.reading.records import BadRecord, Record
 from posttrain.data.reading.sources import SourcePart, source_parts
 from posttrain.data.store import ExampleStore, ExampleStoreBuilder
@@ -54,17 +54,20 @@ def load_dataset(
     progress: Callable[[int], None] | None = None,
     quarantine: Path | None = None,
     cache: Path | None = None,
+    weights: Sequence[float] = (),
 ) -> Dataset:
     """Read, recognise, encode and check all rows, or the first `max_rows` (of each source, if they are mixed).
 
-    `progress` hears how many were read. With data.on_bad_row: quarantine, bad rows are appended to the file
+    With `weights`, one per source, the sources are mixed; else they are read one after the other.
+
+    `progress` hears how many were read. With data.on_bad_example: quarantine, bad rows are appended to the file
     `quarantine`; without a file they are only counted. Large data is kept in a file in the folder `cache`.
     """
     if not files:
         raise UsageError("no data files are given: set data.train")
     from posttrain.data.indexed_dataset import is_indexed  # which uses this file
 
-    names, weights = split_weights(files)
+    names = list(files)
     if len(names) == 1 and is_indexed(names[0]):
         return _indexed(names[0], encoder, max_rows)
     if indexed := [name for name in names if is_indexed(name)]:
@@ -74,7 +77,7 @@ def load_dataset(
     sizes: list[int] = []
     verdicts: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
-    with Quarantine(quarantine, encoder.config.on_bad_row == "stop") as aside:
+    with Quarantine(quarantine, encoder.config.on_bad_example == "stop") as aside:
         for name, parts in zip(names, sources, strict=True):
             source = source_format(encoder)
             sizes.append(-builder.rows)
@@ -98,7 +101,7 @@ def load_dataset(
     if not builder.rows:
         raise DataError(
             f"{', '.join(names)}: no rows are left: {counts['read']} read, {counts['dropped']} dropped, longer "
-            f"than data.max_tokens = {encoder.config.max_tokens}"
+            f"than data.max_length = {encoder.config.max_length}"
         )
     mixture = Mixture(tuple(sizes), tuple(weights), encoder.config.repeat) if weights else None
     return _dataset(builder.finish(), verdicts, counts, mixture)
@@ -112,7 +115,7 @@ def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
         prompts, counts, verdict = load_indexed_prompts(name, encoder, max_rows)
         return _dataset(prompts, [verdict], {**counts, "quarantined": 0}, None)
     config = encoder.config
-    limits: dict[str, Any] = {"max_tokens": config.max_tokens, "on_long": config.on_long, "max_rows": max_rows}
+    limits: dict[str, Any] = {"max_tokens": config.max_length, "on_long": config.on_overlong, "max_rows": max_rows}
     rows = load_indexed(name, encoder.kind, encoder.vocab_size, bos_id=encoder.bos_id, **limits)
     return _dataset(rows, [rows.verdict], {**rows.counts, "quarantined": 0}, None)
 
@@ -252,7 +255,7 @@ def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
     if len(units) == 1:  # one long text: its parts may be parted
         origins = units = [str(row) for row in range(len(rows))]
     if len(units) < 2:
-        raise UsageError("data.eval: one row cannot be divided into training and evaluation; name files")
+        raise UsageError("data.eval_fraction: one example cannot be divided; name evaluation files with data.eval")
     order = np.random.default_rng([seed, SPLIT]).permutation(len(units))
     size = min(max(1, round(fraction * len(units))), len(units) - 1)
     aside = {units[index] for index in order[:size]}

@@ -97,7 +97,7 @@ def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> t
     kept = [prompt for prompt in prompts if prompt is not None]
     if not kept:
         raise DataError(
-            f"{name}: no rows are left: {len(rows)} read, all longer than {encoder.config.max_tokens} tokens"
+            f"{name}: no rows are left: {len(rows)} read, all longer than {encoder.config.max_length} tokens"
         )
     counts = {"read": len(rows), "truncated": 0, "dropped": len(rows) - len(kept), "quoted": 0}
     return PromptStore(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
@@ -306,8 +306,8 @@ def make_table(
     if long.any() and on_long == "error":
         first = int(long.argmax())
         raise DataError(
-            f"{name}:{rows[first]}: more than data.max_tokens = {max_tokens} tokens: raise data.max_tokens, or set "
-            "data.on_long to truncate or drop"
+            f"{name}:{rows[first]}: more than data.max_length = {max_tokens} tokens: raise data.max_length, or set "
+            "data.on_overlong to truncate or drop"
         )
     drop = long & (on_long == "drop")
     if kind == "text":
@@ -322,8 +322,8 @@ def make_table(
     for number, stream in enumerate(streams):
         counted[which == number] = stream.counted(starts[which == number], lengths[which == number])
     if not counted.all():
-        within = f" within data.max_tokens = {max_tokens}" if long.any() and on_long == "truncate" else ""
-        told = f"nothing counts{within}. Raise data.max_tokens, or set data.on_long to drop"
+        within = f" within data.max_length = {max_tokens}" if long.any() and on_long == "truncate" else ""
+        told = f"nothing counts{within}. Raise data.max_length, or set data.on_overlong to drop"
         raise DataError(f"{name}:{rows[counted.argmin()]}: {told}")
     if kind in ("text", "labelled"):  # every sample is a row
         firsts = np.arange(len(starts) + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Answer:
         return self.prompt[0]["content"] if self.plain else self.prompt
 
 
-def read_answers(file: str, map_keys: str = "", max_rows: int | None = None) -> list[Answer]:
+def read_answers(file: str, map_keys: str | Mapping[str, Any] = "", max_rows: int | None = None) -> list[Answer]:
     """Rows of `posttrain generate`, or of any file that `posttrain sft` reads."""
     source, keys = SourceFormat("chat", "", map_keys), KeyMap.parse(map_keys)
     answers = []

@@ -87,12 +87,12 @@ def generate(config: Generation, report: Callable[[Progress], None] = lambda _: 
         if done == total:
             return progress
         check_room(prompts, config)
-        apply_template(tokenizer, config.data.template)
-        stops = stop_ids_of(config.model, tokenizer, config.data.template)
+        apply_template(tokenizer, config.data.chat_template)
+        stops = stop_ids_of(config.model, tokenizer, config.data.chat_template)
         size = prompts_at_once(config)
         batches = [prompts[start : start + size] for start in range(done // config.n, len(prompts), size)]
         logs, devices = out.with_name(f"{out.name}.logs"), devices_for(batches, config)
-        with open_generator(config.model, config.data.template, config.engine, devices, logs) as generator:
+        with open_generator(config.model, config.data.chat_template, config.engine, devices, logs) as generator:
             started = time.monotonic()
             asked = (requests_for(batch, config) for batch in batches)
             answers = generator.generate_batches(asked, replace(config.sampling, stop_ids=stops))
@@ -164,7 +164,9 @@ def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Pr
     out = jsonl(config.out)
     aside = out.with_name(f"{out.name}.quarantine.jsonl")
     aside.unlink(missing_ok=True)  # of an earlier start
-    dataset = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=aside)
+    dataset = load_dataset(
+        config.data.train, encoder, config.data.max_examples or None, weights=config.data.weights, quarantine=aside
+    )
     if dataset.mixture is not None:
         raise UsageError("every prompt is asked once: leave the weights of the files out")
     places = places_of(config, len(dataset.rows))
@@ -255,7 +257,7 @@ def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "load_in_4bit": config.model.load_in_4bit,
         "data": data_fingerprint,
-        "template": config.data.template,
+        "template": config.data.chat_template,
         **{name: value for name, value in asdict(config.sampling).items() if name != "stop_ids"},
         "n": config.n,
         "seed": config.seed,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.encoder import Encoder
@@ -28,7 +28,7 @@ class InferenceModel:
 
     def __init__(self, model: ModelConfig, data: DataConfig) -> None:
         self.name = model.path
-        self.learner = Learner(model, UpdateConfig(), trainable=False, template=data.template)
+        self.learner = Learner(model, TrainConfig(), trainable=False, template=data.chat_template)
         self.tokenizer: Any = self.learner.tokenizer
         self.engine = LocalEngine(self.learner.runner, self.tokenizer, frozen=True)
         self.stop_ids = tuple(self.learner.stop_ids())
@@ -58,7 +58,7 @@ def encode_conversation(encoder: Encoder, messages: list[Message], name: str) ->
             '--template "Human: {}\\nAssistant: "'
         )
     (prompt,) = encoder.prompts([PromptExample(origin="the conversation", prompt=messages)])
-    assert prompt is not None, "nothing is dropped unless data.on_long says so"
+    assert prompt is not None, "nothing is dropped unless data.on_overlong says so"
     return prompt
 
 

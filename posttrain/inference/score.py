@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
 from posttrain.core.files import file_sha256
 from posttrain.core.types import Sample
@@ -41,7 +41,7 @@ class Scoring:
     workers: int = 2
     max_failure_rate: float = 0.1
     env: tuple[str, ...] = ()  # variables that functions may see
-    map_keys: str = ""
+    map_keys: str | Mapping[str, Any] = ""
     max_rows: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)  # how reward models are loaded
     data: DataConfig = field(default_factory=DataConfig)  # their template and longest conversation
@@ -77,7 +77,7 @@ class RewardModel:
         model = ModelConfig(
             path=resolve_path(model.path), tokenizer=model.tokenizer, dtype=model.dtype, load_in_4bit=model.load_in_4bit
         )
-        self.learner = Learner(model, UpdateConfig(), head="score", trainable=False)
+        self.learner = Learner(model, TrainConfig(), head="score", trainable=False)
         vocabulary = int(self.learner.model.config.get_text_config().vocab_size)
         self.encoder = Encoder(self.learner.tokenizer, data, "chat", vocabulary)
 
@@ -95,7 +95,7 @@ class RewardModel:
             if encoded:
                 samples[place] = encoded[0]
             else:
-                faults[place] = f"longer than max_tokens = {self.encoder.config.max_tokens}"
+                faults[place] = f"longer than max_tokens = {self.encoder.config.max_length}"
         scores = dict(zip(samples, self.learner.scores(list(samples.values())), strict=True)) if samples else {}
         return [verdict_of(scores.get(place), faults.get(place, "")) for place in range(len(answers))]
 

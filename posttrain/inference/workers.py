@@ -16,7 +16,8 @@ import torch
 from posttrain.cluster import worker
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_slots import ReplaceableWorkers, SlotCall
-from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, launched_size
+from posttrain.config.checks import launched_size
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
@@ -175,7 +176,7 @@ class GenerationWorker:
 
 
 def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Engine:
-    served = InferenceModel(model, DataConfig(template=template))
+    served = InferenceModel(model, DataConfig(chat_template=template))
     if beams := beams_of(engine):
         return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine

@@ -42,21 +42,21 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> None:
-    """Freeze the weights and add new adapters, which change nothing yet, to the modules of model.lora_targets.
+    """Freeze the weights and add new adapters, which change nothing yet, to the modules of model.lora_target_modules.
 
     all-linear: every matrix except embeddings and heads; peft includes routers and fused experts of mixtures.
     """
     require_packages("peft", option="model.lora_rank")
     from peft import LoraConfig
 
-    every = config.lora_targets == ("all-linear",)
+    every = config.lora_target_modules == ("all-linear",)
     if not every:
-        check_targets(model, config.lora_targets)
+        check_targets(model, config.lora_target_modules)
     adapter = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if every else list(config.lora_targets),
+        target_modules="all-linear" if every else list(config.lora_target_modules),
         modules_to_save=["score"] if head == "score" else None,
         task_type=TASKS[head],
         base_model_name_or_path=model.name_or_path,
@@ -72,7 +72,7 @@ def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             layers = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
             raise UsageError(
-                f"model.lora_targets: {type(model).__name__} has no module {target!r}. "
+                f"model.lora_target_modules: {type(model).__name__} has no module {target!r}. "
                 f"Choose among {', '.join(sorted(layers))}, or all-linear."
             )
 
@@ -92,7 +92,7 @@ def inject(model: PreTrainedModel, adapter: Any) -> None:
     for name, layer in adapted_layers(model):
         if any(uses[id(parameter)] > 1 for parameter in layer.get_base_layer().parameters()):
             raise UsageError(
-                f"model.lora_targets: {name} shares its weight with another layer (tied embeddings), "
+                f"model.lora_target_modules: {name} shares its weight with another layer (tied embeddings), "
                 "so an adapter on it could not be merged. Leave it out."
             )
 

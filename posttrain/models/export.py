@@ -83,7 +83,7 @@ def use_average(model: PreTrainedModel, folder: Path) -> None:
     """Replace the trained parameters by their exponential moving average."""
     file = folder / "ema.safetensors"
     if not file.is_file() and not (folder / "ema.safetensors.index.json").is_file():
-        raise UsageError(f"there is no {file}: the run did not average its weights (update.ema_decay was 0)")
+        raise UsageError(f"there is no {file}: the run did not average its weights (train.ema_decay was 0)")
     parameters, saved = dict(model.named_parameters()), TensorFiles(folder, "ema")
     for name in saved.places:
         if name not in parameters or tuple(parameters[name].shape) != saved.shape(name):

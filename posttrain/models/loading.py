@@ -97,7 +97,7 @@ def load_model(
     elif not model.load_in_4bit:  # which was moved when it was quantized
         loaded.to(device)
     loaded.set_attn_implementation(attention.NAME)
-    if trainable and model.checkpoint_activations:
+    if trainable and model.gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded.train(trainable)
 

@@ -6,7 +6,7 @@ Of P parameters A are trained (all of them without adapters); a weight has e byt
     masters      4 A                           if the trained weights are not float32 themselves
     gradients    4 A                           from the first backward pass of a step to the optimizer step
     AdamW        8 A + 4 per trained tensor    two moments, and a step counter
-    EMA          4 A                           with update.ema_decay
+    EMA          4 A                           with train.ema_decay
     helpers      e P                           a reference or a teacher
 
 These are exact. What a forward and backward pass allocates in addition depends on the architecture, so no formula is
@@ -117,7 +117,7 @@ def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainabl
     else:
         model.requires_grad_(trainable)
     model.set_attn_implementation(attention.NAME)
-    if trainable and config.checkpoint_activations:
+    if trainable and config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(trainable)
 

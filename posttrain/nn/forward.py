@@ -238,8 +238,8 @@ def check_router(model: Any) -> None:
     """A router loss is asked for: does the model have routers that are balanced by one?"""
     if getattr(model.config, "router_aux_loss_coef", None) is None:
         raise UsageError(
-            f"model.router_loss: {type(model).__name__} has no load-balancing loss "
-            "(it is dense, or balances its experts otherwise). Leave model.router_loss at 0."
+            f"model.router_aux_loss_coef: {type(model).__name__} has no load-balancing loss "
+            "(it is dense, or balances its experts otherwise). Leave model.router_aux_loss_coef at 0."
         )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded, save_tensors
-from posttrain.config.sections import UpdateConfig
+from posttrain.config.sections import TrainConfig
 from posttrain.nn.layers import MASTER
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.shards import local_shard, shard_slices
@@ -62,7 +62,7 @@ class Optimizer:
     """Holds the masters, Adam's state and the averaged weights, and updates the weights from their gradients."""
 
     def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], config: UpdateConfig, shards: ModelShards | None = None
+        self, parameters: dict[str, torch.nn.Parameter], config: TrainConfig, shards: ModelShards | None = None
     ) -> None:
         assert parameters, "nothing to train"
         self.config = config
@@ -84,7 +84,7 @@ class Optimizer:
         self.adam = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.learning_rate,
-            betas=config.betas,
+            betas=(config.adam_beta1, config.adam_beta2),
             fused=True,
         )
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}

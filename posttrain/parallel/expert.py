@@ -37,7 +37,7 @@ def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device
     if any(name.endswith(".base_layer") for name in found):
         raise UsageError(
             f"cluster.layout: ep={mesh.size()}, but there are adapters on experts, which are not divided. Leave ep "
-            "out, or name what gets adapters: --model.lora_targets q_proj k_proj v_proj o_proj"
+            "out, or name what gets adapters: --model.lora_target_modules q_proj k_proj v_proj o_proj"
         )
     for module in found.values():
         if module.num_experts % mesh.size():

@@ -27,7 +27,7 @@ from posttrain.pipelines.summary import by_iteration, closing_words
 from posttrain.train.reward_model import check_reward_model
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
-FREE = ("iterations", "out", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
+FREE = ("iterations", "output_dir", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
 """Stages know themselves what of the last two decides what they make."""
 
 
@@ -48,7 +48,7 @@ def run(verb: str, /, say: Callable[[str], None] = print, **options: Any) -> Out
 def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = print) -> Outcome:
     """All iterations; what is done already is passed over."""
     check(verb, config)
-    with open_folder(verb, config.out, described(config), FREE) as folder:
+    with open_folder(verb, config.output_dir, described(config), FREE) as folder:
         stages = stages_of(verb, config, folder.path)
         try:
             figures = run_in(folder.path, stages, quiet=config.quiet, say=say)
@@ -94,7 +94,10 @@ def check(verb: str, config: PipelineConfig) -> None:
             "generate.n is 0: the answers that the data has are scored. Name one file, and leave prompts out.",
         ),
         (config.eval.n < 1, f"eval.n is {config.eval.n}; it must be at least 1."),
-        (bool(data.eval_fraction), "data.eval is a number; a pipeline needs prompts of their own: name files."),
+        (
+            bool(data.eval_fraction),
+            "data.eval_fraction: a pipeline takes files: --data.eval FILE",
+        ),
     ):
         if problem:
             raise UsageError(message)
@@ -148,7 +151,7 @@ def generation(config: PipelineConfig, number: int, model: str, place: Path) -> 
     options = config.generate
     return Generation(
         model=asked_model(config, model),
-        data=replace(config.data, eval=(), on_long="drop" if config.data.on_long == "drop" else "error"),
+        data=replace(config.data, eval=(), on_overlong="drop" if config.data.on_overlong == "drop" else "error"),
         out=str(place / "answers.jsonl"),
         sampling=sampling(config, options.temperature),
         n=options.n,
@@ -168,7 +171,7 @@ def held_out(config: PipelineConfig, place: Path, model: str, best_of: str) -> l
         return []
     asked = replace(
         generation(config, 0, model, place),
-        data=replace(config.data, train=config.data.eval, eval=(), max_rows=None, on_long="error"),
+        data=replace(config.data, train=config.data.eval, eval=(), weights=(), max_examples=0, on_overlong="error"),
         out=str(place / "held-out.jsonl"),
         sampling=sampling(config, config.eval.temperature),
         n=config.eval.n,
@@ -208,16 +211,16 @@ def scoring(config: PipelineConfig, file: str, out: str, normalize: bool = False
         memory_gib=options.memory_gib,
         workers=options.workers,
         max_failure_rate=options.max_failure_rate,
-        map_keys="" if config.generate.n else config.data.map_keys,
-        max_rows=None if config.generate.n else config.data.max_rows,
+        map_keys={} if config.generate.n else config.data.map_keys,
+        max_rows=None if config.generate.n else config.data.max_examples or None,
         model=ModelConfig(dtype=config.model.dtype),
-        data=DataConfig(template=options.template, max_tokens=longest(config)),
+        data=DataConfig(chat_template=options.template, max_length=longest(config)),
     )
 
 
 def longest(config: PipelineConfig) -> int:
     """Tokens of a conversation: nothing that was generated is cut off."""
-    return config.data.max_tokens + (config.generate.max_tokens + ROOM if config.generate.n else 0)
+    return config.data.max_length + (config.generate.max_tokens + ROOM if config.generate.n else 0)
 
 
 def training(config: PipelineConfig, recipe: Recipe, number: int, model: str, rows: str) -> Config:
@@ -227,14 +230,15 @@ def training(config: PipelineConfig, recipe: Recipe, number: int, model: str, ro
         algo = replace(algo, reference=config.model.path)  # the initial policy, every time
     return replace(
         with_algorithm(ALGORITHMS[recipe.trainer]),
-        steps=config.steps,
-        epochs=config.epochs,
         seed=seed_for(config.seed, number, 1),
         model=replace(config.model, path=model),
         data=DataConfig(
-            train=(rows,), template=config.data.template, max_tokens=longest(config), shuffle=config.data.shuffle
+            train=(rows,),
+            chat_template=config.data.chat_template,
+            max_length=longest(config),
+            shuffle=config.data.shuffle,
         ),
-        update=config.update,
+        train=config.train,
         save=config.save,
         log=config.log,
         cluster=config.cluster,

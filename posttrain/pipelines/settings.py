@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.config.parsing import Entry, check_key, flatten, parse_plain, read_entries
-from posttrain.config.sections import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, UpdateConfig
+from posttrain.config.parsing import read_args, read_mapping
+from posttrain.config.sections import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, TrainConfig
 from posttrain.config.verbs import PIPELINES
 from posttrain.inference.model import CONDITION
 
@@ -69,15 +69,11 @@ class PipelineConfig:
     """How often to generate, score, select and train."""
     prompts: int = 0
     """Prompts of an iteration, going round through the data; 0: all of them, every time."""
-    steps: int = 0
-    """Optimizer steps of an iteration; 0: as many as epochs need."""
-    epochs: float = 1.0
-    """Passes over the selected rows of an iteration when steps is 0."""
     reward: tuple[str, ...] = ()
     """What judges answers: names of verifiers, FILE.py:FUNCTION, model:PATH, http://..."""
     condition_template: str = CONDITION
     """How prompts say what their answer is worth, for conditional-sft."""
-    out: str = ""
+    output_dir: str = ""
     """Folder. Default: the next free runs/<verb>-NNN, or the last one if this very command was not done there."""
     seed: int = 0
     """Decides answers, order and initialisation."""
@@ -90,7 +86,7 @@ class PipelineConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    update: UpdateConfig = field(default_factory=UpdateConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -113,17 +109,16 @@ class Recipe:
 
 RECIPES = {
     "rejection-sampling": Recipe(
-        "sft", "best-of-n", {"update.learning_rate": 2e-6, "update.schedule": "constant", "generate.temperature": 0.9}
+        "sft", "best-of-n", {"train.learning_rate": 2e-6, "train.lr_scheduler": "constant", "generate.temperature": 0.9}
     ),
-    "iterative-dpo": Recipe("dpo", "pairs", {"update.learning_rate": 5e-7, "iterations": 5}),
-    "conditional-sft": Recipe("sft", "condition", {"update.learning_rate": 1e-5, "iterations": 1}, fewest=0),
+    "iterative-dpo": Recipe("dpo", "pairs", {"train.learning_rate": 5e-7, "iterations": 5}),
+    "conditional-sft": Recipe("sft", "condition", {"train.learning_rate": 1e-5, "iterations": 1}, fewest=0),
 }
 
 
 def parse(verb: str, args: list[str]) -> PipelineConfig:
     """`[CONFIG.yaml] --section.option value ...`."""
-    found: PipelineConfig = parse_plain(verb, f"{PIPELINES[verb]}.", start_of(verb), args)
-    return found
+    return read_args(verb, f"{PIPELINES[verb]}.", start_of(verb), args)
 
 
 def start_of(verb: str) -> PipelineConfig:
@@ -140,9 +135,4 @@ def start_of(verb: str) -> PipelineConfig:
 
 def from_options(verb: str, options: dict[str, Any]) -> PipelineConfig:
     """The same from Python: {"model": {"path": "pico"}, "iterations": 2}."""
-    start = start_of(verb)
-    entries = [Entry("", key, value) for key, value in flatten(options).items()]
-    for entry in entries:
-        check_key(entry.key, start, "")  # type: ignore[arg-type]
-    found: PipelineConfig = read_entries(f"posttrain {verb}", PIPELINES[verb], start, entries, [])
-    return found
+    return read_mapping(verb, f"{PIPELINES[verb]}.", start_of(verb), options)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from posttrain.checkpoints.checkpoint import describe_files, is_run_directory, verify_files
+from posttrain.config.renames import renamed_settings
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write_json, file_sha256, read_json
 from posttrain.models.paths import resolve_path
@@ -109,12 +110,12 @@ def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, 
                 out = str(last)
     there = bool(out) and is_run_directory(Path(out))
     if there and (other := stored_settings(Path(out)).get("verb")) != verb:
-        raise UsageError(f"{out}: holds a run of `posttrain {other}`. Name another --out.")
+        raise UsageError(f"{out}: holds a run of `posttrain {other}`. Name another --output_dir.")
     folder = RunFolder.open(out, verb, resume=there)
     if there and any(folder.path.rglob("*.done.json")) and (changed := changes(folder.path, settings, free)):
         folder.close()
         raise UsageError(
-            f"{folder.path}: was begun with other settings: {'; '.join(changed)}. Use these, or name another --out."
+            f"{folder.path}: was begun with other settings: {'; '.join(changed)}. Use these, or another --output_dir."
         )
     folder.write_config(yaml.safe_dump({"verb": verb} | settings, sort_keys=False, allow_unicode=True))
     return folder
@@ -122,9 +123,18 @@ def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, 
 
 def changes(folder: Path, settings: dict[str, Any], free: tuple[str, ...]) -> list[str]:
     """In words, what differs from the configuration in a folder and matters."""
-    before, now = flat(stored_settings(folder)), flat(json.loads(json.dumps(settings)))
-    names = [name for name in now if not name.startswith(free)] if free else list(now)
-    return [f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in names if before.get(name) != now[name]]
+    now = flat(json.loads(json.dumps(settings)))
+    before = flat(renamed_settings(stored_settings(folder), now))
+    return differences(before, {name: value for name, value in now.items() if not (free and name.startswith(free))})
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In words. A setting that is not there is one that another version did not have: as good as an empty one."""
+    return [
+        f"{name} was {before.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value and (before.get(name) or value)
+    ]
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
@@ -185,17 +195,14 @@ def refuse_other(seal: dict[str, Any], now: dict[str, Any], file: Path) -> None:
     """A stage that is done stays as it is; nothing is silently built on something else."""
     if not {"settings", "read", "made", "figures"} <= seal.keys():
         raise CheckpointError(f"{file}: not a seal of a stage. Remove it to run the stage again.")
-    before, wanted = flat(seal["settings"]), flat(now["settings"])
-    changed = [
-        f"{name} was {before.get(name)!r}, is {wanted.get(name)!r}"
-        for name in dict.fromkeys([*before, *wanted])
-        if before.get(name) != wanted.get(name)
-    ]
+    wanted = flat(now["settings"])
+    before = flat(renamed_settings(seal["settings"], wanted))
+    changed = differences(before, {name: wanted.get(name) for name in dict.fromkeys([*before, *wanted])})
     changed += [f"{name} has changed" for name, value in now["read"].items() if seal["read"].get(name) != value]
     if changed:
         raise UsageError(
             f"{file}: this stage was done with other settings: {'; '.join(changed)}. Use these again, or name another "
-            "--out; or remove what this stage and all later ones made, and their *.done.json, to run them again."
+            "--output_dir; or remove what this stage and all later ones made, and their *.done.json, to run them again."
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import is_run_directory
+from posttrain.config.checks import check as check_config
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
-from posttrain.config.sections import check as check_config
 from posttrain.core.errors import UsageError
 from posttrain.core.files import sync_folder
 from posttrain.core.logging import part_of
@@ -145,7 +145,7 @@ class Train(Stage):
     verb: str
     out: Path
     options: dict[str, Any] | Config
-    """As from Python: {"model": {"path": "pico"}, "data": {"train": ["rows.jsonl"]}, "steps": 20}."""
+    """As from Python: {"model": {"path": "pico"}, "data": {"train": ["rows.jsonl"]}, "train": {"max_steps": 20}}."""
     config: Config = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,17 +153,17 @@ class Train(Stage):
         config = (
             from_mapping(self.verb, ALGORITHMS[self.verb], found) if isinstance(found, dict) else check_config(found)
         )
-        self.config = replace(config, out=str(self.training))
+        self.config = replace(config, output_dir=str(self.training))
         ALGORITHMS[self.verb](self.config.algo)  # checks its options
 
     def reads(self) -> list[str]:
         algo = ALGORITHMS[self.verb](self.config.algo)
         models = [path for path in (self.config.model.path, algo.reference_path(), algo.teacher_path()) if path]
-        return [*models, *data_files((*self.config.data.train, *self.config.data.eval_files))]
+        return [*models, *data_files((*self.config.data.train, *self.config.data.eval))]
 
     def settings(self) -> dict[str, Any]:
         found = as_mapping(self.config)
-        for name in ("out", "resume", "quiet", "log", "save", "cluster"):
+        for name in ("output_dir", "resume", "quiet", "log", "save", "cluster"):
             del found[name]
         return {"verb": self.verb, **found}
 
@@ -205,7 +205,7 @@ class Train(Stage):
 
     def tidy(self) -> None:
         """The optimizer's state is several times as large as the model, and only needed to go on."""
-        if not self.config.update.ema_decay:  # which lies in the checkpoint, for `posttrain export --ema`
+        if not self.config.train.ema_decay:  # which lies in the checkpoint, for `posttrain export --ema`
             shutil.rmtree(self.training / "checkpoints", ignore_errors=True)
 
 

@@ -83,7 +83,7 @@ class EpisodeRunner:
         self, environments: Environments, policy: Generator, config: OnlineConfig, sampling: Sampling, tokenizer: Any
     ) -> None:
         self.environments, self.policy, self.sampling, self.tokenizer = environments, policy, sampling, tokenizer
-        self.max_prompt_length = config.data.max_tokens
+        self.max_prompt_length = config.data.max_length
         self.encoder = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.encoder)
 
@@ -123,7 +123,7 @@ class EpisodeRunner:
             except PosttrainError as error:  # the chat template refuses these messages
                 episode.failure = str(error)
         if not 0 < len(tokens) <= self.max_prompt_length:
-            limit = f"data.max_tokens is {self.max_prompt_length}"
+            limit = f"data.max_length is {self.max_prompt_length}"
             episode.failure = f"the messages that start returned have {len(tokens)} tokens; {limit}"
             tokens = prompt.tokens
         tokenized.prompt = replace(prompt, tokens=tokens, messages=list(tokenized.messages or prompt.messages))

@@ -95,7 +95,7 @@ class Rollouts:
         """Make a batch: prompts, completions, rewards."""
         if self.recorded is not None:
             return self.replay_batch(self.recorded, phase)
-        wanted = self.config.update.rows_per_step
+        wanted = self.config.train.batch_size
         batch: list[Rollout] = []
         for _ in range(max(1, self.config.rollout.dynamic_sampling)):
             rollouts = self.make_rollouts([self.next_prompt() for _ in range(wanted)], version, phase)

@@ -35,7 +35,7 @@ class HeldOutEval:
     ) -> None:
         """`episodes`: returns what runs episodes with a generator, where there is an environment."""
         self.config, self.scorer, self.tokenizer, self.episodes = config.eval, scorer, tokenizer, episodes
-        self.prompts, self.seed = prompts[: config.eval.max_rows], config.seed ^ SEED_OF_EVALUATION
+        self.prompts, self.seed = prompts[: config.eval.max_examples or None], config.seed ^ SEED_OF_EVALUATION
         self.sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
 
     def run(self, generator: Generator) -> dict[str, float]:

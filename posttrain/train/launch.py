@@ -33,7 +33,7 @@ def train_from(verb: str, config: Config) -> Result:
         )
     if launched.is_launched_worker():
         launched.serve_controller()
-        return Result(Path(config.out), 0, {})
+        return Result(Path(config.output_dir), 0, {})
     for restarts_left in range(config.cluster.limits[0], -1, -1):
         try:
             return run_loop(verb, config)
@@ -43,7 +43,7 @@ def train_from(verb: str, config: Config) -> Result:
             log.warning("%s", error)
             log.warning("restarting from the last checkpoint; %d restarts left (cluster.limits)", restarts_left - 1)
             # Before the first models were loaded there is no checkpoint, and the directory can be used again.
-            config = replace(config, out=str(error.folder), resume=is_run_directory(error.folder))
+            config = replace(config, output_dir=str(error.folder), resume=is_run_directory(error.folder))
     raise AssertionError("the last attempt returns or raises")
 
 

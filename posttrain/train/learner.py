@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import (
@@ -71,7 +71,7 @@ class Learner:
     def __init__(
         self,
         model: ModelConfig,
-        update: UpdateConfig,
+        update: TrainConfig,
         *,
         head: Head = "token",
         trainable: bool = True,
@@ -98,7 +98,7 @@ class Learner:
             apply_template(self.tokenizer, template)
             if head == "token":
                 self.model.generation_config.eos_token_id = template_stop_ids(self.tokenizer)
-        if model.router_loss:
+        if model.router_aux_loss_coef:
             check_router(self.model)
         taught = None
         if teacher is not None:
@@ -129,7 +129,7 @@ class Learner:
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
         lends = engine[0] == "vllm" or bool(layout and layout.offload)  # memory that is free now and then
         if trainable and self.shards is None and not lends:
-            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.tokens_per_device)
+            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.micro_batch_tokens)
         self.config, self.head = model, head
         LEARNERS.add(self)
         self.weight_version: WeightVersion = 0  # of the sampler's weights
@@ -385,7 +385,7 @@ class Learner:
     def tokens_per_pack(self) -> int:
         """Where context ranks divide packs, these are so much larger."""
         ranks = 1 if self.shards is None else self.shards.layout.context_parallel
-        return self.update.tokens_per_device * ranks
+        return self.update.micro_batch_tokens * ranks
 
     # Keeping in step with others, where there are some
 
@@ -495,7 +495,7 @@ LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
 def memory_to_come() -> int:
     """Bytes that training will take beyond what it holds: gradients, Adam's averages, and one pass over a full pack."""
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
-    passes = [memory.max_pass_bytes(one.config, one.head, one.dtype, one.update.tokens_per_device) for one in trained]
+    passes = [memory.max_pass_bytes(one.config, one.head, one.dtype, one.update.micro_batch_tokens) for one in trained]
     wanted = [one.optimizer.missing_bytes(one.device) for one in trained if one.optimizer]
     return sum(wanted) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
 

@@ -46,7 +46,7 @@ class ModelLoader:
             trainable=True,
             head=self.algorithm.head,
             teacher=replace(model, path=path, lora_rank=0) if path else None,
-            template=self.config.data.template,
+            template=self.config.data.chat_template,
             **options,
         )
 
@@ -67,20 +67,21 @@ class ModelLoader:
 
     def frozen(self, path: str) -> LearnerGroup:
         """Loads a language model that is not trained; the initial policy if there is no path."""
-        model = replace(self.run.model, path=path or self.run.model.path, lora_rank=0, router_loss=0.0)
+        model = replace(self.run.model, path=path or self.run.model.path, lora_rank=0, router_aux_loss_coef=0.0)
         return self.load(model, role="reference", head="token", trainable=False)
 
     def critic(self, settings: CriticSettings, first_reward_model: str) -> Critic:
         """Loads the critic: from its own path, else from the first reward model, else from the policy."""
         path = settings.path or first_reward_model or self.run.model.path
-        router_loss = self.run.model.router_loss if self.run.model.router_loss and has_router(path) else 0.0
-        model = replace(self.run.model, path=path, router_loss=router_loss)
+        coef = self.run.model.router_aux_loss_coef
+        router_loss = coef if coef and has_router(path) else 0.0
+        model = replace(self.run.model, path=path, router_aux_loss_coef=router_loss)
         learners = self.load(model, role="critic", head="score", trainable=True)
         return Critic(learners, settings, self.offloader, router_loss)
 
     def reward_model(self, path: str, place: int, *, normalize: bool) -> RewardModel:
         """Loads a reward model; `place`: its index among the run's rewards."""
-        model = replace(self.run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_loss=0.0)
+        model = replace(self.run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_aux_loss_coef=0.0)
         tokenizer: Any = load_tokenizer(model)
         same_tokens = tokenizer.get_vocab() == self.run.tokenizer.get_vocab()
         learners = self.load(model, role=f"reward-{place}", head="score", trainable=False)
@@ -92,8 +93,8 @@ class ModelLoader:
         if not placement.rollouts_apart:
             return None
         assert isinstance(self.config, OnlineConfig)
-        model = replace(self.run.model, lora_rank=0, router_loss=0.0)  # adapters arrive merged
-        engine, template, seed = self.config.rollout.engine, self.config.data.template, self.config.seed
+        model = replace(self.run.model, lora_rank=0, router_aux_loss_coef=0.0)  # adapters arrive merged
+        engine, template, seed = self.config.rollout.engine, self.config.data.chat_template, self.config.seed
         tensor_parallel = self.config.cluster.of("rollout").tensor_parallel
         if tensor_parallel > 1:
             engine = (*engine, f"tensor_parallel_size={tensor_parallel}")
@@ -105,7 +106,7 @@ class ModelLoader:
 
     def load(self, model: ModelConfig, *, role: str, **options: Any) -> LearnerGroup:
         """Starts a learner on every device of the role; `options`: of Learner."""
-        cluster, update = self.config.cluster, self.config.update
+        cluster, update = self.config.cluster, self.config.train
         found = cluster.of(role)
         layout = ParallelLayout(
             found.tensor_parallel,

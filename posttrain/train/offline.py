@@ -33,7 +33,7 @@ class OfflineLoop:
         run, config, steps, metrics = self.run, self.run.config, self.run.data.steps, dict[str, float]()
         while self.step < steps:
             metrics = self.train_step(self.next_batch())
-            if run.data.eval and due(self.step, config.eval.every, steps):
+            if run.data.eval and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"):
                     metrics |= self.evaluate()
             if self.step == steps and self.algorithm.head == "score":
@@ -41,7 +41,7 @@ class OfflineLoop:
                     self.policy.annotate(self.score_statistics())
             run.log.step(self.step, metrics)
             stop_if_diverged(run, self.policy, self.step)
-            if due(self.step, config.save.every, steps) or run.progress.best_step == self.step:
+            if due(self.step, config.save.every_steps, steps) or run.progress.best_step == self.step:
                 with run.log.phase("save"):
                     run.save(self.step, self.policy)
             run.stop_if_asked(self.step, self.policy)
@@ -75,7 +75,7 @@ class OfflineLoop:
         """Returns metrics on the evaluation examples, and remembers the best step by loss."""
         run, algorithm = self.run, self.algorithm
         assert run.data.eval is not None
-        rows, size = run.data.eval.rows, run.config.update.rows_per_step
+        rows, size = run.data.eval.rows, run.config.train.batch_size
         sums: list[Sums] = []
         denominator = 0
         stream = ExampleStream(rows, size, seed=0, shuffle=False, strata=[algorithm.stratum(row[0]) for row in rows])

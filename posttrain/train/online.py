@@ -74,13 +74,13 @@ class OnlineLoop:
             run.log.message(LOSS_NOTE)
         while self.step < steps:
             metrics = self.train_step(self.make_experience())
-            if self.held_out is not None and due(self.step, config.eval.every, steps):
+            if self.held_out is not None and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"):
                     metrics |= self.evaluate()
             run.log.step(self.step, metrics)
             self.check_mismatch(metrics)
             stop_if_diverged(run, self.policy, self.step)
-            if due(self.step, config.save.every, steps) or run.progress.best_step == self.step:
+            if due(self.step, config.save.every_steps, steps) or run.progress.best_step == self.step:
                 with run.log.phase("save"):
                     run.save(self.step, self.policy)
             run.stop_if_asked(self.step, self.policy)
@@ -168,7 +168,7 @@ class OnlineLoop:
 
     def with_gradient(self, samples: list[Sample]) -> list[Sample]:
         """Leaves out samples without a gradient, for example those of a group with equal rewards."""
-        if self.config.model.router_loss:  # every token contributes to it
+        if self.config.model.router_aux_loss_coef:  # every token contributes to it
             return samples
         return [sample for sample in samples if self.algorithm.has_gradient(sample)]
 
@@ -209,7 +209,7 @@ class OnlineLoop:
             raise DivergedError(
                 f"sampler and trainer differed by more than rollout.max_mismatch = {limit:g} (KL per token) in "
                 f"{MISMATCHES_ALLOWED} steps in a row: what is trained is not what was sampled. Lower "
-                f"update.learning_rate or rollout.ahead, or use model.dtype float32. "
+                f"train.learning_rate or rollout.ahead, or use model.dtype float32. "
                 f"Resume: {self.run.resume_command()}"
             )
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from posttrain.algorithms import OnlineAlgorithm
+from posttrain.config.renames import split_weights
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import ForwardRequest, Objective
 from posttrain.data.dataset import Encoder, ExampleStream, load_dataset
-from posttrain.data.reading.mixture import split_weights
 from posttrain.train.run import Run
 from posttrain.train.update import AuxiliaryLoss
 
@@ -26,8 +26,8 @@ class PretrainingMix:
         )
         self.streams, self.objectives = [], []
         for files, weight in parts or [(tuple(names), 1.0)]:
-            data = replace(run.config.data, train=files, eval=(), map_keys="")
-            size = max(1, run.config.update.rows_per_step // max(1, len(parts)))
+            data = replace(run.config.data, train=files, eval=(), map_keys={})
+            size = max(1, run.config.train.batch_size // max(1, len(parts)))
             self.streams.append(ExampleStream(load_examples(files, data, run.tokenizer), size, run.config.seed))
             loss = partial(algorithm.pretrain_loss, weight=weight)
             self.objectives.append(Objective(request=ForwardRequest(), loss=loss, unit="token", separable=True))

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.cluster.base import PendingCall, Workers, split_evenly
 from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, SlotCall, WorkerSlot
-from posttrain.config.sections import INFLIGHT, ModelConfig, UpdateConfig
+from posttrain.config.sections import INFLIGHT, ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample, WeightVersion
@@ -46,7 +46,7 @@ class RolloutWorker:
         self.learner: Learner | None = None
         self.engine: Any = None
         if engine[0] == "local":
-            self.learner = Learner(model, UpdateConfig(), trainable=False, template=template, seed=seed, layout=None)
+            self.learner = Learner(model, TrainConfig(), trainable=False, template=template, seed=seed, layout=None)
         else:
             # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
             # token is recorded with would be wrong.

@@ -81,13 +81,13 @@ class Run:
     @contextmanager
     def open(cls, verb: str, config: Config, algorithm: Algorithm) -> Iterator[Run]:
         """Reads and checks everything that needs no model."""
-        logs.check_sinks(config.log.tensorboard, config.log.wandb)
+        logs.check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
         logs.quiet_libraries()
         with ExitStack() as stack:
             models = {"model": resolve_path(config.model.path)} | helper_model_paths(algorithm)
             model = config.model if config.model.path == "pico" else replace(config.model, path=models["model"])
             tokenizer = load_tokenizer(model)
-            folder = stack.enter_context(RunFolder.open(config.out, verb, config.resume))
+            folder = stack.enter_context(RunFolder.open(config.output_dir, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
             data = load_data(config, algorithm, tokenizer, vocabulary, folder.path)
             too_long = check_lengths(models["model"], data, config)
@@ -101,8 +101,8 @@ class Run:
                 folder.path,
                 total_steps=data.steps,
                 quiet=config.quiet,
-                tensorboard=config.log.tensorboard,
-                wandb=config.log.wandb,
+                tensorboard="tensorboard" in config.log.report_to,
+                wandb=config.log.wandb_project,
                 config=configs.as_mapping(config),
                 start_step=start if config.resume else None,
             )
@@ -141,7 +141,7 @@ class Run:
             if state["fingerprints"].get(name) != value:
                 raise CheckpointError(
                     f"{newest}: the {name} changed since this run was started, so it cannot be resumed. "
-                    f"Restore the {name} it was started with, or start a new run with another --out."
+                    f"Restore the {name} it was started with, or start a new run with another --output_dir."
                 )
         policy.load(newest)
         for name, part in self.parts.items():
@@ -162,7 +162,7 @@ class Run:
         self.folder.write_config(configs.as_yaml(self.verb, replace(self.config, resume=False)))
 
     def save(self, step: int, policy: LearnerGroup) -> Path:
-        """Writes a checkpoint and deletes those that save.keep no longer covers."""
+        """Writes a checkpoint and deletes those that save.max_checkpoints no longer covers."""
 
         def write(folder: Path) -> None:
             for name, part in self.parts.items():  # first: one of them may wait for what advances the position
@@ -184,7 +184,9 @@ class Run:
 
         path = checkpoint.write_checkpoint(self.folder.checkpoints, step, write)
         save = self.config.save
-        checkpoint.retain(self.folder.checkpoints, save.keep, save.keep_gigabytes, self.progress.best_step, newest=path)
+        checkpoint.retain(
+            self.folder.checkpoints, save.max_checkpoints, save.max_gigabytes, self.progress.best_step, newest=path
+        )
         self.saved_step = step
         return path
 
@@ -207,7 +209,7 @@ class Run:
         raise Stopped(f"stopped by {name} after step {step}; saved. Resume: {self.resume_command()}", number)
 
     def resume_command(self) -> str:
-        return f"posttrain {self.verb} --out {shlex.quote(str(self.folder.path))} --resume"
+        return f"posttrain {self.verb} --output_dir {shlex.quote(str(self.folder.path))} --resume"
 
     def keep_batch(self, step: int, samples: list[Sample]) -> Path:
         """Writes the samples of a step whose loss or gradient is not finite to a file."""

@@ -47,25 +47,30 @@ def load_data(
         quarantine.unlink(missing_ok=True)  # of an earlier start of this run
     kind, placeholder = algorithm.example_kind, algorithm.placeholder()
     encoder = Encoder(tokenizer, config.data, kind, vocab_size=vocabulary, placeholder=placeholder)
-    train = load_dataset(config.data.train, encoder, config.data.max_rows, quarantine=quarantine, cache=folder)
+    train = load_dataset(
+        config.data.train,
+        encoder,
+        config.data.max_examples or None,
+        weights=config.data.weights,
+        quarantine=quarantine,
+        cache=folder,
+    )
     evaluation: Dataset | None = None
-    if config.data.eval_files:
-        evaluation = load_dataset(config.data.eval_files, encoder, quarantine=quarantine, cache=folder)
-        if evaluation.mixture:
-            raise UsageError("data.eval: evaluation takes every row once; leave the weights out")
+    if config.data.eval:
+        evaluation = load_dataset(config.data.eval, encoder, quarantine=quarantine, cache=folder)
     elif config.data.eval_fraction:
         train, evaluation = split_examples(train, config.data.eval_fraction, config.seed)
     if evaluation is not None:
         evaluation.rows.hold()  # what the reference model writes into these is used again at the next evaluation
     strata = [algorithm.stratum(row[0]) for row in train.rows]
-    size = config.update.rows_per_step
+    size = config.train.batch_size
     stream = ExampleStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
     edges = count_examples_after(config, stream.rows_per_epoch, algorithm.min_batch_size)
     smallest = min(after - before for before, after in pairwise(edges))
     if smallest < algorithm.min_batch_size:
         raise UsageError(
             f"{algorithm.name} needs at least {algorithm.min_batch_size} examples per step, but a step has {smallest}: "
-            f"update.rows_per_step is {size}, and there are {stream.rows_per_epoch} examples."
+            f"train.batch_size is {size}, and there are {stream.rows_per_epoch} examples."
         )
     if evaluation is not None and len(evaluation.rows) < algorithm.min_batch_size:
         raise UsageError(
@@ -80,10 +85,10 @@ def count_examples_after(config: Config, examples: int, min_batch_size: int) -> 
 
     With `epochs` every example is used equally often, and the last step may be smaller.
     """
-    size = config.update.rows_per_step
-    if config.steps:
-        return [step * size for step in range(config.steps + 1)]
-    total = max(1, round(config.epochs * examples))
+    size = config.train.batch_size
+    if config.train.max_steps:
+        return [step * size for step in range(config.train.max_steps + 1)]
+    total = max(1, round(config.train.epochs * examples))
     edges = [*range(0, total, size), total]
     if len(edges) > 2 and edges[-1] - edges[-2] < min_batch_size:  # too few for the loss: they join the step before
         del edges[-2]
@@ -114,7 +119,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
         if longest + completion > limit:
             raise DataError(
                 f"the longest prompt has {longest} tokens and rollout.max_tokens is {completion}, but the model has "
-                f"{limit} positions: lower rollout.max_tokens, or data.max_tokens with data.on_long drop"
+                f"{limit} positions: lower rollout.max_tokens, or data.max_length with data.on_overlong drop"
             )
         return ""
     too_long = [part.rows for part in (data.train, data.eval) if part and part.rows.lengths().max() > limit]
@@ -122,7 +127,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
         if len(sample) > limit:
             raise DataError(
                 f"{sample.origin}: {len(sample)} tokens, but the model has {limit} positions. "
-                f"Set data.max_tokens to {limit}; data.on_long says what happens to longer examples."
+                f"Set data.max_length to {limit}; data.on_overlong says what happens to longer examples."
             )
     return ""
 
@@ -138,7 +143,7 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
         size = f"{examples:,} prompts of {lengths.min()} to {lengths.max()} tokens"
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
-        aside = data.eval.counts["quarantined"] if config.data.eval_files else 0
+        aside = data.eval.counts["quarantined"] if config.data.eval else 0
         yield f"evaluation: {len(data.eval.rows):,} examples" + (f" ({aside:,} quarantined)" if aside else "")
     if counts["quarantined"] or (data.eval is not None and data.eval.counts["quarantined"]):
         yield f"examples that cannot be used are in {folder / 'quarantine.jsonl'}"
@@ -147,16 +152,16 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
         yield "an epoch mixes " + ", ".join(f"{count:,} of {size:,} examples" for count, size in shares)
     epochs = data.examples_after[-1] / data.stream.rows_per_epoch
     if isinstance(config, OnlineConfig):
-        completions = config.update.rows_per_step * config.rollout.samples_per_prompt
+        completions = config.train.batch_size * config.rollout.samples_per_prompt
         updates = -(-completions // (config.algo.mini_batch_size or completions)) * config.algo.epochs_per_batch
         yield (
-            f"a step: {config.update.rows_per_step} prompts x {config.rollout.samples_per_prompt} completions of at "
+            f"a step: {config.train.batch_size} prompts x {config.rollout.samples_per_prompt} completions of at "
             f"most {config.rollout.max_tokens} tokens = {completions} completions, "
             f"{updates} optimizer step{'s' * (updates > 1)}"
         )
     yield (
-        f"steps: {data.steps:,} of {config.update.rows_per_step} examples = {epochs:.2f} epochs; "
-        f"micro-batches of {config.update.tokens_per_device:,} tokens"
+        f"steps: {data.steps:,} of {config.train.batch_size} examples = {epochs:.2f} epochs; "
+        f"micro-batches of {config.train.micro_batch_tokens:,} tokens"
     )
     yield f"run: {folder}"
 

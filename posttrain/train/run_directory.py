@@ -45,12 +45,14 @@ class RunFolder:
             sync_folder(path.parent)
             lock = _lock(path / "lock")
         except OSError as error:
-            raise UsageError(f"{path}: cannot be used as run folder: {error.strerror}. Give another --out.") from error
+            raise UsageError(
+                f"{path}: cannot be used as run folder: {error.strerror}. Give another --output_dir."
+            ) from error
         # Only whoever holds the lock may look: another process could be making a run of it at this moment.
         if not resume and is_run_directory(path):
             lock.close()
             raise UsageError(
-                f"{path}: already holds a run. Add --resume to continue it, or give another --out to start anew."
+                f"{path}: already holds a run. Add --resume to continue it, or give another --output_dir to start anew."
             )
         folder = cls(path, lock)
         remove_temporaries(folder.checkpoints)
@@ -141,12 +143,14 @@ def find_run(out: str, verb: str) -> Path:
     if out:
         path = Path(out).expanduser()
         if not is_run_directory(path):
-            raise UsageError(f"{path}: no run to resume in this folder. Start one without --resume, or correct --out.")
+            raise UsageError(
+                f"{path}: no run to resume in this folder. Start one without --resume, or correct --output_dir."
+            )
         return path
     runs = {number: path for number, path in _numbered(verb).items() if is_run_directory(path)}
     if not runs:
         raise UsageError(
-            f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --out."
+            f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --output_dir."
         )
     return runs[max(runs)]
 
@@ -167,9 +171,11 @@ def _new_numbered(verb: str) -> Path:
             path.mkdir()
         except FileExistsError:  # another process was quicker
             if not RUNS.is_dir():
-                raise UsageError(f"{RUNS}: not a folder. Give another place with --out.") from None
+                raise UsageError(f"{RUNS}: not a folder. Give another place with --output_dir.") from None
         except OSError as error:
-            raise UsageError(f"{path}: cannot be made: {error.strerror}. Give another place with --out.") from error
+            raise UsageError(
+                f"{path}: cannot be made: {error.strerror}. Give another place with --output_dir."
+            ) from error
         else:
             return path
 
@@ -183,7 +189,9 @@ def _lock(path: Path) -> BinaryIO:
         lock.seek(0)
         owner = lock.read().decode("utf-8", "replace").strip() or "another process"
         lock.close()
-        raise UsageError(f"{path.parent}: in use by {owner}. Wait for it or stop it, or give another --out.") from None
+        raise UsageError(
+            f"{path.parent}: in use by {owner}. Wait for it or stop it, or give another --output_dir."
+        ) from None
     except OSError as error:  # some network file systems have no locks
         log.warning("%s: no lock (%s): make sure yourself that no second run uses this folder", path, error.strerror)
     lock.truncate(0)

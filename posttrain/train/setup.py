@@ -161,7 +161,9 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
             raise UsageError(f"algo.reward_tokens: this tokenizer does not know {text!r}.")
         return ids[0]
 
-    return algorithm.objective(replace(algorithm.forward_request(token_id), router_loss=run.config.model.router_loss))
+    return algorithm.objective(
+        replace(algorithm.forward_request(token_id), router_loss=run.config.model.router_aux_loss_coef)
+    )
 
 
 def make_rewards(config: OnlineConfig) -> Rewards:

@@ -62,5 +62,5 @@ def closing_message(run: Run, metrics: dict[str, float]) -> str:
     samples = f"completions: posttrain samples {folder}    " if online else ""
     return (
         f"done: {run.data.steps} steps{skipped}; {shown or 'nothing left to do'}. Run directory: {run.folder.path}\n"
-        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command()} --steps N"
+        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command()} --train.max_steps N"
     )

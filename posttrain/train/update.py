@@ -67,10 +67,10 @@ def update(
 
 def learning_rate(run: Run, step: int, peak_rate: float | None = None) -> float:
     """Returns the scheduled learning rate of a step; `peak_rate` replaces the configured one."""
-    config, steps = run.config.update, run.data.steps
-    warmup = round(config.warmup if config.warmup >= 1 else config.warmup * steps)
+    config, steps = run.config.train, run.data.steps
+    warmup = config.warmup_steps or round(config.warmup_ratio * steps)
     peak = config.learning_rate if peak_rate is None else peak_rate
-    return ops.learning_rate_at(step, steps, peak, config.shape, warmup, config.min_lr_ratio)
+    return ops.learning_rate_at(step, steps, peak, config.lr_scheduler, warmup, config.min_lr_ratio)
 
 
 def stop_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
@@ -82,6 +82,6 @@ def stop_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
     raise DivergedError(
         f"loss or gradient was not finite in {BAD_STEPS_ALLOWED} steps in a row, up to step {step}. The weights are "
         f"those of the last good step and are saved; the batches are in {run.folder.bad_batches}. Inspect their "
-        f"examples, or lower update.learning_rate ({run.config.update.learning_rate:g}). "
+        f"examples, or lower train.learning_rate ({run.config.train.learning_rate:g}). "
         f"Resume: {run.resume_command()}"
     )

@@ -63,7 +63,7 @@ def lines(name, *rows):
 
 
 def sft(*more, path="pico", train="chat.jsonl"):
-    return "sft", "--model.path", path, "--data.train", train, "--out", "run", *more
+    return "sft", "--model.path", path, "--data.train", train, "--output_dir", "run", *more
 
 
 # Rows
@@ -79,9 +79,13 @@ ROWS = {
     "an empty file": ([], (), ["d.jsonl: the file has no examples"]),
     "a broken line": ([GOOD, '{"messages": [{"role"\n', GOOD], (), ["d.jsonl:2: broken JSON"]),
     "a line that was cut off": ([GOOD, '{"messages"'], (), ["d.jsonl:2: broken JSON", "is it truncated?"]),
-    "a truncated response": ([GOOD, LONG], ("--data.max_tokens", 32), ["d.jsonl:2: nothing of the response", "= 32"]),
-    "a long row": ([LONG], ("--data.max_tokens", 32, "--data.on_long", "error"), ["d.jsonl:1: 66 tokens", "= 32"]),
-    "only long rows": ([LONG], ("--data.max_tokens", 32, "--data.on_long", "drop"), ["d.jsonl: no rows", "1 dropped"]),
+    "a truncated response": ([GOOD, LONG], ("--data.max_length", 32), ["d.jsonl:2: nothing of the response", "= 32"]),
+    "a long row": ([LONG], ("--data.max_length", 32, "--data.on_overlong", "error"), ["d.jsonl:1: 66 tokens", "= 32"]),
+    "only long rows": (
+        [LONG],
+        ("--data.max_length", 32, "--data.on_overlong", "drop"),
+        ["d.jsonl: no rows", "1 dropped"],
+    ),
     "pairs": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), ["d.jsonl:1: this is preference", "dpo"]),
 }
 
@@ -106,8 +110,8 @@ def test_a_row_longer_than_a_table_of_positions(refused, tmp_path):
     path = tiny_folder("gpt2", tmp_path)
     row = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y" * 90}]}
     lines("d.jsonl", GOOD, row)
-    refused(1, ["d.jsonl:2:", "128 positions", "data.max_tokens to 128"], *sft(path=path, train="d.jsonl"))
-    assert command(*sft("--data.max_tokens", 128, path=path, train="d.jsonl")) == 0
+    refused(1, ["d.jsonl:2:", "128 positions", "data.max_length to 128"], *sft(path=path, train="d.jsonl"))
+    assert command(*sft("--data.max_length", 128, path=path, train="d.jsonl")) == 0
 
 
 def test_a_row_longer_than_the_model_has_seen_is_a_warning(tmp_path, capsys):
@@ -116,24 +120,24 @@ def test_a_row_longer_than_the_model_has_seen_is_a_warning(tmp_path, capsys):
     lines("d.jsonl", GOOD, row)
     assert command(*sft(path=path, train="d.jsonl")) == 0
     assert "but the model was trained for 128" in capsys.readouterr().err
-    assert command(*sft("--data.max_tokens", 128, "--out", "short", path=path, train="d.jsonl")) == 0
+    assert command(*sft("--data.max_length", 128, "--output_dir", "short", path=path, train="d.jsonl")) == 0
     assert "was made for" not in capsys.readouterr().err
 
 
 def test_missing_files(refused):
     refused(2, ["nofile.jsonl: no such file"], *sft(train="nofile.jsonl"))
-    refused(2, ["chat.jsonl", "cannot be used as run folder"], *sft("--out", "chat.jsonl"))
+    refused(2, ["chat.jsonl", "cannot be used as run folder"], *sft("--output_dir", "chat.jsonl"))
 
 
 def test_pairs_are_wanted(refused):
     words = ["chat.jsonl:1: this is chat", "Formats for reward, dpo"]
-    refused(1, words, "dpo", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run")
+    refused(1, words, "dpo", "--model.path", "pico", "--data.train", "chat.jsonl", "--output_dir", "run")
 
 
 def test_the_corrected_command_is_not_in_its_own_way(refused, capsys):
     refused(1, ["d.jsonl"], *sft(train=lines("d.jsonl", NULL)))
-    assert command(*sft("--model.lora_rank", 2, "--model.lora_targets", "nothing")) == 2
-    assert "model.lora_targets" in capsys.readouterr().err
+    assert command(*sft("--model.lora_rank", 2, "--model.lora_target_modules", "nothing")) == 2
+    assert "model.lora_target_modules" in capsys.readouterr().err
     assert command(*sft()) == 0
 
 
@@ -167,14 +171,24 @@ def test_a_run_without_a_checkpoint_is_no_model(tmp_path, capsys):
 def test_helper_models_are_looked_for_first(refused):
     helpers = (("dpo", "reference", "pair"), ("kto", "reference", "labelled"), ("distill", "teacher", "chat"))
     for verb, option, data in helpers:
-        argv = (verb, "--model.path", "pico", "--data.train", f"{data}.jsonl", "--out", "run")
+        argv = (verb, "--model.path", "pico", "--data.train", f"{data}.jsonl", "--output_dir", "run")
         refused(2, [f"algo.{option}: no-such-model"], *argv, f"--algo.{option}", "no-such-model")
         refused(2, [f"algo.{option}: there is no folder a/b/c"], *argv, f"--algo.{option}", "a/b/c")
 
 
 def test_a_teacher_of_another_vocabulary(tmp_path, capsys):
     teacher = tiny_folder("llama", tmp_path, vocab_size=120)
-    argv = ("distill", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run", "--algo.teacher", teacher)
+    argv = (
+        "distill",
+        "--model.path",
+        "pico",
+        "--data.train",
+        "chat.jsonl",
+        "--output_dir",
+        "run",
+        "--algo.teacher",
+        teacher,
+    )
     assert command(*argv) == 2
     said = capsys.readouterr().err
     assert "algo.teacher" in said and "120" in said and "263" in said
@@ -185,7 +199,7 @@ def test_a_teacher_of_another_vocabulary(tmp_path, capsys):
 def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys):
     path = "pico" if model == "pico" else tiny_folder("llama", tmp_path)
     monkeypatch.setattr("posttrain.train.learner.load_model", None)
-    argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--out", "run")
+    argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--output_dir", "run")
     assert command(*argv, "--algo.reward_tokens", "✓", "✗") == 2
     said = capsys.readouterr().err
     assert "algo.reward_tokens: " in said and words in said and not is_run_directory(tmp_path / "run")
@@ -196,15 +210,18 @@ def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys
 
 CONFIGS = {
     "an unknown key": ("model:\n  path: pico\n  lora_rnk: 4\n", ["c.yaml:3: model.lora_rnk", "mean model.lora_rank?"]),
-    "a key elsewhere": ("model:\n  learning_rate: 1\n", ["c.yaml:2: model.learning_rate", "update.learning_rate?"]),
+    "a key elsewhere": ("model:\n  learning_rate: 1\n", ["c.yaml:2: model.learning_rate", "train.learning_rate?"]),
     "a key without its section": ("seed: 1\nbeta: 1\n", ["c.yaml:2: beta: no such option"]),
-    "a value for a section": ("model: pico\n", ["c.yaml:1: model: no such option", "model.path?"]),
-    "text for a number": ("seed: 1\nsteps: two\n", ["c.yaml:2: steps is 'two'", "a whole number"]),
-    "a fraction for a whole number": ("steps: 2.5\n", ["c.yaml:1: steps is 2.5", "a whole number"]),
-    "a truth for a number": ("steps: true\n", ["c.yaml:1: steps is True", "a whole number"]),
+    "a value for a section": ("eval: 3\n", ["c.yaml:1: eval: no such option. Did you mean data.eval?"]),
+    "text for a number": ("quiet: true\nseed: two\n", ["c.yaml:2: seed is 'two'", "a whole number"]),
+    "a fraction for a whole number": ("seed: 2.5\n", ["c.yaml:1: seed is 2.5", "a whole number"]),
+    "a truth for a number": ("seed: true\n", ["c.yaml:1: seed is True", "a whole number"]),
     "a number for a truth": ("seed: 3\nquiet: 3\n", ["c.yaml:2: quiet is 3", "true or false"]),
-    "a list for a number": ("steps: [1, 2]\n", ["c.yaml:1: steps is [1, 2]", "a whole number"]),
-    "three for two": ("update: {betas: [0, 0, 0]}\n", ["c.yaml:1: update.betas is [0, 0, 0]", "two numbers"]),
+    "a list for a number": ("seed: [1, 2]\n", ["c.yaml:1: seed is [1, 2]", "a whole number"]),
+    "nothing for a number": (
+        "seed: 1\ntrain:\n  batch_size:\n",
+        ["c.yaml:3: train.batch_size is None", "a whole number"],
+    ),
     "an unknown choice": ("model: {dtype: float8}\n", ["c.yaml:1: model.dtype is 'float8'", "'bfloat16'"]),
     "a foreign tag": ("seed: !!python/object:os.system x\n", ["c.yaml:1: seed: cannot be read", "python/object"]),
     "no YAML": ("model:\n  path: [\n", ["c.yaml: cannot be read as YAML"]),
@@ -217,7 +234,7 @@ CONFIGS = {
 def test_files(case, refused, tmp_path):
     text, words = CONFIGS[case]
     (tmp_path / "c.yaml").write_text(text)
-    refused(2, words, "sft", "c.yaml", "--model.path", "pico", "--data.train", "chat.jsonl", "--out", "run")
+    refused(2, words, "sft", "c.yaml", "--model.path", "pico", "--data.train", "chat.jsonl", "--output_dir", "run")
 
 
 @pytest.mark.parametrize(
@@ -229,24 +246,24 @@ def test_files(case, refused, tmp_path):
         (("sft",), ["model.path is not set"]),
         (("sft", "--model.path", "pico"), ["data.train is not set"]),
         (
-            sft("--update.lerning_rate", 1),
-            ["--update.lerning_rate: no such option. Did you mean --update.learning_rate?"],
+            sft("--train.lerning_rate", 1),
+            ["--train.lerning_rate: no such option. Did you mean --train.learning_rate?"],
         ),
-        (sft("--learning_rate", 1), ["--learning_rate", "--update.learning_rate"]),
+        (sft("--learning_rate", 1), ["--learning_rate", "--train.learning_rate"]),
         (sft("--algo.beta", 1), ["--algo.beta"]),
-        (sft("--lr", 1), ["--lr: no such option; here it is --update.learning_rate."]),
+        (sft("--lr", 1), ["--lr: no such option; here it is --train.learning_rate."]),
         (sft("-steps", 1), ["-steps: options begin with --"]),
-        (sft("--steps", "two"), ["--steps is 'two'; it must be a whole number."]),
-        (sft("--steps=1.5"), ["--steps is '1.5'; it must be a whole number."]),
-        (sft("--steps"), ["--steps has no value; it must be a whole number."]),
+        (sft("--train.max_steps", "two"), ["--train.max_steps is 'two'; it must be a whole number."]),
+        (sft("--train.max_steps=1.5"), ["--train.max_steps is '1.5'; it must be a whole number."]),
+        (sft("--train.max_steps"), ["--train.max_steps has no value; it must be a whole number."]),
         (
             sft("--quiet", "true"),
             ["--quiet is a switch and takes no value: write --quiet or --no_quiet, without 'true'."],
         ),
         (sft("--seed", 1, "c.yaml"), ["c.yaml: a configuration file comes first: posttrain sft c.yaml --seed ..."]),
         (sft("--model.dtype", "float8"), ["--model.dtype", "'float8'", "'bfloat16'"]),
-        (("sft", "--resume"), ["no run to resume in runs/sft-*", "--out"]),
-        (("sft", "--resume", "--out", "nowhere"), ["nowhere: no run to resume"]),
+        (("sft", "--resume"), ["no run to resume in runs/sft-*", "--output_dir"]),
+        (("sft", "--resume", "--output_dir", "nowhere"), ["nowhere: no run to resume"]),
         (("export",), ["source"]),
         (("export", "nowhere", "out"), ["nowhere"]),
         (("plan", "c.yaml"), ["c.yaml"]),
@@ -259,12 +276,15 @@ def test_commands(argv, words, refused):
 
 CONFLICTS = [
     (sft("--model.load_in_4bit"), ["model.load_in_4bit", "--model.lora_rank"]),
-    (sft("--data.eval", "chat.jsonl", 0.1), ["data.eval is chat.jsonl 0.1", "one number above 0 and below 1"]),
-    (sft("--eval.every", 3), ["eval.every is 3", "data.eval files"]),
-    (sft("--epochs", 0), ["epochs is 0.0", "above 0"]),
-    (sft("--epochs", "inf"), ["epochs is inf"]),
-    (sft("--update.betas", 0.9, 1.5), ["update.betas is [0.9, 1.5]", "below 1"]),
-    (sft("--data.max_rows", 1, "--data.eval", 0.5), ["data.eval: one row", "name files"]),
+    (
+        sft("--data.eval", "chat.jsonl", "--data.eval_fraction", 0.1),
+        ["data.eval", "data.eval_fraction is 0.1", "one of"],
+    ),
+    (sft("--eval.every_steps", 3), ["eval.every_steps is 3", "Set data.eval or data.eval_fraction"]),
+    (sft("--train.epochs", 0), ["epochs is 0.0", "above 0"]),
+    (sft("--train.epochs", "inf"), ["epochs is inf"]),
+    (sft("--train.adam_beta2", 1.5), ["train.adam_beta2 is 1.5", "below 1"]),
+    (sft("--data.max_examples", 1, "--data.eval_fraction", 0.5), ["data.eval_fraction: one example"]),
 ]
 ALGORITHMS = [
     ("dpo", ("--algo.beta", 0), ["algo.beta is 0.0", "above 0"]),
@@ -277,7 +297,7 @@ ALGORITHMS = [
     ("orpo", ("--algo.odds_weight", -1), ["algo.odds_weight is -1.0"]),
     ("kto", ("--algo.beta", 0), ["algo.beta is 0.0"]),
     ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
-    ("kto", ("--update.rows_per_step", 1), ["kto needs at least 2 examples per step", "update.rows_per_step is 1"]),
+    ("kto", ("--train.batch_size", 1), ["kto needs at least 2 examples per step", "train.batch_size is 1"]),
     ("kto", ("--data.max_rows", 1), ["kto needs at least 2 examples per step", "there are 1 examples"]),
     ("kto", ("--data.eval", 0.1), ["kto needs at least 2 examples to evaluate on, but there are 1"]),
     ("distill", (), ["algo.teacher is not set"]),
@@ -297,7 +317,7 @@ def test_conflicting_settings(argv, words, refused):
 
 @pytest.mark.parametrize(("verb", "options", "words"), ALGORITHMS)
 def test_conflicting_settings_of_an_algorithm(verb, options, words, refused):
-    argv = ("--model.path", "pico", "--data.train", f"{KINDS.get(verb, 'pair')}.jsonl", "--out", "run")
+    argv = ("--model.path", "pico", "--data.train", f"{KINDS.get(verb, 'pair')}.jsonl", "--output_dir", "run")
     refused(2, words, verb, *argv, *options)
 
 
@@ -327,14 +347,14 @@ def test_fewer_rows_than_a_batch_are_one_step_of_all_of_them(tmp_path):
 
 def every_row(tmp_path):
     """Metrics of a run that takes the seven rows one by one."""
-    assert command(*sft("--quiet", "--out", "single", "--update.rows_per_step", 1)) == 0
+    assert command(*sft("--quiet", "--output_dir", "single", "--train.batch_size", 1)) == 0
     found = rows_of(tmp_path / "single/metrics.jsonl")
     assert len(found) == 7
     return found
 
 
 def test_with_steps_the_rows_come_again(tmp_path):
-    assert command(*sft("--quiet", "--steps", 2)) == 0
+    assert command(*sft("--quiet", "--train.max_steps", 2)) == 0
     found = rows_of(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in found] == [1, 2] and found[-1]["epoch"] == 64 / 7
     tokens = sum(entry["tokens"] for entry in every_row(tmp_path))
@@ -348,7 +368,7 @@ def test_one_row_is_enough(tmp_path):
 
 @pytest.mark.parametrize(("epochs", "sizes"), [(2, [3, 3, 3, 3, 2]), (0.5, [3, 1]), (0.01, [1])])
 def test_without_steps_epochs_decide(epochs, sizes, tmp_path):
-    options = ("--steps", 0, "--epochs", epochs, "--update.rows_per_step", 3)
+    options = ("--train.max_steps", 0, "--train.epochs", epochs, "--train.batch_size", 3)
     assert command(*sft("--quiet", *options)) == 0
     seen = [round(7 * row["epoch"]) for row in rows_of(tmp_path / "run/metrics.jsonl")]
     assert [after - before for before, after in zip([0, *seen], seen, strict=False)] == sizes
@@ -382,8 +402,17 @@ def equal(some, others):
 
 
 def training(*more, steps=6, save=1):
-    options = ("--steps", steps, "--save.every", save, "--save.keep", 9, "--update.rows_per_step", 3)
-    return sft("--quiet", "--update.learning_rate", 1e-3, *options, *more)
+    options = (
+        "--train.max_steps",
+        steps,
+        "--save.every_steps",
+        save,
+        "--save.max_checkpoints",
+        9,
+        "--train.batch_size",
+        3,
+    )
+    return sft("--quiet", "--train.learning_rate", 1e-3, *options, *more)
 
 
 @pytest.mark.parametrize("how", ["nan", "inf", "gradient"])
@@ -417,13 +446,13 @@ def test_three_in_a_row_end_the_run_which_can_go_on(save, tmp_path, monkeypatch,
         assert command(*training(save=save)) == 1
     said = capsys.readouterr().err
     assert "3 steps in a row" in said and "run/bad-batches" in said and "Traceback" not in said
-    assert "posttrain sft --out run --resume" in said
+    assert "posttrain sft --output_dir run --resume" in said
     newest = newest_valid(run / "checkpoints")
     assert newest.name == "step-00000004" and read_json(newest / "state.json")["progress"]["skipped"] == 3
     if save == 1:
         assert equal(weights_at(run, 4), weights_at(run, 1))
     spoil(monkeypatch, {5}, "nan", first=5)  # the count begins anew: one more is no reason to give up
-    assert command("sft", "--out", "run", "--resume") == 0
+    assert command("sft", "--output_dir", "run", "--resume") == 0
     assert [row["step"] for row in rows_of(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert [row["skipped"] for row in rows_of(run / "metrics.jsonl")] == [0, 1, 1, 1, 1, 0]
     assert not equal(weights_at(run, 4), weights_at(run, 6))
@@ -447,7 +476,7 @@ def full(*_args, **_options):
 )
 def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    assert command(*training("--out", "whole", save=2)) == 0
+    assert command(*training("--output_dir", "whole", save=2)) == 0
     plain = Log.step
 
     def logged(self, step, metrics):
@@ -463,7 +492,7 @@ def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsy
     assert "Free some space" in said and "--resume" in said and "Traceback" not in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
     verify(run / "checkpoints/step-00000002")
-    assert command("sft", "--out", "run", "--resume") == 0
+    assert command("sft", "--output_dir", "run", "--resume") == 0
     assert bytes_of(run) == bytes_of(tmp_path / "whole")
 
 

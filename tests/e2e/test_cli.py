@@ -29,7 +29,7 @@ def working_folder(tmp_path, monkeypatch):
 
 
 def sft(*more):
-    small = ("--update.rows_per_step", 3, "--update.learning_rate", 1e-3)
+    small = ("--train.batch_size", 3, "--train.learning_rate", 1e-3)
     return "sft", "--model.path", "pico", "--data.train", "chat.jsonl", *small, *more
 
 
@@ -86,48 +86,60 @@ def resolved(run):
 def test_typed_beats_file_beats_algorithm_beats_default(tmp_path):
     write_rows("pair", tmp_path)
     (tmp_path / "c.yaml").write_text("verb: dpo\nsteps: 5\nseed: 7\nalgo: {beta: 0.5}\ndata:\n  train: pair.jsonl\n")
-    typed = ("--steps", 1, "--model.path", "pico", "--out", "run", "--quiet")
+    typed = ("--train.max_steps", 1, "--model.path", "pico", "--output_dir", "run", "--quiet")
     assert command("dpo", "c.yaml", *typed) == 0
     found = resolved(tmp_path / "run")
-    assert found["verb"] == "dpo" and found["steps"] == 1 and found["seed"] == 7
+    assert found["verb"] == "dpo" and found["train"]["max_steps"] == 1 and found["seed"] == 7
     assert found["algo"]["beta"] == 0.5 and found["algo"]["loss"] == "sigmoid"
-    assert found["update"]["learning_rate"] == 5e-7 and found["update"]["rows_per_step"] == 32
+    assert found["train"]["learning_rate"] == 5e-7 and found["train"]["batch_size"] == 32
     assert len(rows_of(tmp_path / "run/metrics.jsonl")) == 1
 
 
 def test_the_resolved_configuration_repeats_the_run(tmp_path):
-    options = ("--steps", 4, "--seed", 3, "--data.eval", "chat.jsonl", "--eval.every", 2, "--update.ema_decay", 0.9)
-    assert (
-        command(*sft("--out", "first", "--quiet", "--model.lora_rank", 2, "--model.lora_dropout", 0.2, *options)) == 0
+    options = (
+        "--train.max_steps",
+        4,
+        "--seed",
+        3,
+        "--data.eval",
+        "chat.jsonl",
+        "--eval.every_steps",
+        2,
+        "--train.ema_decay",
+        0.9,
     )
-    assert command("sft", "first/config.yaml", "--out", "second") == 0
+    assert (
+        command(*sft("--output_dir", "first", "--quiet", "--model.lora_rank", 2, "--model.lora_dropout", 0.2, *options))
+        == 0
+    )
+    assert command("sft", "first/config.yaml", "--output_dir", "second") == 0
     assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second")
     assert bytes_of(tmp_path / "first") == bytes_of(tmp_path / "second")
-    assert command("sft", "first/config.yaml", "--out", "third", "--seed", 4) == 0
+    assert command("sft", "first/config.yaml", "--output_dir", "third", "--seed", 4) == 0
     assert metrics_of(tmp_path / "first") != metrics_of(tmp_path / "third")
 
 
 def test_resume_alone_takes_the_configuration_of_the_run(tmp_path):
-    assert command(*sft("--steps", 2, "--seed", 5, "--quiet")) == 0
+    assert command(*sft("--train.max_steps", 2, "--seed", 5, "--quiet")) == 0
     run = tmp_path / "runs/sft-001"
     assert command("sft", "--resume") == 0  # all done already
     assert [row["step"] for row in metrics_of(run)] == [1, 2]
-    assert command("sft", "--resume", "--steps", 4) == 0
+    assert command("sft", "--resume", "--train.max_steps", 4) == 0
     assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]
     found = resolved(run)
-    assert found["seed"] == 5 and found["update"]["rows_per_step"] == 3 and found["model"]["path"] == "pico"
+    assert found["seed"] == 5 and found["train"]["batch_size"] == 3 and found["model"]["path"] == "pico"
     # A run that was lengthened and then killed must not believe that it is done.
-    assert found["steps"] == 4 and found["resume"] is False
+    assert found["train"]["max_steps"] == 4 and found["resume"] is False
     assert not (tmp_path / "runs/sft-002").exists()
 
 
 def test_resume_asks_for_the_right_verb(tmp_path, capsys):
-    assert command(*sft("--steps", 1, "--out", "run", "--quiet")) == 0
-    assert command("dpo", "--resume", "--out", "run") == 2
+    assert command(*sft("--train.max_steps", 1, "--output_dir", "run", "--quiet")) == 0
+    assert command("dpo", "--resume", "--output_dir", "run") == 2
     assert "is for `posttrain sft`" in capsys.readouterr().err
     argv = ("--model.path", "pico", "--data.train", "chat.jsonl", "--algo.teacher", "pico")
     (tmp_path / "c.yaml").write_text("steps: 2\n")
-    assert command("distill", "c.yaml", *argv, "--resume", "--out", "run") == 1
+    assert command("distill", "c.yaml", *argv, "--resume", "--output_dir", "run") == 1
     assert "the verb changed" in capsys.readouterr().err
     assert resolved(tmp_path / "run")["verb"] == "sft"
 
@@ -136,19 +148,29 @@ def test_resume_asks_for_the_right_verb(tmp_path, capsys):
 
 
 def test_quiet_prints_the_last_lines_alone(tmp_path, capfd):
-    options = ("--steps", 3, "--out", "run", "--quiet", "--data.eval", "chat.jsonl", "--eval.every", 1)
-    for resume in ((), ("--resume", "--steps", 5)):
+    options = (
+        "--train.max_steps",
+        3,
+        "--output_dir",
+        "run",
+        "--quiet",
+        "--data.eval",
+        "chat.jsonl",
+        "--eval.every_steps",
+        1,
+    )
+    for resume in ((), ("--resume", "--train.max_steps", 5)):
         assert command(*sft(*options, *resume)) == 0
         said = capfd.readouterr()
         first, second = said.out.splitlines()
         assert re.fullmatch(r"done: [35] steps; loss \S+, eval/loss \S+\. Run directory: run", first)
-        assert "posttrain export run OUT" in second and "posttrain sft --out run --resume" in second
+        assert "posttrain export run OUT" in second and "posttrain sft --output_dir run --resume" in second
         assert not said.err
 
 
 def test_without_a_terminal_there_are_no_control_characters(tmp_path, capfd):
-    options = ("--data.eval", "chat.jsonl", "--eval.every", 1)
-    assert command(*sft("--steps", 3, "--out", "run", *options)) == 0
+    options = ("--data.eval", "chat.jsonl", "--eval.every_steps", 1)
+    assert command(*sft("--train.max_steps", 3, "--output_dir", "run", *options)) == 0
     said = capfd.readouterr()
     assert not re.search(r"[^\n\x20-\U0010ffff]", said.out + said.err)
     assert "data: 7 examples, 7 samples" in said.out and "steps: 3 of 3 examples" in said.out and "run: run" in said.out
@@ -158,7 +180,7 @@ def test_without_a_terminal_there_are_no_control_characters(tmp_path, capfd):
 
 
 def test_the_run_folder(tmp_path):
-    assert command(*sft("--steps", 3, "--out", "run", "--quiet")) == 0
+    assert command(*sft("--train.max_steps", 3, "--output_dir", "run", "--quiet")) == 0
     run = tmp_path / "run"
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 2, 3] and all(isinstance(row["loss"], float) for row in found)
@@ -177,7 +199,7 @@ def test_the_run_folder(tmp_path):
 
 
 def test_the_last_line_names_the_command_that_goes_on(tmp_path, capsys):
-    assert command(*sft("--steps", 2, "--out", "my run", "--quiet")) == 0
+    assert command(*sft("--train.max_steps", 2, "--output_dir", "my run", "--quiet")) == 0
     said = capsys.readouterr().out
     program, *argv = shlex.split(re.search(r"train more: (.*)", said)[1].replace("N", "3"))
     assert program == "posttrain" and command(*argv) == 0
@@ -188,13 +210,12 @@ def test_the_last_line_names_the_command_that_goes_on(tmp_path, capsys):
 
 
 def test_python_is_the_same_as_the_command(tmp_path):
-    assert command(*sft("--steps", 3, "--out", "command", "--quiet", "--data.eval", "chat.jsonl")) == 0
+    assert command(*sft("--train.max_steps", 3, "--output_dir", "command", "--quiet", "--data.eval", "chat.jsonl")) == 0
     result = posttrain.sft(
         model={"path": "pico"},
         data={"train": ["chat.jsonl"], "eval": "chat.jsonl"},
-        update={"rows_per_step": 3, "learning_rate": 1e-3},
-        steps=3,
-        out="python",
+        train={"batch_size": 3, "learning_rate": 1e-3, "max_steps": 3},
+        output_dir="python",
         quiet=True,
     )
     assert metrics_of(tmp_path / "python") == metrics_of(tmp_path / "command")
@@ -219,25 +240,25 @@ sys.stdin.read()
 
 
 def test_a_second_process_in_the_folder_is_refused(tmp_path, capsys):
-    assert command(*sft("--steps", 1, "--out", "run", "--quiet")) == 0
+    assert command(*sft("--train.max_steps", 1, "--output_dir", "run", "--quiet")) == 0
     before = bytes_of(tmp_path / "run")
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLDER], **options) as holder:
         assert holder.stdout.readline() == "open\n"
-        for argv in (sft("--out", "run"), ("sft", "--out", "run", "--resume", "--steps", 2)):
+        for argv in (sft("--output_dir", "run"), ("sft", "--output_dir", "run", "--resume", "--train.max_steps", 2)):
             assert command(*argv) == 2
             said = capsys.readouterr().err
-            assert f"run: in use by process {holder.pid}" in said and "--out" in said
+            assert f"run: in use by process {holder.pid}" in said and "--output_dir" in said
         assert bytes_of(tmp_path / "run") == before
         holder.kill()
-    assert command("sft", "--out", "run", "--resume", "--steps", 2) == 0
+    assert command("sft", "--output_dir", "run", "--resume", "--train.max_steps", 2) == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_stops_and_the_run_goes_on(number, code, tmp_path):
-    argv = sft("--save.every", 0, "--update.schedule", "constant")
+    argv = sft("--save.every_steps", 0, "--train.lr_scheduler", "constant")
     run = tmp_path / "run"
-    process = start(*argv, "--out", "run", "--steps", 10**6)
+    process = start(*argv, "--output_dir", "run", "--train.max_steps", 10**6)
     wait_until(lambda: len(rows_of(run / "metrics.jsonl")) >= 3, process)
     process.send_signal(number)
     out, said = process.communicate(timeout=PATIENCE)
@@ -245,9 +266,9 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(number, code, tmp_path):
     stopped = step_of(newest_valid(run / "checkpoints"))
     assert stopped >= 3 and [row["step"] for row in rows_of(run / "metrics.jsonl")] == list(range(1, stopped + 1))
     assert f"stopped by {number.name} after step {stopped}; saved" in said and "Traceback" not in said
-    assert "posttrain sft --out run --resume" in said and "done:" not in out
-    assert command("sft", "--out", "run", "--resume", "--quiet", "--steps", stopped + 2) == 0
-    assert command(*argv, "--out", "whole", "--quiet", "--steps", stopped + 2) == 0
+    assert "posttrain sft --output_dir run --resume" in said and "done:" not in out
+    assert command("sft", "--output_dir", "run", "--resume", "--quiet", "--train.max_steps", stopped + 2) == 0
+    assert command(*argv, "--output_dir", "whole", "--quiet", "--train.max_steps", stopped + 2) == 0
     assert metrics_of(run) == metrics_of(tmp_path / "whole")
     files, whole = bytes_of(run)[0], bytes_of(tmp_path / "whole")[0]
     assert files == whole

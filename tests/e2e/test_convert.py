@@ -150,7 +150,7 @@ LORA = """
 def test_adapters_through_the_older_tools_command_lines(tmp_path):
     """Trained here, taken to Megatron's names, merged there, and taken back; all compute the same."""
     options = ["--model.path", "pico", "--data.train", "examples/data/chat.jsonl", "--steps", 2, "--quiet"]
-    options += ["--model.lora_rank", 2, "--update.learning_rate", 0.1, "--update.warmup", 0]
+    options += ["--model.lora_rank", 2, "--train.learning_rate", 0.1, "--update.warmup", 0]
     assert command("sft", *options, "--out", tmp_path / "run") == 0
     assert command("export", tmp_path / "run", tmp_path / "exported") == 0
     model = next((tmp_path / "run/checkpoints").glob("step-*")) / "model"
@@ -203,7 +203,9 @@ def test_a_head_that_judges_every_token_travels_with_its_bias(tmp_path):
 
 def test_a_run_taken_elsewhere_goes_on_as_if_nothing_had_happened(tmp_path):
     options = ["--model.path", "pico", "--data.train", "examples/data/chat.jsonl", "--steps", 4, "--quiet"]
-    assert command("sft", *options, "--save.every", 2, "--save.keep", 5, "--out", tmp_path / "run") == 0
+    assert (
+        command("sft", *options, "--save.every_steps", 2, "--save.max_checkpoints", 5, "--out", tmp_path / "run") == 0
+    )
     half = tmp_path / "run/checkpoints/step-00000002"
     assert command("convert", half, tmp_path / "moved", "--from", "sharded", "--to", "sharded") == 0
     assert [path.name for path in (tmp_path / "moved/checkpoints").iterdir()] == ["step-00000002"]

@@ -37,10 +37,10 @@ def options(tmp_path, monkeypatch):
         "rollout.environment": "pair.py:Pair",
         "rollout.samples_per_prompt": 2,
         "rollout.max_tokens": 48,
-        "update.rows_per_step": 2,
-        "update.learning_rate": 1e-3,
+        "train.batch_size": 2,
+        "train.learning_rate": 1e-3,
         "steps": 4,
-        "save.every": 2,
+        "save.every_steps": 2,
         "seed": 3,
     }
     # A random model seldom ends its turn: any vowel does.
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_the_conversation(options):
 
 
 def test_evaluation_is_played_too(options):
-    evaluation = ["--data.eval", "rows.jsonl", "--eval.every", 2, "--eval.samples_per_prompt", 2]
+    evaluation = ["--data.eval", "rows.jsonl", "--eval.every_steps", 2, "--eval.samples_per_prompt", 2]
     assert command("grpo", *options, *evaluation, "--eval.temperature", 1, "--out", "run") == 0
     rows = rows_of(Path("run/metrics.jsonl"))
     assert [row["eval/reward"] >= 0.5 for row in rows if "eval/reward" in row] == [True, True]

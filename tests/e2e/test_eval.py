@@ -53,7 +53,7 @@ def test_figures_failures_and_going_on(workplace, monkeypatch, capsys):
 def test_two_models(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     options = ["--model.path", "pico", "--data.train", "prompts.jsonl", "--data.map_keys", '{"completion": "answer"}']
-    update = ["--update.learning_rate", "3e-3", "--update.rows_per_step", "6"]
+    update = ["--train.learning_rate", "3e-3", "--train.batch_size", "6"]
     assert command("sft", *options, *update, "--steps", 15, "--quiet", "--out", "taught") == 0
     assert command("eval", "eval.yaml", "taught", "prompts.jsonl", "--against", "pico", "--quiet") == 0
     report = json.loads(Path("runs/eval-001/report.json").read_text())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import newest_valid
 from posttrain.checkpoints.tensor_files import load_tensors
-from posttrain.config.sections import DataConfig, ModelConfig, UpdateConfig
+from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
 from posttrain.data.dataset import Encoder, load_dataset
 from posttrain.models.pico import pico_folder
 from posttrain.models.tokenizers import load_tokenizer
@@ -30,7 +30,7 @@ def working_folder(tmp_path, monkeypatch):
 
 def train(verb, out, *more, path="pico"):
     given = ("--model.path", path, "--data.train", f"{ALGORITHMS[verb].example_kind}.jsonl", "--out", out, "--quiet")
-    assert command(verb, *given, "--steps", 3, "--update.learning_rate", 1e-3, *more) == 0
+    assert command(verb, *given, "--steps", 3, "--train.learning_rate", 1e-3, *more) == 0
     return newest_valid(Path(out) / "checkpoints")
 
 
@@ -51,7 +51,7 @@ def logprobs(model, sample):
 def assert_same_language_model(folder, run):
     """What stock code computes with the exported folder is what the run's learner computes."""
     stock = AutoModelForCausalLM.from_pretrained(folder)
-    learner = Learner(ModelConfig(path=str(run)), UpdateConfig(), trainable=False)
+    learner = Learner(ModelConfig(path=str(run)), TrainConfig(), trainable=False)
     some = samples()
     for sample, found in zip(some, learner.logprobs(some), strict=True):
         expected = logprobs(stock, sample).numpy() * sample.mask[1:]
@@ -79,7 +79,7 @@ def test_a_plain_folder_that_stock_code_loads(capsys, tmp_path):
 
 
 def test_an_older_checkpoint_can_be_named(tmp_path):
-    train("sft", "run", "--save.every", 1)
+    train("sft", "run", "--save.every_steps", 1)
     assert command("export", "run/checkpoints/step-00000002", "two") == 0
     assert command("export", "run", "three") == 0
     two, three = (load_tensors(tmp_path / name / "model.safetensors")["lm_head.weight"] for name in ("two", "three"))
@@ -102,7 +102,7 @@ def test_adapters_are_merged_or_kept(tmp_path, capsys):
 
 @pytest.mark.parametrize("lora", [(), ("--model.lora_rank", 4)], ids=["weights", "adapters"])
 def test_the_average_of_the_weights(lora, capsys):
-    newest = train("sft", "run", "--update.ema_decay", 0.5, *lora)
+    newest = train("sft", "run", "--train.ema_decay", 0.5, *lora)
     assert command("export", "run", "last") == 0
     assert command("export", "run", "average", "--ema") == 0
     assert ", average of the weights" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_the_average_of_the_weights(lora, capsys):
         assert all(torch.equal(average.state_dict()[name], saved[name]) for name in saved)
     train("sft", "without")
     assert command("export", "without", "nothing", "--ema") == 2
-    assert "update.ema_decay" in capsys.readouterr().err
+    assert "train.ema_decay" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lora", [(), ("--model.lora_rank", 4)], ids=["weights", "adapters"])
@@ -123,7 +123,7 @@ def test_a_reward_model_keeps_its_scores_and_their_scale(lora, tmp_path):
     assert command("export", "run", "out") == 0
     stock = AutoModelForSequenceClassification.from_pretrained("out").eval()
     some = samples()
-    scores = Learner(ModelConfig(path="run"), UpdateConfig(), head="score", trainable=False).scores(some)
+    scores = Learner(ModelConfig(path="run"), TrainConfig(), head="score", trainable=False).scores(some)
     longest = max(map(len, some))
     padding = AutoTokenizer.from_pretrained("out").pad_token_id
     assert padding == stock.config.pad_token_id
@@ -151,7 +151,7 @@ def test_a_process_reward_model_says_which_tokens_it_uses(tmp_path):
 def test_runs_follow_one_another(tmp_path, capsys):
     """sft -> dpo with the sft run as model -> reward on it -> export; the reference is where the policy began."""
     train("sft", "first")
-    train("dpo", "second", "--update.rows_per_step", 7, path="first")
+    train("dpo", "second", "--train.batch_size", 7, path="first")
     metrics = rows_of(tmp_path / "second/metrics.jsonl")
     assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and metrics[-1]["loss"] < math.log(2)
     assert metrics[0]["margin"] == pytest.approx(0, abs=1e-6)

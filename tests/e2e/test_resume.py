@@ -68,7 +68,7 @@ def bytes_of(folder):
         rows = [json.loads(line) for line in files["online/pending.jsonl"].splitlines()]
         files["online/pending.jsonl"] = [row | {"seconds": 0} for row in rows]
     state = json.loads(files.pop("state.json"))
-    state["config"] = {key: value for key, value in state["config"].items() if key not in ("out", "resume")}
+    state["config"] = {key: value for key, value in state["config"].items() if key not in ("output_dir", "resume")}
     return files, state
 
 

@@ -42,8 +42,8 @@ def options(workplace, reward, **more):
         "reward": f"{workplace}/rewards.py:{reward}",
         "rollout.samples_per_prompt": 3,
         "rollout.max_tokens": 12,
-        "update.rows_per_step": 2,
-        "update.learning_rate": 1e-3,
+        "train.batch_size": 2,
+        "train.learning_rate": 1e-3,
         "steps": 4,
     }
     given |= {name.replace("__", "."): value for name, value in more.items()}

@@ -1,4 +1,4 @@
-"""data.template from the command line: the trained model carries it, and what follows needs not be told again."""
+"""data.chat_template from the command line: the trained model carries it, and what follows needs not be told again."""
 
 import json
 

@@ -29,12 +29,12 @@ from tests.e2e.test_resume import bytes_of, metrics_of
 
 STEPS = 16
 VARIANTS = {
-    "sft": ["--update.ema_decay", "0.9", "--save.every", "1"],
+    "sft": ["--train.ema_decay", "0.9", "--save.every_steps", "1"],
     "grpo": [
         *("--reward", "../judge.py:score", "--rewards.workers", "1", "--rollout.samples_per_prompt", "2"),
-        *("--rollout.max_tokens", "4", "--rollout.ahead", "1", "--save.every", "2"),
+        *("--rollout.max_tokens", "4", "--rollout.ahead", "1", "--save.every_steps", "2"),
     ],
-    "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every", "2"],
+    "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every_steps", "2"],
 }
 # When a process dies: somewhere in its start; somewhere after so many steps of its own, which may be in a step, an
 # evaluation or a save; or in its second save, when it is about to write that file or to give the folder its name.
@@ -48,8 +48,8 @@ def moments_of(verb):
 
 def options(verb, out):
     rows = {"sft": "../chat.jsonl", "dpo": "../pair.jsonl", "grpo": "../prompt.jsonl"}[verb]
-    given = ["--model.path", "pico", "--data.train", rows, "--data.eval", rows, "--eval.every", "3", "--quiet"]
-    small = ["--update.rows_per_step", "3", "--update.learning_rate", "1e-3", "--steps", str(STEPS)]
+    given = ["--model.path", "pico", "--data.train", rows, "--data.eval", rows, "--eval.every_steps", "3", "--quiet"]
+    small = ["--train.batch_size", "3", "--train.learning_rate", "1e-3", "--steps", str(STEPS)]
     return [verb, *given, *small, *VARIANTS[verb], "--out", out]
 
 

@@ -48,10 +48,10 @@ OPTIONS = [
     "pico",
     "--data.train",
     str(ROOT / "examples/data/chat.jsonl"),
-    "--update.rows_per_step",
+    "--train.batch_size",
     "4",
 ]
-OPTIONS += ["--steps", "5", "--save.every", "2", "--update.learning_rate", "1e-3"]
+OPTIONS += ["--steps", "5", "--save.every_steps", "2", "--train.learning_rate", "1e-3"]
 
 
 def run(folder, *args):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.nn import layers
@@ -39,7 +39,7 @@ def samples(case: str) -> list[Sample]:
 
 def outcome(case: str, folder: str, layout: ParallelLayout) -> dict[str, Any]:
     """Log-probabilities, loss and norm of two steps."""
-    learner = Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=150), layout=layout)
+    learner = Learner(ModelConfig(path=folder), TrainConfig(micro_batch_tokens=150), layout=layout)
     if case == "ragged kernel":
         torch.nn.attention.varlen.varlen_attn = twin_of_the_kernel(behind=True)
         learner.runner.varlen_kernel = True
@@ -60,7 +60,7 @@ def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     for name, family, ranks in (("heads", "odd", 2), ("processes", "llama", 3), ("rope", "rope", 2)):
         try:
             wrong = ParallelLayout(context_parallel=ranks)
-            Learner(ModelConfig(path=folders[family]), UpdateConfig(), layout=wrong)
+            Learner(ModelConfig(path=folders[family]), TrainConfig(), layout=wrong)
         except UsageError as error:
             found[name] = str(error)
     found["scores"] = scores(folders["llama"], layout)
@@ -69,7 +69,7 @@ def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
 
 def scores(folder: str, layout: ParallelLayout) -> list[float]:
     """Of samples without any token that counts, as reward models are asked."""
-    learner = Learner(ModelConfig(path=folder), UpdateConfig(), head="score", trainable=False, layout=layout)
+    learner = Learner(ModelConfig(path=folder), TrainConfig(), head="score", trainable=False, layout=layout)
     return learner.scores(samples("nothing counts"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.cluster.base import split_evenly
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import Objective, count
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -33,7 +33,7 @@ def steps(learner: Learner, rank: int, number: int) -> list[list[float]]:
 def as_rank(rank: int, path: str, folder: str) -> dict[str, Any]:
     def made(dropout: float) -> Learner:
         model = ModelConfig(path=path, lora_rank=4, lora_dropout=dropout)
-        return Learner(model, UpdateConfig(tokens_per_device=64), seed=5, layout=ParallelLayout())
+        return Learner(model, TrainConfig(micro_batch_tokens=64), seed=5, layout=ParallelLayout())
 
     plain = steps(made(0.0), rank, 2)
     whole = made(0.4)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.algorithms import ALGORITHMS, RolloutSettings
 from posttrain.cluster.base import split_evenly
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import count
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -44,7 +44,7 @@ class Trained:
         self.algo: Any = algorithm(chosen.pop("verb", "sft"), settings, **chosen.pop("algo", {}))
         layout = layout or ParallelLayout()
         self.model = ModelConfig(path=folders[chosen.pop("family")], **chosen)
-        update = UpdateConfig(tokens_per_device=60, ema_decay=0.9)
+        update = TrainConfig(micro_batch_tokens=60, ema_decay=0.9)
         self.learner = Learner(self.model, update, value_head="values" in self.algo.outputs(), layout=layout)
         shared = self.learner.shards is not None
         self.ranks = dist.get_world_size() // layout.tensor_parallel if shared else 1
@@ -54,7 +54,7 @@ class Trained:
         """This data rank's part of the loss, and the norm, of each step."""
         online = self.algo.online
         samples = prepared(
-            self.algo, Learner(self.model, UpdateConfig(), trainable=False, layout=None) if online else None
+            self.algo, Learner(self.model, TrainConfig(), trainable=False, layout=None) if online else None
         )
         request = self.algo.forward_request(lambda text: 5)
         objective = self.algo.objective(request)
@@ -127,14 +127,14 @@ def looks(folders: dict[str, str]) -> dict[str, Any]:
     trained.learn(2, 0.05)
     samples = prepared(ALGORITHMS["sft"](ALGORITHMS["sft"].Config()))
     mine = samples if dist.get_rank() else []
-    base = Learner(ModelConfig(path=trained.model.path), UpdateConfig(), trainable=False, layout=None)
+    base = Learner(ModelConfig(path=trained.model.path), TrainConfig(), trainable=False, layout=None)
     found, without = trained.learner.logprobs(mine), trained.learner.logprobs(mine, adapters=False)
     assert len(found) == len(mine) and trained.learn(1)[0][1] > 0  # the adapters are still what is trained
     for stream, plain, expected in zip(found, without, base.logprobs(mine), strict=True):
         assert np.allclose(plain, expected, atol=1e-5)
         assert not expected.any() or not np.allclose(stream, expected, atol=1e-3)
-    critic = Learner(ModelConfig(path=folders["qwen2"]), UpdateConfig(), head="score", trainable=False)
-    whole = Learner(ModelConfig(path=folders["qwen2"]), UpdateConfig(), head="score", trainable=False, layout=None)
+    critic = Learner(ModelConfig(path=folders["qwen2"]), TrainConfig(), head="score", trainable=False)
+    whole = Learner(ModelConfig(path=folders["qwen2"]), TrainConfig(), head="score", trainable=False, layout=None)
     assert critic.scores(mine) == pytest.approx(whole.scores(mine), abs=1e-5)
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(critic.values(mine), whole.values(mine), strict=True))
     return {}
@@ -147,7 +147,7 @@ def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
         source = Trained(case, folders, layout)
         source.learn(2, 0.05)
         plain = ModelConfig(path=source.model.path)
-        target = Learner(plain, UpdateConfig(), trainable=False, layout=None)
+        target = Learner(plain, TrainConfig(), trainable=False, layout=None)
         before = answers(target)
         places = [parameter.data_ptr() for parameter in target.model.parameters()]
         target.accept(source.learner.weights())
@@ -167,7 +167,7 @@ def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
 def sampler(folders: dict[str, str]) -> dict[str, Any]:
     """A sampler of its own keeps its weights until it is refreshed; without one there are always the newest."""
     path = ModelConfig(path=folders["qwen2"])
-    keeps, shares = (Learner(path, UpdateConfig(), sampler_copy=own) for own in (True, False))
+    keeps, shares = (Learner(path, TrainConfig(), sampler_copy=own) for own in (True, False))
     old = answers(keeps)
     for learner in (keeps, shares):
         trained = Trained.__new__(Trained)
@@ -193,7 +193,7 @@ def refusals(folders: dict[str, str]) -> dict[str, Any]:
         ("adapters", "mixtral", experts, 4),
     ):
         try:
-            Learner(ModelConfig(path=folders[family], lora_rank=rank), UpdateConfig(), layout=layout)
+            Learner(ModelConfig(path=folders[family], lora_rank=rank), TrainConfig(), layout=layout)
         except UsageError as error:
             found[name] = str(error)
     return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from posttrain.algorithms import RolloutSettings
 from posttrain.cluster.base import split_evenly
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Objective, count
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference as plain_steps
@@ -68,16 +68,20 @@ CASES = {
     "distill": Case("distill", "qwen2_untied", splits=False, tokens=30),
     "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60, everywhere=True),
     "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}),
-    "zero 2, activations checkpointed": Case("sft", "qwen3", model={"checkpoint_activations": True}, zero=2),
-    "activations checkpointed": Case("sft", "gemma2", model={"checkpoint_activations": True}),
+    "zero 2, activations checkpointed": Case("sft", "qwen3", model={"gradient_checkpointing": True}, zero=2),
+    "activations checkpointed": Case("sft", "gemma2", model={"gradient_checkpointing": True}),
     "parameters in host memory": Case("sft", "llama", offload=True, splits=False),
     "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}),
     "experts": Case(
-        "sft", "mixtral", model={"router_loss": 0.1}, splits=False, experts=True, tokens=30, everywhere=True
+        "sft", "mixtral", model={"router_aux_loss_coef": 0.1}, splits=False, experts=True, tokens=30, everywhere=True
     ),
     "adapters on experts": Case("sft", "mixtral", model={"lora_rank": 4}, splits=False),
     "adapters beside experts": Case(
-        "sft", "mixtral", model={"lora_rank": 4, "lora_targets": ("q_proj", "o_proj")}, splits=False, experts=True
+        "sft",
+        "mixtral",
+        model={"lora_rank": 4, "lora_target_modules": ("q_proj", "o_proj")},
+        splits=False,
+        experts=True,
     ),
     "latent attention": Case("sft", "deepseek_v3", splits=False, experts=True),
     "fat layers": Case("sft", "qwen3", fat=True, tokens=60),
@@ -100,12 +104,12 @@ def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks:
     model = ModelConfig(path=folder, **case.model)
     head = "score" if case.critic else algo.head
     options = {"head": head, "teacher": teacher, "value_head": "values" in algo.outputs(), "layout": layout}
-    learner = Learner(model, UpdateConfig(tokens_per_device=case.tokens, **case.update), **options)
+    learner = Learner(model, TrainConfig(micro_batch_tokens=case.tokens, **case.update), **options)
     if case.fat:
         assert learner.inside(layers.use_fused_layers, learner.model, plain_steps)
     policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
-    request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_loss)
+    request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_aux_loss_coef)
     objective = algo.objective(request)
     if case.critic:
         objective = Objective(request=ForwardRequest(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")

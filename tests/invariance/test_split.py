@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count
 from posttrain.nn import layers
@@ -115,16 +115,18 @@ def made(folder, verb, options, model):
     """An algorithm, its objective and a learner for it."""
     options = options | ({"teacher": folder[model]} if verb == "distill" else {})
     algo = algorithm(verb, SETTINGS, **options)
-    config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
+    config = ModelConfig(path=folder[model], dtype="float32", router_aux_loss_coef=0.1 if model == "mixtral" else 0.0)
     teacher = ModelConfig(path=folder[model], dtype="float32") if verb == "distill" else None
     value_head = "values" in algo.outputs()
-    learner = Learner(config, UpdateConfig(), head=algo.head, teacher=teacher, value_head=value_head)
+    learner = Learner(config, TrainConfig(), head=algo.head, teacher=teacher, value_head=value_head)
     if teacher is not None:  # a teacher that differs from the student
         with torch.no_grad():
             for parameter in learner.teacher.model.parameters():
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
                 parameter.add_(0.1 * noise.to(parameter.device))
-    request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_loss)
+    request = replace(
+        algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=config.router_aux_loss_coef
+    )
     objective = algo.objective(request)
     return algo, objective, learner
 
@@ -145,7 +147,7 @@ def test_neither_does_sharing(folder, verb, options, model):
     whole, expected = gradients(learner, objective, [samples], samples)
     learner.runner.shares_prefixes = True
     for budget in (100_000, 120, 60):
-        learner.update = UpdateConfig(tokens_per_device=budget)
+        learner.update = TrainConfig(micro_batch_tokens=budget)
         batches = learner.batches(samples, objective.group_size)
         assert any(batch.sharing is not None for batch in batches), budget
         assert_same(gradients(learner, objective, [samples], samples), (whole, expected))
@@ -158,7 +160,7 @@ def in_small_chunks(algo, objective, learner, monkeypatch):
             objective, request=replace(objective.request, distribution=SamplingDistribution(temperature=0.7))
         )
     samples = prepared(algo, learner)
-    learner.update = UpdateConfig(tokens_per_device=60)
+    learner.update = TrainConfig(micro_batch_tokens=60)
     learner.runner.plain_head = replace(learner.runner.plain_head, multiple=8)
     monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 7 * learner.runner.vocabulary_size)
     return [gradients(learner, replace(objective, separable=once), [samples], samples) for once in (True, False)]
@@ -180,7 +182,7 @@ def test_a_loss_that_is_falsely_called_separable_stops_the_run(folder, verb, mon
 def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):
     algo = ALGORITHMS["grpo"](ALGORITHMS["grpo"].Config())
     samples = rows_for(algo, alike=20)
-    config, update = ModelConfig(path=folder["llama"], dtype="float32"), UpdateConfig(tokens_per_device=120)
+    config, update = ModelConfig(path=folder["llama"], dtype="float32"), TrainConfig(micro_batch_tokens=120)
     policy, critic = (Learner(config, update, head=head, trainable=False) for head in ("token", "score"))
 
     def looks(shares):
@@ -196,25 +198,25 @@ def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
 def test_neither_do_they_for_a_critic(folder, model):
     algo = ALGORITHMS["ppo"](ALGORITHMS["ppo"].Config())
-    policy = Learner(ModelConfig(path=folder[model], dtype="float32"), UpdateConfig(), trainable=False)
+    policy = Learner(ModelConfig(path=folder[model], dtype="float32"), TrainConfig(), trainable=False)
     samples = prepared(algo, policy)
-    config = ModelConfig(path=folder[model], dtype="float32", router_loss=0.1 if model == "mixtral" else 0.0)
-    critic = Learner(config, UpdateConfig(), head="score")
-    request = ForwardRequest(names=frozenset({"values"}), router_loss=config.router_loss)
+    config = ModelConfig(path=folder[model], dtype="float32", router_aux_loss_coef=0.1 if model == "mixtral" else 0.0)
+    critic = Learner(config, TrainConfig(), head="score")
+    request = ForwardRequest(names=frozenset({"values"}), router_loss=config.router_aux_loss_coef)
     compare(critic, Objective(request=request, loss=algo.critic_loss, unit="token"), samples)
 
 
 def compare(learner, objective, samples):
     """Loss, metrics and gradients of the samples at once, and cut, packed and ordered otherwise."""
     size = objective.group_size
-    learner.update = UpdateConfig(tokens_per_device=100_000)
+    learner.update = TrainConfig(micro_batch_tokens=100_000)
     whole, expected = gradients(learner, objective, [samples], samples)
     assert np.isfinite(whole["loss"]) and any(g.abs().max() > 0 for g in expected.values())
     one_by_one = [samples[i : i + size] for i in range(0, len(samples), size)]
     backwards = [sample for part in reversed(one_by_one) for sample in part]
     halves = [samples[: 3 * size], samples[3 * size :]]
     for budget, parts in ((1, [samples]), (40, [samples]), (40, halves), (100_000, one_by_one), (60, [backwards])):
-        learner.update = UpdateConfig(tokens_per_device=budget)
+        learner.update = TrainConfig(micro_batch_tokens=budget)
         assert_same(gradients(learner, objective, parts, samples), (whole, expected))
 
 

@@ -158,7 +158,7 @@ def test_metrics_count_their_own_side():
 
 
 def test_steps_that_cannot_be_scored_are_refused():
-    with pytest.raises(UsageError, match=r"at least 2 rows a step.*update\.rows_per_step"):
+    with pytest.raises(UsageError, match=r"at least 2 rows a step.*train\.batch_size"):
         KTO(KTO.Config()).prepare([row([1], [10], 1)])
     one_sided = [row([1], [10], 1, [-1.0], [-1.0]), row([2], [20], 1, [-1.0], [-1.0])]
     with pytest.raises(UsageError, match=r"algo\.variant vanilla needs desirable and undesirable"):

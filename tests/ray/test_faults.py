@@ -18,7 +18,7 @@ __all__ = ["models"]
 
 
 def test_a_lost_node_is_named(both, models, tmp_path):
-    options = ["sft", "--model.path", models[0], *VERBS["sft"], *COMMON, "--steps", 100000, "--save.every", 0]
+    options = ["sft", "--model.path", models[0], *VERBS["sft"], *COMMON, "--steps", 100000, "--save.every_steps", 0]
     run = Run(tmp_path / "run", *options, *on_ray(both, 4))
     run.until_step(2)
     workers = [run.worker(number) for number in range(4)]
@@ -34,7 +34,9 @@ def test_a_lost_node_is_named(both, models, tmp_path):
 def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_path):
     options = ppo(models)
     assert posttrain(*options, "--out", tmp_path / "one") == 0
-    run = Run(tmp_path / "run", *options, *on_ray(both, 5, *APART), "--save.every", 1, "--cluster.limits", 1, SECONDS)
+    run = Run(
+        tmp_path / "run", *options, *on_ray(both, 5, *APART), "--save.every_steps", 1, "--cluster.limits", 1, SECONDS
+    )
     run.until_step(1)
     lost = both.lose()
     run.until(lambda: "waiting for Ray to place" in run.said(), "a wait for another node")
@@ -89,7 +91,7 @@ def processes_in(log):
 def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp_path, monkeypatch, caplog, capsys):
     """The run goes on after each, and ends when it may not go on any more."""
     steps = len(ROLES) + 2
-    options = [*ppo(models, steps), "--save.every", 1]
+    options = [*ppo(models, steps), "--save.every_steps", 1]
     assert posttrain(*options, "--steps", steps - 1, "--out", tmp_path / "one") == 0
     plan = {2 + number: (role, how) for role, number in ROLES.items()} | {steps: ("actor", how)}
     monkeypatch.setattr(Disturbed, "plan", plan, raising=False)

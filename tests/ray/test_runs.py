@@ -13,7 +13,7 @@ if importlib.util.find_spec("ray") is None:
 
 EXAMPLES = ROOT / "examples/data"
 STEPS = 5
-COMMON = ["--update.rows_per_step", 4, "--update.learning_rate", 1e-3, "--steps", STEPS]
+COMMON = ["--train.batch_size", 4, "--train.learning_rate", 1e-3, "--steps", STEPS]
 SHORT = ["--rollout.max_tokens", 6, "--rollout.samples_per_prompt", 4]
 VERBS = {
     "sft": ["--data.train", EXAMPLES / "chat.jsonl"],

@@ -296,8 +296,8 @@ def test_the_datas_own_answers(configured):
 
 def test_defaults_are_those_of_the_recipes():
     sampling, dpo = start_of("rejection-sampling"), start_of("iterative-dpo")
-    assert (sampling.update.learning_rate, sampling.update.schedule, sampling.generate.n) == (2e-6, "constant", 16)
-    assert (dpo.update.learning_rate, dpo.iterations, dpo.algo.beta) == (5e-7, 5, 0.1)
+    assert (sampling.train.learning_rate, sampling.train.lr_scheduler, sampling.generate.n) == (2e-6, "constant", 16)
+    assert (dpo.train.learning_rate, dpo.iterations, dpo.algo.beta) == (5e-7, 5, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -308,12 +308,12 @@ def test_defaults_are_those_of_the_recipes():
         ("rejection-sampling", {"reward": ("model:pico",)}, "no score head"),
         ("rejection-sampling", {"data.train": ()}, "data.train is not set"),
         ("rejection-sampling", {"data.train": ("nothing.jsonl",)}, "nothing.jsonl: no such file"),
-        ("rejection-sampling", {"data.eval": ("0.1",)}, "name files"),
+        ("rejection-sampling", {"data.eval_fraction": 0.1}, "a pipeline takes files"),
         ("rejection-sampling", {"model.path": "no/such/model/at/all"}, "no/such/model"),
         ("rejection-sampling", {"generate.n": 1}, "at least 2"),
         ("rejection-sampling", {"generate.temperature": 0.0}, "the same one"),
         ("rejection-sampling", {"iterations": 0}, "iterations is 0"),
-        ("rejection-sampling", {"update.rows_per_step": 0}, "update.rows_per_step is 0"),
+        ("rejection-sampling", {"train.batch_size": 0}, "train.batch_size is 0"),
         ("iterative-dpo", {"algo.beta": -1.0}, "algo.beta"),
         ("iterative-dpo", {"generate.engine": ("vlm",)}, "local, or vllm"),
         ("conditional-sft", {"generate.n": 0}, "iterations must be 1"),

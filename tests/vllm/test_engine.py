@@ -11,7 +11,7 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -33,7 +33,7 @@ class Both:
     """A learner and a vLLM engine with its weights."""
 
     def __init__(self, folder, **model):
-        self.learner = Learner(ModelConfig(path=str(folder), **model), UpdateConfig(learning_rate=1e-2))
+        self.learner = Learner(ModelConfig(path=str(folder), **model), TrainConfig(learning_rate=1e-2))
         self.engine = VllmEngine(self.learner.model.config, self.learner.tokenizer, ["max_num_seqs=16"])
         self.engine.load(weights_of(self.learner), 0)
 
@@ -212,7 +212,7 @@ def test_options_are_read_as_vllm_reads_them():
 
 
 def test_random_numbers_and_threads_are_left_alone():
-    learner = Learner(ModelConfig(path="pico"), UpdateConfig())
+    learner = Learner(ModelConfig(path="pico"), TrainConfig())
 
     def draw():
         return torch.rand(2).tolist(), np.random.rand(), random.random()
@@ -228,7 +228,7 @@ def test_random_numbers_and_threads_are_left_alone():
 
 
 def test_answers_of_a_group_share_their_prompt():
-    learner = Learner(ModelConfig(path="pico"), UpdateConfig())
+    learner = Learner(ModelConfig(path="pico"), TrainConfig())
     engine = VllmEngine(learner.model.config, learner.tokenizer, ["block_size=32"])
     engine.load(learner.weights(), 0)
     prompt = (np.arange(100) % 90 + 8).tolist()
@@ -241,7 +241,7 @@ def test_answers_of_a_group_share_their_prompt():
 
 def test_adapters_alone_are_sent(tmp_path):
     folder = tiny_folder("qwen2", tmp_path, **HEADS)
-    learner = Learner(ModelConfig(path=str(folder), lora_rank=4, lora_alpha=16), UpdateConfig())
+    learner = Learner(ModelConfig(path=str(folder), lora_rank=4, lora_alpha=16), TrainConfig())
     settings = adapters.adapter_config(learner.model)
     engine = VllmEngine(learner.model.config, learner.tokenizer, base=str(folder), adapter=settings)
     before = {}

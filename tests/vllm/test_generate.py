@@ -9,7 +9,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.train.learner import Learner
 from tests.e2e.commands import command, rows_of
 from tests.tiny import tiny_folder
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     """A model, adapters for it, prompts, and the local engine's answers."""
     folder = tmp_path_factory.mktemp("generate")
     tiny_folder("qwen2", folder, **HEADS).rename(folder / "model")
-    adapted = Learner(ModelConfig(path=str(folder / "model"), lora_rank=4), UpdateConfig(learning_rate=1e-2))
+    adapted = Learner(ModelConfig(path=str(folder / "model"), lora_rank=4), TrainConfig(learning_rate=1e-2))
     for name, parameter in adapted.parameters().items():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.2)

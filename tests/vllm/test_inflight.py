@@ -9,7 +9,7 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.weight_probe import probe
@@ -31,7 +31,7 @@ def changed(parameters):
 
 def test_answers_under_way_go_on_with_new_weights(tmp_path):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
-    learner, old = Learner(model, UpdateConfig()), Learner(model, UpdateConfig())
+    learner, old = Learner(model, TrainConfig()), Learner(model, TrainConfig())
     # Two at a time: the third begins when one of the others has ended.
     engine = VllmEngine(
         learner.model.config, learner.tokenizer, ["max_num_seqs=2", "block_size=32", "async_scheduling=false"]

@@ -9,7 +9,7 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
@@ -43,11 +43,11 @@ def agree(learner, follower):
 def test_it_has_the_weights_of_the_last_refresh(kind, tmp_path):
     path = str(tiny_folder("qwen2", tmp_path, **HEADS))
     if kind == "adapters on adapters":
-        first = Learner(ModelConfig(path=path, lora_rank=4), UpdateConfig())
+        first = Learner(ModelConfig(path=path, lora_rank=4), TrainConfig())
         move(first)
         path = str(tmp_path / "first")
         save_model(first.model, first.tokenizer, tmp_path / "first")
-    learner = Learner(ModelConfig(path=path, lora_rank=0 if kind == "whole" else 4), UpdateConfig())
+    learner = Learner(ModelConfig(path=path, lora_rank=0 if kind == "whole" else 4), TrainConfig())
     follower = following(learner)
     assert bool(follower.base) == (kind == "adapters")
     assert not follower.has_weights
@@ -61,7 +61,7 @@ def test_it_has_the_weights_of_the_last_refresh(kind, tmp_path):
 
 
 def test_an_update_that_goes_wrong_is_an_error(tmp_path):
-    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS))), UpdateConfig())
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS))), TrainConfig())
     follower = following(learner)
     follower.weights = lambda: ((name, tensor * 0.9) for name, tensor in learner.weights())
     with pytest.raises(PosttrainError, match="differ from the trainer's"):
@@ -71,7 +71,7 @@ def test_an_update_that_goes_wrong_is_an_error(tmp_path):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
-    learner = Learner(model, UpdateConfig(), sampler_copy=ahead, engine=("vllm", "max_num_seqs=8"))
+    learner = Learner(model, TrainConfig(), sampler_copy=ahead, engine=("vllm", "max_num_seqs=8"))
     local = LocalEngine(learner.runner, learner.tokenizer)
     sampling = Sampling(max_tokens=12, temperature=0.0)
 

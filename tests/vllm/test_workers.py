@@ -23,11 +23,11 @@ def test_two_processes(divided, kind):
 
 
 def test_a_model_cannot_be_divided_among_one(tmp_path):
-    from posttrain.config.sections import ModelConfig, UpdateConfig
+    from posttrain.config.sections import ModelConfig, TrainConfig
     from posttrain.core.errors import UsageError
     from posttrain.engines.vllm.engine import VllmEngine
     from posttrain.train.learner import Learner
 
-    learner = Learner(ModelConfig(path="pico"), UpdateConfig())
+    learner = Learner(ModelConfig(path="pico"), TrainConfig())
     with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, but there are 1 workers"):
         VllmEngine(learner.model.config, learner.tokenizer, ["tensor_parallel_size=2"])

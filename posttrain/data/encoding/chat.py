@@ -196,7 +196,7 @@ class ChatRenderer:
                 raise UsageError(
                     f"{origin}: no exact mask: with this chat template a model is asked to answer after "
                     f"{prompt[-40:]!r}, but in a conversation the answer comes after {before[-40:]!r}. "
-                    "Use another data.template"
+                    "Use another data.chat_template"
                 )
             known[header] = gap
         return {index: known[header] for index, header in headers.items()}
@@ -217,7 +217,7 @@ class ChatRenderer:
             return "", True
         raise UsageError(
             f"{origin}: no exact mask: the chat template writes no end-of-turn token after the assistant's message "
-            f"{index}; what follows is {after[:40]!r}. Use another data.template"
+            f"{index}; what follows is {after[:40]!r}. Use another data.chat_template"
         )
 
     def _fill(self, plan: Plan, messages: list[Message], rendered: str) -> list[Segment] | None:
@@ -352,7 +352,7 @@ def _match(pieces: Sequence[str | int], contents: Sequence[str], rendered: str) 
 
 def _no_template(origin: str) -> NoReturn:
     raise DataError(
-        f"{origin}: a conversation, but the tokenizer has no chat template: give data.template (chatml, say, "
+        f"{origin}: a conversation, but the tokenizer has no chat template: give data.chat_template (chatml, say, "
         'or "Human: {}\\nAssistant: "), or a model with a chat template'
     )
 

@@ -55,8 +55,8 @@ class Encoder:
         vocab_size: int,
         placeholder: str = "ки",
     ) -> None:
-        if config.max_tokens < 2:
-            raise UsageError(f"data.max_tokens is {config.max_tokens}: a sequence needs at least 2 tokens")
+        if config.max_length < 2:
+            raise UsageError(f"data.max_length is {config.max_length}: a sequence needs at least 2 tokens")
         if kind == "stepwise" and not placeholder.strip():
             raise UsageError("the placeholder that marks the end of a step is empty")
         self.tokenizer = tokenizer
@@ -64,7 +64,7 @@ class Encoder:
         self.kind = kind
         self.vocab_size = vocab_size
         self.placeholder = placeholder
-        apply_template(tokenizer, config.template)
+        apply_template(tokenizer, config.chat_template)
         self.tokens = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.tokens)
         self.bos_id = tokenizer.bos_token_id
@@ -100,16 +100,16 @@ class Encoder:
 
     def prompt(self, question: PromptExample, tokens: npt.NDArray[np.int64]) -> Prompt | None:
         """A question whose tokens are known, checked."""
-        origin, limit = question.origin, self.config.max_tokens
+        origin, limit = question.origin, self.config.max_length
         if not len(tokens):
             raise DataError(f"{origin}: the tokenizer has no tokens for the prompt")
         self._check_vocabulary(tokens, origin)
-        if len(tokens) > limit and self.config.on_long == "drop":
+        if len(tokens) > limit and self.config.on_overlong == "drop":
             return None
         if len(tokens) > limit:  # without its end a question is another question
             raise DataError(
-                f"{origin}: the prompt has {len(tokens)} tokens, more than data.max_tokens = {limit}, and cannot be "
-                "truncated: raise data.max_tokens, or set data.on_long to drop"
+                f"{origin}: the prompt has {len(tokens)} tokens, more than data.max_length = {limit}, and cannot be "
+                "truncated: raise data.max_length, or set data.on_overlong to drop"
             )
         return Prompt(tokens=tokens.astype(np.int32), messages=question.prompt, columns=question.columns, origin=origin)
 
@@ -165,15 +165,15 @@ class Encoder:
         pairs = zip(sequences, ids, strict=True)
         samples = [self._sample(example, segments, segment_ids) for segments, segment_ids in pairs]
         quoted = any(self.tokens.quotes_control(segment) for segments in sequences for segment in segments)
-        longest, limit = max(map(len, samples)), self.config.max_tokens
+        longest, limit = max(map(len, samples)), self.config.max_length
         if longest <= limit:
             return Encoded(samples, quoted=quoted)
-        if self.config.on_long == "drop":
+        if self.config.on_overlong == "drop":
             return Encoded([], dropped=True, quoted=quoted)
-        if self.config.on_long == "error":
+        if self.config.on_overlong == "error":
             raise DataError(
-                f"{example.origin}: {longest} tokens, more than data.max_tokens = {limit}: raise data.max_tokens, "
-                "or set data.on_long to truncate or drop"
+                f"{example.origin}: {longest} tokens, more than data.max_length = {limit}: raise data.max_length, "
+                "or set data.on_overlong to truncate or drop"
             )
         if isinstance(example, TextExample):
             return Encoded(list(self._split(samples[0])), quoted=quoted)
@@ -228,21 +228,21 @@ class Encoder:
         )
 
     def _truncate(self, sample: Sample) -> Sample:
-        limit = self.config.max_tokens
+        limit = self.config.max_length
         if not sample.mask[:limit].any():
             what = "first step" if self.kind == "stepwise" else "response"
             start = int(sample.mask.argmax())
             raise DataError(
-                f"{sample.origin}: nothing of the {what} is left within data.max_tokens = {limit}: it "
+                f"{sample.origin}: nothing of the {what} is left within data.max_length = {limit}: it "
                 f"{'ends' if self.kind == 'stepwise' else 'begins'} at token {start + 1}. "
-                "Raise data.max_tokens, or set data.on_long to drop"
+                "Raise data.max_length, or set data.on_overlong to drop"
             )
         targets = None if sample.targets is None else sample.targets[:limit]
         return replace(sample, tokens=sample.tokens[:limit], mask=sample.mask[:limit], targets=targets)
 
     def _split(self, sample: Sample) -> Iterator[Sample]:
         """Parts of a text. Each begins with one token that does not count: BOS, or else the last of the part before."""
-        room = self.config.max_tokens - 1
+        room = self.config.max_length - 1
         for start in range(1, len(sample), room):
             first = sample.tokens[:1] if self.bos_id is not None else sample.tokens[start - 1 : start]
             tokens = np.concatenate([first, sample.tokens[start : start + room]])

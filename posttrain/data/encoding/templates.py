@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 QUESTION = """
 {%- for message in messages %}
   {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
-    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.template has a place "
+    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.chat_template has a place "
       ~ "only for questions of the user and answers of the assistant in turn. Use a chat template") }}
   {%- elif message.role == 'user' %}
     {{- BEFORE + message.content + AFTER }}
@@ -72,12 +72,12 @@ def load_template(name: str) -> Template:
     if file and Path(file).is_file():
         return chosen(read_templates(Path(file)), entry, file)
     if not Path(name).is_file():
-        raise unknown(name, known, "data.template")
+        raise unknown(name, known, "data.chat_template")
     if Path(name).suffix not in (".yaml", ".yml"):
         return Template(name, read_text(Path(name)))
     inside = read_templates(Path(name))
     if len(inside) != 1:
-        raise UsageError(f"data.template {name}: which one? Say {name}:NAME; there are {', '.join(inside)}")
+        raise UsageError(f"data.chat_template {name}: which one? Say {name}:NAME; there are {', '.join(inside)}")
     return next(iter(inside.values()))
 
 
@@ -86,7 +86,7 @@ def question_template(text: str) -> Template:
     before, *rest = text.replace("\\n", "\n").split("{}")  # a shell passes "\n" as two characters; nobody means these
     if len(rest) != 1:
         example = '"Human: {}\\nAssistant: "'
-        raise UsageError(f"data.template {text!r} needs {{}} once, for the question, as in {example}")
+        raise UsageError(f"data.chat_template {text!r} needs {{}} once, for the question, as in {example}")
     return Template(text, QUESTION.replace("BEFORE", literal(before)).replace("AFTER", literal(rest[0])))
 
 
@@ -108,7 +108,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise UsageError(f"data.template {name}: line {error.lineno}: {error.message}") from None
+        raise UsageError(f"data.chat_template {name}: line {error.lineno}: {error.message}") from None
     except TemplateError:
         pass  # it may want other messages than this one
 
@@ -140,7 +140,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"data.template {file}: cannot be read: {error}") from None
+        raise UsageError(f"data.chat_template {file}: cannot be read: {error}") from None
 
 
 def parse(text: str, where: str) -> dict[str, Template]:
@@ -148,30 +148,30 @@ def parse(text: str, where: str) -> dict[str, Template]:
     try:
         entries = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UsageError(f"data.template {where}: cannot be read as YAML: {error}") from None
+        raise UsageError(f"data.chat_template {where}: cannot be read as YAML: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise UsageError(f"data.template {where}: expected `NAME:` with `template:` under it")
+        raise UsageError(f"data.chat_template {where}: expected `NAME:` with `template:` under it")
     return {str(name): template_of(str(name), fields, f"{where}:{name}") for name, fields in entries.items()}
 
 
 def template_of(name: str, fields: Any, where: str) -> Template:
     if not isinstance(fields, dict) or not isinstance(fields.get("template"), str):
-        raise UsageError(f"data.template {where}: has no text `template:`")
+        raise UsageError(f"data.chat_template {where}: has no text `template:`")
     for field, value in fields.items():
         if field not in FIELDS:
             near = difflib.get_close_matches(str(field), FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
-            raise UsageError(f"data.template {where}: no such field {field!r}; {hint}")
+            raise UsageError(f"data.chat_template {where}: no such field {field!r}; {hint}")
         texts = value if field == "stop" and isinstance(value, list) else [value]
         if not all(isinstance(text, str) and text for text in texts):
-            raise UsageError(f"data.template {where}: {field}: expected text, found {value!r}")
+            raise UsageError(f"data.chat_template {where}: {field}: expected text, found {value!r}")
     stop = fields.get("stop", ())
     return Template(**{**fields, "name": name, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
 
 
 def chosen(templates: dict[str, Template], name: str, file: str) -> Template:
     if name not in templates:
-        raise unknown(name, templates, f"data.template {file}")
+        raise unknown(name, templates, f"data.chat_template {file}")
     return templates[name]
 
 

@@ -133,8 +133,8 @@ class Handler:
 
     def _encoder(self) -> Encoder:
         config = DataConfig(
-            max_tokens=self.config.seq_length - 1 if self.config.seq_length else UNLIMITED,
-            on_long="drop",
+            max_length=self.config.seq_length - 1 if self.config.seq_length else UNLIMITED,
+            on_overlong="drop",
         )
         kind: ExampleKind = "chat" if self.kind == "prompt" else self.kind
         return Encoder(self.tokenizer, config, kind, len(self.tokenizer), self.config.placeholder_token)
@@ -227,7 +227,7 @@ class GeneralPretrainHandler(Handler):
         super().__init__(config, tokenizer)
         self.keys = config.json_keys
         self.level = "sentence" if config.split_sentences else "document"
-        self.encoder.config.max_tokens = UNLIMITED
+        self.encoder.config.max_length = UNLIMITED
 
     def dtype(self, key: str) -> np.dtype[Any]:
         return token_dtype(len(self.tokenizer))
@@ -316,7 +316,7 @@ class R1AlpacaStyleInstructionHandler(Handler):
         for example, segments, ids in zip(examples, sequences, self.encoder.tokens.encode(sequences), strict=True):
             tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int32)
             sample = Sample(tokens=tokens, mask=np.zeros(len(tokens), dtype=np.bool_), origin=example.origin)
-            dropped = len(tokens) > self.encoder.config.max_tokens
+            dropped = len(tokens) > self.encoder.config.max_length
             quoted = any(self.encoder.tokens.quotes_control(segment) for segment in segments)
             encoded.append(Encoded([] if dropped else [sample], dropped=dropped, quoted=quoted))
         return encoded

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,18 +35,18 @@ class KeyMap:
     tags: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str) -> KeyMap:
-        """From the option's JSON."""
-        if not text.strip():
+    def parse(cls, text: str | Mapping[str, Any]) -> KeyMap:
+        """From the option: a mapping, or JSON text."""
+        if isinstance(text, str) and not text.strip():
             return cls()
         try:
-            mapping = json.loads(text)
+            mapping = json.loads(text) if isinstance(text, str) else dict(text)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"data.map_keys: cannot be read as JSON: {error}: {text}") from None
         if not isinstance(mapping, dict):
             raise UsageError(f'data.map_keys: expected {{"our column": "their column"}}, found {text}')
         inner = mapping.pop("tags", {})
-        tags = inner if isinstance(inner, dict) else {"tags": inner}
+        tags = dict(inner) if isinstance(inner, dict) else {"tags": inner}
         tags |= {key: mapping.pop(key) for key in TAGS if key in mapping}
         for key in tags:
             if key not in TAGS:

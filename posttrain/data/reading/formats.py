@@ -7,7 +7,7 @@ that says where, which column and why.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class Format:
 class SourceFormat:
     """The format of one source: recognised by its first row, demanded of all the others."""
 
-    def __init__(self, kind: ExampleKind, placeholder: str, map_keys: str = "") -> None:
+    def __init__(self, kind: ExampleKind, placeholder: str, map_keys: str | Mapping[str, Any] = "") -> None:
         self.kind = kind
         self.placeholder = placeholder
         self.keys = KeyMap.parse(map_keys)

@@ -7,11 +7,8 @@ others did. So the row at any position of the endless stream can be computed fro
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,31 +20,6 @@ MOST_ROWS = 2**31  # of an epoch
 INTERLEAVE = 0x313C5  # keeps the random numbers of the interleaving apart from those of the sources' orders
 
 Indices = npt.NDArray[np.int64]
-
-
-def split_weights(names: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Names without their weights, and the weights if there are any; either all have one or none has."""
-    parsed = [_split_weight(name) for name in names]
-    plain = [name for name, weight in parsed if weight is None]
-    if len(plain) == len(names):
-        return plain, None
-    if plain:
-        raise UsageError(
-            f"{plain[0]} has no weight, but {names[[w is not None for _, w in parsed].index(True)]} has: "
-            "give all of them weights to mix them, or none to put them one after the other"
-        )
-    return [name for name, _ in parsed], [weight for _, weight in parsed if weight is not None]
-
-
-def _split_weight(text: str) -> tuple[str, float | None]:
-    found = WEIGHT.fullmatch(text)
-    # A file may really be called a.jsonl:1; and C:1 is a place on a drive.
-    if not found or Path(text).exists() or len(found["name"]) == 1:
-        return text, None
-    weight = float(found["weight"])
-    if not 0 < weight < math.inf:
-        raise UsageError(f"{text}: the weight is {found['weight']}; it must be above 0, and finite")
-    return found["name"], weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,7 @@ class VllmEngine:
         if len(prompt) >= self.length:
             raise UsageError(
                 f"a prompt has {len(prompt)} tokens, but vLLM was started for {self.length} in all, prompt and answer: "
-                f"set data.max_tokens, or give {OPTION} max_model_len=..."
+                f"set data.max_length, or give {OPTION} max_model_len=..."
             )
 
     # Weights

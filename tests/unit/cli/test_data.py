@@ -42,7 +42,7 @@ def test_for_a_verb_and_a_model(capsys):
     write("rows.jsonl", {"prompt": "7+8=", "chosen": "15" * 40, "rejected": "16"})
     assert main(["data", "check", "rows.jsonl", "--verb", "dpo", "--model.path", "pico", "--max_tokens", "40"]) == 0
     said = capsys.readouterr().out
-    assert "data.max_tokens is 40" in said and "over the limit" in said and "1 rows are longer" in said
+    assert "data.max_length is 40" in said and "over the limit" in said and "1 rows are longer" in said
     assert "counted by pico" not in said
     assert main(["data", "check", "rows.jsonl", "--verb", "sft"]) == 1
     assert "rows.jsonl:1: this is preference" in capsys.readouterr().out

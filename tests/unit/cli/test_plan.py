@@ -50,8 +50,8 @@ def rows(tmp_path: Path) -> str:
 
 
 def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
-    options = {"model.path": "pico", "data.train": (rows,), "update.rows_per_step": 4, "update.tokens_per_device": 64}
-    config = settings("dpo", **options, **{"data.eval": ("0.1",), "epochs": 2.0})
+    options = {"model.path": "pico", "data.train": (rows,), "train.batch_size": 4, "train.micro_batch_tokens": 64}
+    config = settings("dpo", **options, **{"data.eval_fraction": 0.1, "train.epochs": 2.0})
     assert plan.plan("dpo", config) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
@@ -78,17 +78,17 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
 
 
 def test_without_data_the_largest_possible_pack_is_assumed(capsys):
-    config = settings("dpo", **{"model.path": "pico", "data.max_tokens": 100, "update.tokens_per_device": 1000})
+    config = settings("dpo", **{"model.path": "pico", "data.max_length": 100, "train.micro_batch_tokens": 1000})
     plan.plan("dpo", config)
     assert lines_of(capsys.readouterr().out)["tokens a pack"][0] == "1,000"
-    config.data.max_tokens = 700  # a pair alone is more than the budget, and gets a pack of its own
+    config.data.max_length = 700  # a pair alone is more than the budget, and gets a pack of its own
     plan.plan("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
     assert ledger["tokens a pack"][0] == "1,400" and ledger["rows"][0] == "?"
 
 
 def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
-    config = settings("dpo", **{"model.path": "pico", "model.dtype": "bfloat16", "update.ema_decay": 0.9})
+    config = settings("dpo", **{"model.path": "pico", "model.dtype": "bfloat16", "train.ema_decay": 0.9})
     plan.plan("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
     parameters = 920_448
@@ -98,7 +98,7 @@ def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
 
     expected = {"weights": 2, "masters": 4, "gradients": 4, "AdamW": 8, "EMA": 4, "reference": 2}
     assert {name: ledger[name][0] for name in expected} == {name: mib(size) for name, size in expected.items()}
-    assert "with model.checkpoint_activations" in ledger["activations"][1]
+    assert "with model.gradient_checkpointing" in ledger["activations"][1]
     assert set(ledger) >= {"forward and backward", "optimizer step", "evaluation"}
 
 
@@ -132,7 +132,7 @@ def test_a_teacher_is_counted_and_must_have_the_same_vocabulary(tmp_path, capsys
 
 @pytest.mark.parametrize("verb", sorted(ALGORITHMS))
 def test_every_trainer_can_be_planned(verb, capsys):
-    config = settings(verb, **{"model.path": "pico", "data.max_tokens": 64, "update.tokens_per_device": 128})
+    config = settings(verb, **{"model.path": "pico", "data.max_length": 64, "train.micro_batch_tokens": 128})
     if verb == "distill":
         config.algo.teacher = "pico"
     assert plan.plan(verb, config) == 0
@@ -157,17 +157,17 @@ MIB = 2**20
     ("size", "advice"),
     [
         (2000 * MIB, ""),
-        (200 * MIB, "It would with --model.checkpoint_activations"),
-        (150 * MIB, "It would with --model.checkpoint_activations --update.tokens_per_device 4096"),
-        (40 * MIB, "It would with --model.checkpoint_activations --update.tokens_per_device 1024"),
-        (14 * MIB, "It would with --model.lora_rank 16 --model.checkpoint_activations --update.tokens_per_device 256"),
+        (200 * MIB, "It would with --model.gradient_checkpointing"),
+        (150 * MIB, "It would with --model.gradient_checkpointing --train.micro_batch_tokens 4096"),
+        (40 * MIB, "It would with --model.gradient_checkpointing --train.micro_batch_tokens 1024"),
+        (14 * MIB, "It would with --model.lora_rank 16 --model.gradient_checkpointing --train.micro_batch_tokens 256"),
         (1 * MIB, "Take a smaller model or a device with more memory."),
     ],
 )
 def test_advice_is_the_mildest_change_that_fits(size, advice, device_of, capsys):
     pytest.importorskip("peft")
     device_of(size)
-    config = settings("sft", **{"model.path": "pico", "data.max_tokens": 256})
+    config = settings("sft", **{"model.path": "pico", "data.max_length": 256})
     plan.plan("sft", config)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("It does not fit" if advice else "It fits") and last.endswith(advice)
@@ -224,7 +224,7 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
 def test_context_ranks_divide_the_tokens(capsys):
     found = {}
     for layout in ((), ("cp=4",)):
-        sizes = {"cluster.devices": 8, "data.max_tokens": 4096, "update.tokens_per_device": 4096}
+        sizes = {"cluster.devices": 8, "data.max_length": 4096, "train.micro_batch_tokens": 4096}
         config = settings("sft", **{"model.path": "pico", "cluster.layout": layout} | sizes)
         assert plan.plan("sft", config, device_gib=80.0) == 0
         found[layout] = lines_of(capsys.readouterr().out)
@@ -270,7 +270,7 @@ def test_roles_on_devices_of_their_own_are_told_apart(capsys):
 def pipeline(verb: str, file: str, **options) -> PipelineConfig:
     config = start_of(verb)
     given = {"model.path": "pico", "data.train": (file,), "data.eval": (file,), "reward": ("gsm8k",), "prompts": 4}
-    for key, value in (given | {"update.rows_per_step": 3} | options).items():
+    for key, value in (given | {"train.batch_size": 3} | options).items():
         section, _, option = key.rpartition(".")
         setattr(getattr(config, section) if section else config, option, value)
     return config
@@ -282,7 +282,7 @@ def pipeline(verb: str, file: str, **options) -> PipelineConfig:
 def test_the_stages_of_a_pipeline_add_up(verb, selected, tmp_path, capsys):
     rows = str(tmp_path / "prompts.jsonl")
     Path(rows).write_text(10 * '{"prompt": "1+1?"}\n')
-    options = {"generate.n": 3, "generate.max_tokens": 7, "generate.batch": 6, "epochs": 2.0, "iterations": 2}
+    options = {"generate.n": 3, "generate.max_tokens": 7, "generate.batch": 6, "train.epochs": 2.0, "iterations": 2}
     assert plan_pipeline.plan(verb, pipeline(verb, rows, **options)) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)

@@ -61,7 +61,7 @@ def run_script(text, folder, posttrain, **environment):
     )
 
 
-SMALL = ["--nodes", 1, "--devices_per_node", 2, "--cpu", *OPTIONS, "--steps", 2, "--update.rows_per_step", 4]
+SMALL = ["--nodes", 1, "--devices_per_node", 2, "--cpu", *OPTIONS, "--steps", 2, "--train.batch_size", 4]
 
 
 def test_what_it_starts_trains(capsys, tmp_path):
@@ -80,4 +80,4 @@ def test_a_job_that_was_stopped_goes_on_and_its_code_is_the_run_s(capsys, tmp_pa
     assert "--resume" not in first.stdout
     (tmp_path / "it's here/config.yaml").touch()
     again = run_script(text, tmp_path, said, CODE="143")
-    assert "--out it's here --resume" in again.stdout and again.returncode == 143
+    assert "--output_dir it's here --resume" in again.stdout and again.returncode == 143

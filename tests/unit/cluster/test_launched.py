@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cluster import launched
-from posttrain.config.sections import launched_size
+from posttrain.config.checks import launched_size
 from posttrain.core.errors import UsageError
 
 ROOT = Path(__file__).parents[3]

@@ -1,5 +1,6 @@
 """The configuration: what is read is what was written, wherever it was written; and what cannot work is refused."""
 
+import json
 import typing
 
 import pytest
@@ -7,21 +8,28 @@ import yaml
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config import sections as configs
-from posttrain.config.parsing import check_key, flatten, from_mapping, option_keys, parse, verb_of_file
-from posttrain.config.sections import as_mapping, as_yaml, check, value_of
+from posttrain.config.checks import check
+from posttrain.config.parsing import Entry, check_keys, flatten, from_mapping, option_keys, parse, verb_of_file
+from posttrain.config.sections import as_mapping, as_yaml, value_of
 from posttrain.core.errors import UsageError
 
 LEAST = {"model": {"path": "pico"}, "data": {"train": ["a.jsonl"]}}
 # Where what `another` finds would be out of bounds, or would not go with the rest.
 SPECIAL = {
-    "epochs": 2.5,
-    "out": "some folder/run",
+    "output_dir": "some folder/run",
+    "train.epochs": 2.5,
     "model.lora_rank": 8,
     "data.train": ["a.jsonl", "b c.jsonl"],
-    "data.template": 'Human: {}\n"Assistant": ',
-    "update.learning_rate": 3e-07,
-    "update.betas": [0.8, 0.999],
-    "update.ema_decay": 0.99,
+    "data.weights": [0.5, 2.0],
+    "data.eval_fraction": 0.0,  # does not go with data.eval
+    "data.map_keys": {"prompt": "question", "tags": {"role_tag": "who"}},
+    "data.chat_template": 'Human: {}\n"Assistant": ',
+    "train.learning_rate": 3e-07,
+    "train.min_lr_ratio": 0.25,
+    "train.warmup_ratio": 0.0,  # does not go with train.warmup_steps
+    "train.adam_beta1": 0.8,
+    "train.adam_beta2": 0.999,
+    "train.ema_decay": 0.99,
     "algo.reward_tokens": ["#", "-"],
     "algo.reference": "there",
     "algo.kl": 0.25,
@@ -38,8 +46,7 @@ SPECIAL = {
     "rewards.weights": [0.5, 2.0],
     "rewards.overlong": [4, 0.5],
     "rewards.limits": [5.0, 0.5, 0.25],
-    "update.schedule": "linear:0.25",
-    "log.to": ["tensorboard", "wandb:project"],
+    "log.report_to": ["tensorboard", "wandb"],
 }
 
 
@@ -96,7 +103,7 @@ def as_typed(options):
             yield f"--{key}" if value else f"--{section}{dot}no_{name}"
         else:
             yield f"--{key}"
-            yield from value if isinstance(value, list) else [value]
+            yield from value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
 
 
 @pytest.mark.parametrize("verb", ALGORITHMS)
@@ -110,23 +117,23 @@ def test_defaults_survive_too_and_are_the_algorithms(verb, tmp_path):
     assert yaml.safe_load(file.read_text())["verb"] == verb
     for key, value in ALGORITHMS[verb].defaults.items():
         assert value_of(config, key) == value
-    assert made(verb, mapping).update is not config.update  # no two runs share a section
+    assert made(verb, mapping).train is not config.train  # no two runs share a section
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", "a b", "ü", "'\"", "null", "None", "true", "1e3", "a: b", "{}", "a\nb", "[x]", "#"]
 )
 def test_odd_texts(text, tmp_path):
-    config = made("sft", LEAST | {"out": text})
-    assert config.out == text
+    config = made("sft", LEAST | {"output_dir": text})
+    assert config.output_dir == text
     (tmp_path / "c.yaml").write_text(as_yaml("sft", config), encoding="utf-8")
-    assert typed("sft", tmp_path / "c.yaml").out == text
+    assert typed("sft", tmp_path / "c.yaml").output_dir == text
 
 
 def test_what_is_typed_wins_over_the_file(tmp_path):
-    (tmp_path / "c.yaml").write_text("steps: 3\nquiet: true\nmodel: {path: a, lora_rank: 4}\ndata: {train: [x, y]}\n")
-    config = typed("sft", tmp_path / "c.yaml", "--steps", 5, "--no_quiet", "--model.path", "b", "--data.train", "z")
-    assert (config.steps, config.quiet, config.model.path, config.data.train) == (5, False, "b", ("z",))
+    (tmp_path / "c.yaml").write_text("seed: 3\nquiet: true\nmodel: {path: a, lora_rank: 4}\ndata: {train: [x, y]}\n")
+    config = typed("sft", tmp_path / "c.yaml", "--seed", 5, "--no_quiet", "--model.path", "b", "--data.train", "z")
+    assert (config.seed, config.quiet, config.model.path, config.data.train) == (5, False, "b", ("z",))
     assert config.model.lora_rank == 4
 
 
@@ -140,13 +147,13 @@ def test_a_run_of_old_goes_on_with_the_name_that_an_option_had(old, new, tmp_pat
 def test_a_file_begins_with_those_it_names(tmp_path):
     """What is written nearer to the user wins, wherever in the file `defaults` stands."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "small.yaml").write_text("model: {path: small, lora_rank: 4}\nsteps: 1\n")
-    (tmp_path / "base.yaml").write_text("defaults: model/small.yaml\nsteps: 2\nseed: 7\ndata: {train: [x]}\n")
-    (tmp_path / "c.yaml").write_text("verb: sft\nsteps: 3\ndefaults: [base.yaml]\nmodel: {lora_rank: 8}\n")
+    (tmp_path / "model" / "small.yaml").write_text("model: {path: small, lora_rank: 4}\ntrain: {max_steps: 1}\n")
+    (tmp_path / "base.yaml").write_text("defaults: model/small.yaml\ntrain: {max_steps: 2}\nseed: 7\ndata: [x]\n")
+    (tmp_path / "c.yaml").write_text("verb: sft\ntrain: {max_steps: 3}\ndefaults: [base.yaml]\nmodel: {lora_rank: 8}\n")
     config = typed("sft", tmp_path / "c.yaml", "--seed", 9)
-    assert (config.steps, config.seed, config.model.path, config.model.lora_rank) == (3, 9, "small", 8)
+    assert (config.train.max_steps, config.seed, config.model.path, config.model.lora_rank) == (3, 9, "small", 8)
     (tmp_path / "d.yaml").write_text("defaults: [base.yaml, model/small.yaml]\n")
-    assert typed("sft", tmp_path / "d.yaml").steps == 1  # of several the last
+    assert typed("sft", tmp_path / "d.yaml").train.max_steps == 1  # of several the last
 
 
 @pytest.mark.parametrize(
@@ -154,15 +161,15 @@ def test_a_file_begins_with_those_it_names(tmp_path):
     [
         ("defaults: [c.yaml]\n", r"c\.yaml: defaults: .*c\.yaml is the file itself"),
         ("defaults: [other.yaml]\n", r"other\.yaml: defaults: .*c\.yaml is the file itself, or one that names it"),
-        ("steps: 1\ndefaults: [{model: a}]\n", r"c\.yaml:2: defaults must be files"),
+        ("seed: 1\ndefaults: [{model: a}]\n", r"c\.yaml:2: defaults must be files"),
         ("defaults: nowhere.yaml\n", r"nowhere\.yaml: no such configuration file"),
-        ("defaults: wrong.yaml\n", r"wrong\.yaml:2: stepps: no such option. Did you mean steps"),
+        ("defaults: wrong.yaml\n", r"wrong\.yaml:2: quite: no such option. Did you mean quiet"),
         ("defaults: dpo.yaml\n", r"dpo\.yaml: is for `posttrain dpo`, not for `posttrain sft`"),
     ],
 )
 def test_files_that_cannot_be_begun_with(text, words, tmp_path):
     (tmp_path / "other.yaml").write_text("defaults: c.yaml\n")
-    (tmp_path / "wrong.yaml").write_text("seed: 1\nstepps: 1\n")
+    (tmp_path / "wrong.yaml").write_text("seed: 1\nquite: true\n")
     (tmp_path / "dpo.yaml").write_text("verb: dpo\n")
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(UsageError, match=words):
@@ -186,29 +193,32 @@ def test_an_empty_file_is_no_option(tmp_path):
 
 
 BOUNDS = [
-    ("steps", [-1]),
     ("seed", [-1, 2**63]),
-    ("epochs", [0, -1, float("inf"), float("nan")]),
-    ("update.rows_per_step", [0]),
-    ("update.tokens_per_device", [0]),
-    ("update.learning_rate", [-1e-9, float("nan"), float("inf")]),
-    ("update.schedule", ["cosine:-0.1", "cosine:1.1", "linear:x", "constant:0.5", "sine"]),
+    ("train.max_steps", [-1]),
+    ("train.epochs", [0, -1, float("inf"), float("nan")]),
+    ("train.batch_size", [0]),
+    ("train.micro_batch_tokens", [0]),
+    ("train.learning_rate", [-1e-9, float("nan"), float("inf")]),
+    ("train.min_lr_ratio", [-0.1, 1.1]),
     ("cluster.devices", [0]),
     ("cluster.limits", [(-1, 3.0), (0, 0.0), (0, float("inf"))]),
-    ("update.warmup", [-0.1]),
-    ("update.weight_decay", [-0.1]),
-    ("update.max_grad_norm", [-1]),
-    ("update.ema_decay", [-0.1, 1.0]),
-    ("update.betas", [(0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)]),
-    ("data.eval", [("-0.1",), ("1.0",), ("0.1", "b.jsonl"), ("nan",)]),
-    ("data.max_tokens", [1]),
-    ("data.max_rows", [0, -1]),
+    ("train.warmup_steps", [-1]),
+    ("train.warmup_ratio", [-0.1, 1.1]),
+    ("train.weight_decay", [-0.1]),
+    ("train.max_grad_norm", [-1]),
+    ("train.ema_decay", [-0.1, 1.0]),
+    ("train.adam_beta1", [-0.1, 1.0, float("nan")]),
+    ("train.adam_beta2", [-0.1, 1.0, float("nan")]),
+    ("data.eval_fraction", [-0.1, 1.0, float("nan")]),
+    ("data.weights", [(0.0,), (-1.0,), (float("inf"),), (float("nan"),)]),
+    ("data.max_length", [1]),
+    ("data.max_examples", [-1]),
     ("model.lora_rank", [-1]),
     ("model.lora_dropout", [-0.1, 1.0]),
-    ("model.router_loss", [-0.1]),
-    ("save.every", [-1]),
-    ("save.keep", [0]),
-    ("save.keep_gigabytes", [-1]),
+    ("model.router_aux_loss_coef", [-0.1]),
+    ("save.every_steps", [-1]),
+    ("save.max_checkpoints", [0]),
+    ("save.max_gigabytes", [-1]),
 ]
 
 
@@ -222,26 +232,32 @@ def test_bounds(key, values):
         with pytest.raises(UsageError) as refused:
             check(config)
         shown = str(list(value)) if isinstance(value, tuple) else str(value)
-        if key == "update.schedule":
-            shown = repr(value)
-        if key == "data.eval":
-            shown = " ".join(value)
+        if key == "data.weights":
+            shown = " ".join(map(str, value))
         assert str(refused.value).startswith(f"{key} is {shown}; ")
 
 
 def test_what_is_at_the_bound_is_allowed():
     edges = {
-        "update": {"learning_rate": 0, "schedule": "cosine:1", "betas": (0, 0)},
-        "data": {"train": "x", "max_tokens": 2},
+        "train": {"learning_rate": 0, "min_lr_ratio": 1, "adam_beta1": 0, "max_steps": 0, "epochs": 1e-9},
+        "data": {"train": "x", "max_length": 2},
     }
-    made("sft", LEAST | edges | {"seed": 2**63 - 1, "steps": 0, "epochs": 1e-9})
+    made("sft", LEAST | edges | {"seed": 2**63 - 1})
 
 
 CONFLICTS = [
     ({"model": {"path": ""}}, "model.path is not set"),
     ({"data": {"train": []}}, "data.train is not set"),
     ({"model": {"path": "pico", "load_in_4bit": True}}, "model.load_in_4bit .* --model.lora_rank"),
-    ({"eval": {"every": 2}}, "eval.every is 2 .* data.eval files, or a part"),
+    ({"eval": {"every_steps": 2}}, "eval.every_steps is 2 .* Set data.eval or data.eval_fraction"),
+    (
+        {"data": {"train": "a", "eval": "b", "eval_fraction": 0.1}},
+        "data.eval .* and data.eval_fraction is 0.1; set one",
+    ),
+    ({"data": {"train": "a", "weights": [1, 2]}}, "data.weights has 2 numbers for 1 sources in data.train"),
+    ({"train": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "train.warmup_steps is 2 and train.warmup_ratio is 0.1"),
+    ({"log": {"report_to": "wandb"}}, "log.report_to has wandb, but log.wandb_project is not set"),
+    ({"log": {"wandb_project": "p"}}, "log.wandb_project is p, but log.report_to does not have wandb"),
     ({"cluster": {"offload": ["optimizer", "critic"]}}, "no phase without optimizer and critic. cluster.offload param"),
 ]
 
@@ -255,19 +271,22 @@ def test_conflicts_name_both_settings(options, words):
 @pytest.mark.parametrize(
     ("mapping", "words"),
     [
-        ({"steps": "two"}, "^steps is 'two'; it must be a whole number"),
-        ({"steps": 1.5}, "^steps is 1.5; it must be a whole number"),
+        ({"seed": "two"}, "^seed is 'two'; it must be a whole number"),
+        ({"seed": 1.5}, "^seed is 1.5; it must be a whole number"),
         ({"quiet": "yes"}, "^quiet is 'yes'; it must be true or false"),
-        ({"update": {"learning_rate": True}}, "^update.learning_rate is True; it must be a number"),
-        ({"update": {"betas": [0.9]}}, "^update.betas is .0.9.; it must be two numbers"),
+        ({"train": {"learning_rate": True}}, "^train.learning_rate is True; it must be a number"),
         (
-            {"update": {"schedule": "sine"}},
-            "^update.schedule is 'sine'; it must be constant, or cosine or linear",
+            {"train": {"lr_scheduler": "sine"}},
+            "^train.lr_scheduler is 'sine'; it must be one of .cosine., .linear., .con",
         ),
-        ({"data": {"train": "a", "max_rows": "all"}}, "^data.max_rows is 'all'; it must be a whole number"),
+        ({"data": {"train": "a", "max_examples": "all"}}, "^data.max_examples is 'all'; it must be a whole number"),
+        ({"data": {"train": "a", "weights": ["x"]}}, "^data.weights is .'x'.; it must be a list of numbers"),
+        ({"data": {"train": "a", "map_keys": "x"}}, "^data.map_keys is 'x'; it must be a mapping; on the command line"),
+        ({"data": {"train": "a", "map_keys": "[1]"}}, "^data.map_keys is '.1.'; it must be a mapping"),
+        ({"log": {"report_to": ["a"]}}, "^log.report_to is .'a'.; it must be any of"),
         ({"model": {"path": "p", "lora_rnk": 3}}, "^model.lora_rnk: no such option. Did you mean model.lora_rank"),
-        ({"lr": 3}, "^lr: no such option"),
-        ({"learning_rate": 3}, "^learning_rate: no such option. Did you mean update.learning_rate"),
+        ({"lr": 3}, "^lr: no such option; here it is train.learning_rate"),
+        ({"learning_rate": 3}, "^learning_rate: no such option. Did you mean train.learning_rate"),
         ({"algo": {"beta": 3}}, "^algo.beta: no such option"),
     ],
 )
@@ -278,7 +297,7 @@ def test_python_gets_an_error_that_names_the_key(mapping, words, capsys):
 
 
 def test_the_first_wrong_entry_of_many_is_named(tmp_path):
-    keys = ["steps", "epochs", "seed", "quiet", "resume"]
+    keys = ["output_dir", "seed", "quiet", "resume"]
     for place, wrong in enumerate(keys):
         lines = [f"{key}: [some, values]" if key == wrong else f"{key}: {DEFAULTS[key]}" for key in keys]
         (tmp_path / "c.yaml").write_text("\n".join(lines))
@@ -286,38 +305,78 @@ def test_the_first_wrong_entry_of_many_is_named(tmp_path):
             typed("sft", tmp_path / "c.yaml")
 
 
-DEFAULTS = {"steps": 0, "epochs": 1.0, "seed": 0, "quiet": "false", "resume": "false"}
+DEFAULTS = {"output_dir": "x", "seed": 0, "quiet": "false", "resume": "false"}
 
 
 def test_a_key_is_known_or_its_neighbour_is_named():
     start = configs.with_algorithm(ALGORITHMS["dpo"])
-    check_key("algo.beta", start, "")
-    for wrong, meant in (("algo.bta", "algo.beta"), ("data.beta", "algo.beta"), ("uptade.betas", "update.betas")):
-        with pytest.raises(UsageError, match=f"^f:1: {wrong}: no such option. Did you mean {meant}"):
-            check_key(wrong, start, "f:1: ")
+    check_keys("dpo", [Entry("", "", "algo.beta", 1)], start)
+    for wrong, meant in (
+        ("algo.bta", "algo.beta"),
+        ("data.beta", "algo.beta"),
+        ("trian.batch_size", "train.batch_size"),
+        ("learning_rte", "train.learning_rate"),
+        ("update.row_per_step", "train.batch_size"),  # almost a previous spelling
+    ):
+        with pytest.raises(UsageError, match=f"^f:1: {wrong}: no such option. Did you mean {meant}\\?$"):
+            check_keys("dpo", [Entry("f:1: ", "", wrong, 1)], start)
+
+
+@pytest.mark.parametrize("wrong", ["algo.gamma", "rollout.temperature", "foo", "model.name", "bits", "data.cache"])
+def test_what_is_not_near_gets_no_suggestion(wrong):
+    with pytest.raises(UsageError, match=f"^{wrong}: no such option. posttrain dpo --help lists all options.$"):
+        made("dpo", LEAST | {wrong: 1})
+
+
+def test_all_unknown_keys_are_named_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: a\nlr: 3\nnum_generations: 2\nsave_steps: 3\n")
+    with pytest.raises(UsageError) as refused:
+        typed("grpo", tmp_path / "c.yaml")
+    first, second, third = str(refused.value).splitlines()
+    assert first.endswith("c.yaml:2: lr: no such option; here it is train.learning_rate.")
+    assert second.endswith("c.yaml:3: num_generations: no such option; here it is rollout.samples_per_prompt.")
+    assert third.endswith("c.yaml:4: save_steps: no such option; here it is save.every_steps.")
+    with pytest.raises(
+        UsageError, match=r"^--foo: no such option.*\n--model.pth: no such option. Did you mean --model.path"
+    ):
+        typed("grpo", "--foo", 1, "--model.pth", 2)
+
+
+def test_a_bare_section_is_its_main_option(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: pico\ndata: [a.jsonl, b.jsonl]\nreward: gsm8k\n")
+    for config in (
+        typed("grpo", tmp_path / "c.yaml"),
+        typed("grpo", "--model", "pico", "--data", "a.jsonl", "b.jsonl", "--reward", "gsm8k"),
+        typed("grpo", "--model=pico", "--data", "a.jsonl", "b.jsonl", "--reward", "gsm8k"),
+        made("grpo", {"model": "pico", "data": ["a.jsonl", "b.jsonl"], "reward": "gsm8k"}),
+    ):
+        assert (config.model.path, config.data.train) == ("pico", ("a.jsonl", "b.jsonl"))
+    with pytest.raises(UsageError, match=r"^train: no such option"):
+        made("sft", LEAST | {"train": 3})
+
+
+def test_dashes_and_underscores(tmp_path):
+    (tmp_path / "c.yaml").write_text("train: {max-steps: 3}\n")
+    config = typed("sft", tmp_path / "c.yaml", "--model", "a", "--data", "b", "--train.batch-size", 2, "--output-dir=x")
+    assert (config.train.max_steps, config.train.batch_size, config.output_dir) == (3, 2, "x")
+    assert not typed("sft", "--model", "a", "--data", "b", "--data.no-shuffle").data.shuffle
+
+
+def test_texts_that_look_like_options_or_nothing(tmp_path):
+    odd = "--data.chat_template=--{}"
+    assert typed("sft", "--model", "a", "--data", "b", odd).data.chat_template == "--{}"
+    assert typed("sft", "--model", "a", "--data", "b", "--data.chat_template", "-{}").data.chat_template == "-{}"
+    (tmp_path / "c.yaml").write_text("model: a\ndata: b\ntrain:\n  batch_size:\n")
+    with pytest.raises(UsageError, match=r"c.yaml:4: train.batch_size is None; it must be a whole number"):
+        typed("sft", tmp_path / "c.yaml")
+    assert made("sft", LEAST | {"output_dir": None}).output_dir == ""
 
 
 def test_the_verb_of_a_file(tmp_path):
     file = tmp_path / "c.yaml"
-    for text, verb in (("verb: dpo\nsteps: 1\n", "dpo"), ("steps: 1\n", ""), ("", "")):
+    for text, verb in (("verb: dpo\nseed: 1\n", "dpo"), ("seed: 1\n", ""), ("", "")):
         file.write_text(text)
         assert verb_of_file(file) == verb
-
-
-def test_a_number_in_place_of_evaluation_files_is_the_part_to_set_aside():
-    part, files = made("sft", LEAST | {"data": {"train": "a", "eval": 0.25}}), made("sft", LEAST)
-    assert (part.data.eval_fraction, part.data.eval_files) == (0.25, ())
-    files.data.eval = ("b.jsonl", "c.jsonl")
-    assert (files.data.eval_fraction, files.data.eval_files) == (0.0, ("b.jsonl", "c.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("written", "shape", "end"),
-    [("cosine", "cosine", 0.1), ("linear:0", "linear", 0.0), ("cosine:0.02", "cosine", 0.02)],
-)
-def test_the_schedule_says_where_it_ends(written, shape, end):
-    update = made("sft", LEAST | {"update": {"schedule": written}}).update
-    assert (update.shape, update.min_lr_ratio) == (shape, end)
 
 
 ONLINE = LEAST | {"reward": ["gsm8k"]}

@@ -79,12 +79,12 @@ def test_lengths_against_the_limit(tmp_path):
     long = [{"role": "user", "content": "Hello " * 90}, {"role": "assistant", "content": "there " * 150}]
     lost = [{"role": "user", "content": "Hello " * 500}, {"role": "assistant", "content": "there"}]
     file = write(tmp_path, [CHAT, {"messages": long}, {"messages": lost}])
-    report = check_source(file, maker(max_tokens=200), limit=200)
+    report = check_source(file, maker(max_length=200), limit=200)
     assert report.too_long == 2 and max(report.lengths) > 400
     assert report.bad == 1 and report.problems[0].startswith(f"{file}:3: nothing of the response is left")
-    assert check_source(file, maker(max_tokens=200)).bad == 0  # the tokens are not those of the model
-    assert check_source(file, maker(max_tokens=200, on_long="drop"), limit=200).bad == 0
-    assert check_source(file, maker(max_tokens=200, on_long="error"), limit=200).bad == 2
+    assert check_source(file, maker(max_length=200)).bad == 0  # the tokens are not those of the model
+    assert check_source(file, maker(max_length=200, on_overlong="drop"), limit=200).bad == 0
+    assert check_source(file, maker(max_length=200, on_overlong="error"), limit=200).bad == 2
 
 
 def test_of_large_files_a_part_is_encoded(tmp_path, monkeypatch):

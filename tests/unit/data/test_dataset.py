@@ -123,9 +123,9 @@ def test_text_begins_with_bos_and_ends_with_eos():
 def test_long_texts_are_split_and_nothing_is_lost(has_bos):
     tokenizer = byte_level() if has_bos else byte_level(bos_token=None)
     long = TextExample(origin="f:1", text="The quick brown fox jumps over the lazy dog. " * 5)
-    [sample] = encoder("text", tokenizer=tokenizer, max_tokens=10_000).encode(long)
+    [sample] = encoder("text", tokenizer=tokenizer, max_length=10_000).encode(long)
     for limit in (2, 7, len(sample) - 1, len(sample)):
-        parts = encoder("text", tokenizer=tokenizer, max_tokens=limit).encode(long)
+        parts = encoder("text", tokenizer=tokenizer, max_length=limit).encode(long)
         assert all(len(part) <= limit and part.origin == "f:1" for part in parts)
         counted = np.concatenate([part.tokens[part.mask] for part in parts])
         assert np.array_equal(counted, sample.tokens[1:])
@@ -133,7 +133,7 @@ def test_long_texts_are_split_and_nothing_is_lost(has_bos):
         seen = np.cumsum([0, *(part.mask.sum() for part in parts[:-1])])
         before = [tokenizer.bos_token_id if has_bos else sample.tokens[count] for count in seen]
         assert [part.tokens[0] for part in parts] == before
-    assert encoder("text", tokenizer=tokenizer, max_tokens=7, on_long="drop").encode(long) == []
+    assert encoder("text", tokenizer=tokenizer, max_length=7, on_overlong="drop").encode(long) == []
 
 
 PAIR = PairExample(origin="f:7", prompt=QUESTION, chosen=bot("good " * 10), rejected=bot("bad"))
@@ -142,7 +142,7 @@ PAIR = PairExample(origin="f:7", prompt=QUESTION, chosen=bot("good " * 10), reje
 def test_truncate_cuts_the_end():
     full = encoder("pair").encode(PAIR)
     limit = len(full[0]) - 3
-    made = encoder("pair", max_tokens=limit)
+    made = encoder("pair", max_length=limit)
     [encoded] = made.encode_all([PAIR])
     assert encoded.truncated and not encoded.dropped
     assert np.array_equal(encoded.samples[0].tokens, full[0].tokens[:limit])
@@ -152,25 +152,25 @@ def test_truncate_cuts_the_end():
 
 def test_a_response_truncated_away_is_refused():
     start = int(encoder("pair").encode(PAIR)[0].mask.argmax())
-    assert len(encoder("pair", max_tokens=start + 1).encode(PAIR)) == 2
+    assert len(encoder("pair", max_length=start + 1).encode(PAIR)) == 2
     with pytest.raises(
-        DataError, match=rf"^f:7: nothing of the response is left .*token {start + 1}. Raise data.max_tok"
+        DataError, match=rf"^f:7: nothing of the response is left .*token {start + 1}. Raise data.max_len"
     ):
-        encoder("pair", max_tokens=start).encode(PAIR)
-    [encoded] = encoder("pair", max_tokens=start, on_long="drop").encode_all([PAIR])
+        encoder("pair", max_length=start).encode(PAIR)
+    [encoded] = encoder("pair", max_length=start, on_overlong="drop").encode_all([PAIR])
     assert encoded.dropped and encoded.samples == []
-    with pytest.raises(DataError, match=r"^f:7: \d+ tokens, more than data.max_tokens"):
-        encoder("pair", max_tokens=start, on_long="error").encode(PAIR)
+    with pytest.raises(DataError, match=r"^f:7: \d+ tokens, more than data.max_length"):
+        encoder("pair", max_length=start, on_overlong="error").encode(PAIR)
 
 
 def test_truncated_steps_keep_the_placeholders_that_fit():
     example = StepwiseExample(origin="f:7", prompt=QUESTION, steps=["First."] * 3, labels=[1.0, 0.5, 0.0])
     [full] = encoder("stepwise").encode(example)
     ends = np.flatnonzero(full.mask)
-    [cut] = encoder("stepwise", max_tokens=int(ends[1]) + 1).encode(example)
+    [cut] = encoder("stepwise", max_length=int(ends[1]) + 1).encode(example)
     assert cut.targets[cut.mask].tolist() == [1.0, 0.5]
     with pytest.raises(DataError, match="f:7: nothing of the first step"):
-        encoder("stepwise", max_tokens=int(ends[0])).encode(example)
+        encoder("stepwise", max_length=int(ends[0])).encode(example)
 
 
 def test_ids_outside_the_vocabulary_are_named():
@@ -200,8 +200,8 @@ def test_silence_is_an_answer_where_a_format_allows_it():
 
 
 def test_options_that_cannot_work():
-    with pytest.raises(UsageError, match=r"data.max_tokens is 1"):
-        encoder("chat", max_tokens=1)
+    with pytest.raises(UsageError, match=r"data.max_length is 1"):
+        encoder("chat", max_length=1)
     tokenizer = byte_level(template=None, eos_token=None)
     with pytest.raises(UsageError, match="no end-of-sequence token"):
         encoder("text", tokenizer=tokenizer).encode(TextExample(origin="f:1", text="a"))
@@ -212,13 +212,13 @@ def test_load_counts_and_verdicts(tmp_path):
     rows[4]["chosen"] = "</s>"
     files = [write(tmp_path, rows[:20]), write(tmp_path, rows[20:], "more.jsonl")]
     heard = []
-    data = load_dataset(files, encoder("pair", max_tokens=125, on_long="drop"), None, heard.append)
+    data = load_dataset(files, encoder("pair", max_length=125, on_overlong="drop"), None, heard.append)
     assert data.counts == {"read": 30, "kept": 20, "truncated": 0, "dropped": 10, "quoted": 1, "quarantined": 0}
     assert data.verdicts == [f"{file}: preference: prompt, chosen, rejected" for file in files]
     assert heard == [20, 30]
     assert [sample.group for row in data.rows for sample in row] == [i for i in range(20) for _ in "ab"]
     assert data.rows[1][0].origin == f"{files[0]}:2" and data.rows[-1][1].origin == f"{files[1]}:9"
-    data = load_dataset(files, encoder("pair", max_tokens=125), None, None)
+    data = load_dataset(files, encoder("pair", max_length=125), None, None)
     assert data.counts == {"read": 30, "kept": 30, "truncated": 10, "dropped": 0, "quoted": 1, "quarantined": 0}
     data = load_dataset(files, encoder("pair"), 22, None)
     assert data.counts["read"] == 22 and len(data.rows) == 22
@@ -229,7 +229,7 @@ def test_load_counts_and_verdicts(tmp_path):
 
 def test_parts_of_a_text_are_rows(tmp_path):
     file = write(tmp_path, [{"text": "Hello there " * 40}, {"text": "Hi"}])
-    data = load_dataset([file], encoder("text", max_tokens=16), None, None)
+    data = load_dataset([file], encoder("text", max_length=16), None, None)
     assert all(len(row) == 1 for row in data.rows) and data.counts["kept"] == len(data.rows) > 5
     assert data.counts["read"] == 2 and data.counts["truncated"] == 0
 
@@ -255,7 +255,7 @@ def damaged(tmp_path):
 
 def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
     file, aside = damaged(tmp_path), tmp_path / "quarantine.jsonl"
-    data = load_dataset([file], encoder("chat", max_tokens=60, on_bad_row="quarantine"), quarantine=aside)
+    data = load_dataset([file], encoder("chat", max_length=60, on_bad_example="quarantine"), quarantine=aside)
     assert data.counts == {"read": 7, "kept": 2, "truncated": 0, "dropped": 0, "quoted": 0, "quarantined": 5}
     assert [row[0].origin for row in data.rows] == [f"{file}:1", f"{file}:4"]
     kept = {int(row["origin"].rpartition(":")[2]): row for row in map(json.loads, aside.read_text().splitlines())}
@@ -264,14 +264,14 @@ def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
     assert "missing column" in kept[2]["reason"] and "nothing of the response is left" in kept[5]["reason"]
     assert kept[6]["row"] == '{"a": "\\xff"}\n' and kept[7]["row"] == '{"prompt": "cut'
     assert "UTF-8" in kept[6]["reason"] and "is it truncated?" in kept[7]["reason"]
-    only_counted = load_dataset([file], encoder("chat", max_tokens=60, on_bad_row="quarantine"))
+    only_counted = load_dataset([file], encoder("chat", max_length=60, on_bad_example="quarantine"))
     assert only_counted.counts == data.counts and only_counted.fingerprint == data.fingerprint
 
 
 def test_without_quarantine_the_first_bad_row_stops(tmp_path):
     aside = tmp_path / "quarantine.jsonl"
     with pytest.raises(DataError, match=r"rows.jsonl:\d+: "):
-        load_dataset([damaged(tmp_path)], encoder("chat", max_tokens=60), quarantine=aside)
+        load_dataset([damaged(tmp_path)], encoder("chat", max_length=60), quarantine=aside)
     assert not aside.exists()
 
 
@@ -279,12 +279,12 @@ def test_without_quarantine_the_first_bad_row_stops(tmp_path):
 def test_a_file_of_which_all_rows_are_bad_is_an_error(tmp_path, how):
     good, bad = write(tmp_path, [GOOD] * 3), write(tmp_path, [{"prompt": "a", "completion": ""}] * 3, "bad.jsonl")
     with pytest.raises(DataError, match=r"bad.jsonl.*completion: empty response"):
-        load_dataset([good, bad], encoder("chat", on_bad_row=how))
+        load_dataset([good, bad], encoder("chat", on_bad_example=how))
 
 
 def test_a_row_that_is_two_examples_is_set_aside_whole(tmp_path):
     rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "long " * 99}]
-    options = {"max_tokens": 60, "on_long": "error", "on_bad_row": "quarantine"}
+    options = {"max_length": 60, "on_overlong": "error", "on_bad_example": "quarantine"}
     data = load_dataset([write(tmp_path, rows)], encoder("labelled", **options))
     assert len(data.rows) == 2 and data.counts["quarantined"] == 1
 
@@ -299,7 +299,7 @@ def test_rows_out_and_rows_aside_are_rows_in(tmp_path, damage):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))
     aside = tmp_path / "aside.jsonl"
-    data = load_dataset([str(path)], encoder("chat", on_bad_row="quarantine"), quarantine=aside)
+    data = load_dataset([str(path)], encoder("chat", on_bad_example="quarantine"), quarantine=aside)
     origins = [row[0].origin for row in data.rows]
     origins += [json.loads(line)["origin"] for line in aside.read_text().splitlines()]
     assert sorted(origins) == sorted(f"{path}:{n + 1}" for n in range(60)) and data.counts["quarantined"] > 5
@@ -308,14 +308,14 @@ def test_rows_out_and_rows_aside_are_rows_in(tmp_path, damage):
 def test_sources_with_weights(tmp_path):
     one = write(tmp_path, [{**GOOD, "prompt": f"one {n}"} for n in range(10)], "one.jsonl")
     two = write(tmp_path, [{**GOOD, "prompt": f"two {n}"} for n in range(40)], "two.jsonl")
-    data = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat"))
+    data = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"))
     assert (data.mixture.sizes, data.mixture.counts) == ((10, 40), (10, 30)) and len(data.rows) == 50
     plain = load_dataset([one, two], encoder("chat"))
     assert plain.mixture is None and plain.fingerprint != data.fingerprint
-    assert load_dataset([f"{one}:1", f"{two}:2"], encoder("chat")).fingerprint != data.fingerprint
-    again = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat", repeat=True))
+    assert load_dataset([one, two], weights=[1, 2], encoder=encoder("chat")).fingerprint != data.fingerprint
+    again = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat", repeat=True))
     assert again.mixture.counts == (13, 40) and again.fingerprint != data.fingerprint
-    few = load_dataset([f"{one}:1", f"{two}:3"], encoder("chat"), max_rows=5)
+    few = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"), max_rows=5)
     assert few.mixture.sizes == (5, 5)  # of each source
     train, held_out = split_examples(data, 0.2, seed=1)
     assert sum(train.mixture.sizes) == len(train.rows) == 40 and held_out.mixture is None
@@ -323,7 +323,7 @@ def test_sources_with_weights(tmp_path):
     assert firsts == {one}
     long = write(tmp_path, [{**GOOD, "completion": "long " * 99}], "long.jsonl")
     with pytest.raises(DataError, match=r"long.jsonl: no rows are left of it"):
-        load_dataset([f"{one}:1", f"{long}:1"], encoder("chat", max_tokens=60, on_long="drop"))
+        load_dataset([one, long], weights=[1, 1], encoder=encoder("chat", max_length=60, on_overlong="drop"))
 
 
 def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, monkeypatch):
@@ -345,7 +345,7 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
 def test_nothing_to_load(tmp_path):
     file = write(tmp_path, [{"prompt": "a", "completion": "b " * 50}])
     with pytest.raises(DataError, match="no rows are left: 1 read, 1 dropped"):
-        load_dataset([file], encoder("chat", max_tokens=20, on_long="drop"), None, None)
+        load_dataset([file], encoder("chat", max_length=20, on_overlong="drop"), None, None)
     with pytest.raises(UsageError, match="no data files"):
         load_dataset([], encoder("chat"), None, None)
     with pytest.raises(UsageError, match=r"gone.jsonl: no such file"):
@@ -403,13 +403,13 @@ def test_split(tmp_path):
     with pytest.raises(UsageError, match="above 0 and below 1"):
         split_examples(data, 1.0, seed=0)
     one = load_dataset([write(tmp_path, rows[:1])], encoder("pair"), None, None)
-    with pytest.raises(UsageError, match="one row cannot be divided"):
+    with pytest.raises(UsageError, match="one example cannot be divided"):
         split_examples(one, 0.5, seed=0)
 
 
 def test_one_long_text_can_be_split(tmp_path):
     file = write(tmp_path, [{"text": "Hello there " * 100}])
-    data = load_dataset([file], encoder("text", max_tokens=20), None, None)
+    data = load_dataset([file], encoder("text", max_length=20), None, None)
     train, held_out = split_examples(data, 0.2, seed=0)
     assert len(held_out.rows) == round(0.2 * len(data.rows)) and len(train.rows) + len(held_out.rows) == len(data.rows)
 

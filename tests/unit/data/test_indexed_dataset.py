@@ -64,7 +64,7 @@ def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_toke
     handler, rows, options = KINDS[kind]
     tokenizer = PICO if adds_bos else byte_level(bos_token=None)
     source, prefix = written(tmp_path, handler, rows, tokenizer, **options)
-    encoder = Encoder(tokenizer, DataConfig(max_tokens=max_tokens, on_long=on_long), kind, len(tokenizer))
+    encoder = Encoder(tokenizer, DataConfig(max_length=max_tokens, on_overlong=on_long), kind, len(tokenizer))
     try:
         direct = load_dataset([source], encoder)
     except DataError as error:
@@ -136,9 +136,9 @@ def test_prompts_for_reinforcement_learning(tmp_path):
     assert len(load_dataset([prefix], encoder, max_rows=3).rows) == 3
     longest = len(direct.rows[3][0].tokens)
     with pytest.raises(DataError, match=r"out:\d+: the prompt has .* cannot be truncated"):
-        load_dataset([prefix], Encoder(PICO, DataConfig(max_tokens=longest - 1), "prompt", len(PICO)))
+        load_dataset([prefix], Encoder(PICO, DataConfig(max_length=longest - 1), "prompt", len(PICO)))
     with pytest.raises(DataError, match="no rows are left: 4 read"):
-        load_dataset([prefix], Encoder(PICO, DataConfig(max_tokens=3, on_long="drop"), "prompt", len(PICO)))
+        load_dataset([prefix], Encoder(PICO, DataConfig(max_length=3, on_overlong="drop"), "prompt", len(PICO)))
     with pytest.raises(DataError, match="outside the model's vocabulary"):
         load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", 20))
 

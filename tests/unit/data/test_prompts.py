@@ -22,7 +22,7 @@ def questions(rows):
 
 def test_prompts_are_what_generation_sees():
     tokenizer = byte_level(None)
-    encoder = Encoder(tokenizer, DataConfig(template="qwen_r1"), "prompt", vocab_size=len(tokenizer))
+    encoder = Encoder(tokenizer, DataConfig(chat_template="qwen_r1"), "prompt", vocab_size=len(tokenizer))
     for row, prompt in zip(ROWS, encoder.prompts(questions(ROWS)), strict=True):
         rendered = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n") and "\\boxed{}.\n" in rendered
@@ -41,9 +41,9 @@ def test_texts_without_a_template_are_asked_as_they_are():
 def test_long_prompts_are_dropped_or_refused_but_never_cut():
     tokenizer = byte_level()
     long = {"prompt": "Hello there " * 50}
-    encoder = Encoder(tokenizer, DataConfig(max_tokens=50, on_long="drop"), "prompt", vocab_size=len(tokenizer))
+    encoder = Encoder(tokenizer, DataConfig(max_length=50, on_overlong="drop"), "prompt", vocab_size=len(tokenizer))
     short, dropped = encoder.prompts(questions([{"prompt": "a"}, long]))
     assert short is not None and dropped is None
-    encoder = Encoder(tokenizer, DataConfig(max_tokens=50), "prompt", vocab_size=len(tokenizer))
-    with pytest.raises(DataError, match=r"f:1: the prompt has \d+ tokens, more than data.max_tokens = 50, and cannot"):
+    encoder = Encoder(tokenizer, DataConfig(max_length=50), "prompt", vocab_size=len(tokenizer))
+    with pytest.raises(DataError, match=r"f:1: the prompt has \d+ tokens, more than data.max_length = 50, and cannot"):
         encoder.prompts(questions([long]))

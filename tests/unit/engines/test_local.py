@@ -328,7 +328,9 @@ def test_adapters_take_part():
     engine = engine_for(model)
     requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     before = engine.generate(requests, Sampling(max_tokens=8))
-    add_adapters(model, ModelConfig(path="tiny", lora_rank=4, lora_targets=("q_proj", "up_proj", "down_proj")), "token")
+    add_adapters(
+        model, ModelConfig(path="tiny", lora_rank=4, lora_target_modules=("q_proj", "up_proj", "down_proj")), "token"
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(0))

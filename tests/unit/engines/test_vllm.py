@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.engines.base import Sampling
 from posttrain.engines.vllm.engine import check_sampling, distinct
@@ -14,7 +14,7 @@ from posttrain.train.learner import Learner
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
 def test_without_vllm_the_error_says_how_to_get_it():
     with pytest.raises(UsageError, match=r"rollout\.engine vllm needs vLLM, see docs/vllm\.md"):
-        Learner(ModelConfig(path="pico"), UpdateConfig(), engine=("vllm",))
+        Learner(ModelConfig(path="pico"), TrainConfig(), engine=("vllm",))
 
 
 def test_cutting_by_min_p_and_top_p_at_once_is_refused():

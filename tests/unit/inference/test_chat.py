@@ -14,7 +14,7 @@ from posttrain.engines.base import Sampling
 from posttrain.inference.chat import Chat, ChatOptions, changed
 from posttrain.inference.model import InferenceModel
 
-DATA = DataConfig(max_tokens=2**20)
+DATA = DataConfig(max_length=2**20)
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def test_bad_rows_are_set_aside_and_counted(config, prompts):
     prompts.write_text(prompts.read_text() + '{"prompt": null}\n' + json.dumps({"prompt": "9" * 99}) + "\n")
     with pytest.raises(DataError):
         generate(config)
-    data = replace(config.data, on_bad_row="quarantine", on_long="drop", max_tokens=50)
+    data = replace(config.data, on_bad_example="quarantine", on_overlong="drop", max_length=50)
     progress = generate(replace(config, data=data))
     assert progress.left_out == {"dropped": 1, "quarantined": 1} and progress.total == 14
     assert [row.origin for row in read_records(f"{config.out}.quarantine.jsonl")] == [

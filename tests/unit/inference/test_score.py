@@ -125,7 +125,7 @@ def as_example(answer):
 
 
 def test_what_a_reward_model_cannot_read_is_a_failure(answers, reward_model):
-    model = RewardModel(ModelConfig(path=reward_model), DataConfig(max_tokens=12, on_long="drop"))
+    model = RewardModel(ModelConfig(path=reward_model), DataConfig(max_length=12, on_overlong="drop"))
     verdicts = model.verdicts(answers)
     assert [verdict.value is None for verdict in verdicts] == [False, False, False, True]
     assert verdicts[3].kind == "error" and "max_tokens = 12" in verdicts[3].reason

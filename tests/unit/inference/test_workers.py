@@ -201,5 +201,5 @@ def test_stops_are_known_without_the_weights(said_by, template, tmp_path):
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
     found = stop_ids_of(model, tokenizer, template)
-    assert found == InferenceModel(model, DataConfig(template=template)).stop_ids
+    assert found == InferenceModel(model, DataConfig(chat_template=template)).stop_ids
     assert (9 in found) == (said_by != "nobody" and not template)

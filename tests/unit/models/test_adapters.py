@@ -103,7 +103,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     folder = tiny_folder("llama", tmp_path)
     saving.save_model(adapted(folder), tiny_tokenizer(), tmp_path / "saved")
     with pytest.raises(CheckpointError, match="only in one of the two"):
-        saving.load_weights(adapted(folder, lora_targets=("q_proj",)), tmp_path / "saved")
+        saving.load_weights(adapted(folder, lora_target_modules=("q_proj",)), tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"lora_A.* has shape \(4, .*, but \(2, "):
         saving.load_weights(adapted(folder, lora_rank=2), tmp_path / "saved")
 
@@ -133,7 +133,7 @@ def test_switching_off_keeps_a_frozen_model_frozen(tmp_path):
 def test_activation_checkpointing_gives_the_same_gradients(name, tmp_path):
     folder, gradients = tiny_folder(name, tmp_path), []
     for checkpoint in (False, True):
-        model = train(adapted(folder, checkpoint_activations=checkpoint)).train()
+        model = train(adapted(folder, gradient_checkpointing=checkpoint)).train()
         model.set_attn_implementation("sdpa")
         model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
         gradients.append([parameter.grad for parameter in loading.trainable_parameters(model).values()])
@@ -156,7 +156,7 @@ def test_the_seed_decides_the_adapters(tmp_path):
 
 def test_rank_alpha_and_targets_arrive(tmp_path):
     model = train(
-        adapted(tiny_folder("llama", tmp_path), lora_rank=2, lora_alpha=6.0, lora_targets=("q_proj", "v_proj"))
+        adapted(tiny_folder("llama", tmp_path), lora_rank=2, lora_alpha=6.0, lora_target_modules=("q_proj", "v_proj"))
     )
     names = {name.split(".")[-4] for name in loading.trainable_parameters(model)}
     assert names == {"q_proj", "v_proj"}
@@ -178,11 +178,11 @@ def test_rank_alpha_and_targets_arrive(tmp_path):
 )
 def test_targets_that_cannot_be(name, targets, said, tmp_path):
     with pytest.raises(UsageError, match=said):
-        adapted(tiny_folder(name, tmp_path), lora_targets=targets)
+        adapted(tiny_folder(name, tmp_path), lora_target_modules=targets)
 
 
 def test_an_untied_output_layer_may_have_an_adapter(tmp_path):
-    model = train(adapted(tiny_folder("llama", tmp_path), lora_targets=("lm_head", "embed_tokens")))
+    model = train(adapted(tiny_folder("llama", tmp_path), lora_target_modules=("lm_head", "embed_tokens")))
     expected = output(model)
     assert torch.allclose(output(adapters.merge(model)), expected, atol=1e-5, rtol=1e-4)
 
@@ -314,7 +314,7 @@ def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
     folder = tiny_folder("mixtral", tmp_path)
     with pytest.raises(UsageError, match="adapters on experts cannot be merged"):
         list(export_tensors(train(adapted(folder)), torch.float32))
-    beside = train(adapted(folder, lora_targets=("q_proj", "o_proj")))
+    beside = train(adapted(folder, lora_target_modules=("q_proj", "o_proj")))
     sent = dict(export_tensors(beside, torch.float32))
     plain = load_file(folder / "model.safetensors")
     changed = {name for name, tensor in sent.items() if not torch.equal(tensor, plain[name])}

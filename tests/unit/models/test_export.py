@@ -97,7 +97,7 @@ def test_the_average_is_taken(rank, tmp_path):
 
 def test_an_average_that_is_not_there_or_does_not_fit(tmp_path):
     model = load_tiny(tiny_folder("llama", tmp_path))
-    with pytest.raises(UsageError, match=r"update\.ema_decay"):
+    with pytest.raises(UsageError, match=r"train\.ema_decay"):
         export(str(make_run(model, tmp_path)), tmp_path / "out", use_ema=True)
     run = make_run(model, tmp_path / "other", {"stranger": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="stranger"):

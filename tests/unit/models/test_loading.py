@@ -297,7 +297,7 @@ def test_a_skeleton_needs_tensors_of_its_own_names(tmp_path):
 def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
     folder, gradients = tiny_folder("llama", tmp_path), []
     for checkpoint in (False, True):
-        model = load_tiny(folder, trainable=True, checkpoint_activations=checkpoint)
+        model = load_tiny(folder, trainable=True, gradient_checkpointing=checkpoint)
         assert model.is_gradient_checkpointing == checkpoint
         model.set_attn_implementation("sdpa")
         model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Sample
 from posttrain.data.packing import collate
 from posttrain.models import memory
@@ -35,7 +35,7 @@ def size(tensors) -> int:
 def measured(config: ModelConfig, head: str = "token") -> ModelMemory:
     """Bytes that a real model, its gradients and its optimizer hold."""
     model = load_model(config, head, device=CPU, trainable=True, seed=0)
-    optimizer = Optimizer(trainable_parameters(model), UpdateConfig(ema_decay=0.9))
+    optimizer = Optimizer(trainable_parameters(model), TrainConfig(ema_decay=0.9))
     out = forward(
         ModelRunner.from_model(model), collate([sample(8), sample(5)]), ForwardRequest(names=frozenset({NAMES[head]}))
     )
@@ -132,7 +132,7 @@ def really_kept(config: ModelConfig, samples: list[Sample], *, fused: bool = Fal
 def test_activations_are_those_of_a_real_forward_pass(name, dtype, checkpointing, tmp_path):
     changes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
     folder = tiny_folder(name, tmp_path, **changes)
-    config = ModelConfig(path=str(folder), dtype=dtype, checkpoint_activations=checkpointing)
+    config = ModelConfig(path=str(folder), dtype=dtype, gradient_checkpointing=checkpointing)
     samples = [sample(64), sample(64)]
     counted = memory.pass_memory(memory.empty_model(config, "token", DTYPES[dtype]), samples, ForwardRequest())
     assert counted.activations == pytest.approx(really_kept(config, samples), rel=0.3 if checkpointing else 0.15)
@@ -195,7 +195,7 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
     big = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
     big |= {"num_key_value_heads": 4, "vocab_size": 65536, "max_position_embeddings": 2048}
     folder = str(tiny_folder("llama", tmp_path, **big))
-    config = ModelConfig(path=folder, checkpoint_activations=checkpointing)
+    config = ModelConfig(path=folder, gradient_checkpointing=checkpointing)
     samples = [sample(2048) for _ in range(8)]
     for number, own in enumerate(samples):
         own.tokens[:] = number  # else they begin alike and are computed once
@@ -204,7 +204,7 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
     needs = MemoryEstimate(model=memory.model_memory(model, average=False), step=passing)
     gc.collect()  # what earlier tests left
     before = torch.accelerator.memory_allocated(default_device())
-    learner = Learner(config, UpdateConfig(tokens_per_device=8192))
+    learner = Learner(config, TrainConfig(micro_batch_tokens=8192))
     learner.runner.graphs = None  # what graphs hold is not counted as allocated
     objective = Objective(
         request=ForwardRequest(), loss=lambda out, batch: Loss(total=-out.logprobs.sum()), unit="token"
@@ -223,7 +223,7 @@ def test_peak_of_a_real_step_on_an_accelerator(checkpointing, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing, tmp_path):
     folder = tiny_folder(name, tmp_path, num_hidden_layers=4)
-    config = ModelConfig(path=str(folder), dtype="bfloat16", checkpoint_activations=checkpointing)
+    config = ModelConfig(path=str(folder), dtype="bfloat16", gradient_checkpointing=checkpointing)
     samples = [sample(64), sample(64)]
     empty = memory.empty_model(config, "token", torch.bfloat16)
     plain, fused = (memory.pass_memory(empty, samples, ForwardRequest(), kernels=kernels) for kernels in (False, True))
@@ -240,7 +240,7 @@ def test_activations_of_the_layers_that_an_accelerator_runs(name, checkpointing,
 def test_what_an_optimizer_will_still_take(tmp_path):
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path)), dtype="bfloat16")
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
-    optimizer = Optimizer(trainable_parameters(model), UpdateConfig())
+    optimizer = Optimizer(trainable_parameters(model), TrainConfig())
     count = sum(parameter.numel() for parameter in model.parameters())
     assert optimizer.missing_bytes(CPU) == 12 * count, "gradients and two averages"
     assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"

@@ -42,7 +42,7 @@ def test_qwen_has_its_control_tokens_after_the_vocabulary(tmp_path):
     assert tokenizer.decode(ids) == text and ids[-1] == size + 2
     assert len(tokenizer("1234")["input_ids"]) == 4  # digits by themselves
 
-    encoder = Encoder(tokenizer, DataConfig(template="qwen_r1"), "chat", vocab_size=len(tokenizer))
+    encoder = Encoder(tokenizer, DataConfig(chat_template="qwen_r1"), "chat", vocab_size=len(tokenizer))
     chat = ChatExample(origin="f:1", messages=[turn("user", "Hello"), turn("assistant", "Hi!")])
     [sample] = encoder.encode(chat)
     assert tokenizer.decode(sample.tokens[sample.mask]) == "Hi!<|im_end|>"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from posttrain.config.sections import UpdateConfig
+from posttrain.config.sections import TrainConfig
 from posttrain.nn.optimizer import LossScale, Optimizer
 
 
@@ -20,7 +20,7 @@ def give_gradients(params, seed, scale=1.0):
 
 
 def test_equals_plain_adamw_with_clipping_and_decay_on_matrices_only():
-    config = UpdateConfig(weight_decay=0.1, max_grad_norm=0.5)
+    config = TrainConfig(weight_decay=0.1, max_grad_norm=0.5)
     ours, theirs = parameters(), parameters()
     optimizer = Optimizer(ours, config)
     reference = torch.optim.AdamW(
@@ -44,7 +44,7 @@ def test_half_precision_weights_follow_masters_that_move_in_small_steps():
     params = parameters(torch.bfloat16)
     address = params["matrix"].data_ptr()
     before = params["matrix"].detach().clone()
-    optimizer = Optimizer(params, UpdateConfig(max_grad_norm=0))
+    optimizer = Optimizer(params, TrainConfig(max_grad_norm=0))
     give_gradients(params, 0)
     give_gradients(params, 1)  # accumulates in float32
     assert params["matrix"].grad is None and optimizer.masters["matrix"].grad.dtype == torch.float32
@@ -63,7 +63,7 @@ def test_half_precision_weights_follow_masters_that_move_in_small_steps():
 
 def test_gradients_that_are_not_finite_change_nothing():
     params = parameters()
-    optimizer = Optimizer(params, UpdateConfig(ema_decay=0.9))
+    optimizer = Optimizer(params, TrainConfig(ema_decay=0.9))
     give_gradients(params, 0)
     optimizer.step(0.1)
     before = {name: p.detach().clone() for name, p in params.items()}
@@ -77,7 +77,7 @@ def test_gradients_that_are_not_finite_change_nothing():
 
 def test_average_of_the_weights():
     params = parameters()
-    optimizer = Optimizer(params, UpdateConfig(ema_decay=0.75))
+    optimizer = Optimizer(params, TrainConfig(ema_decay=0.75))
     expected = params["norm"].detach().clone()
     for step in range(4):
         give_gradients(params, step)
@@ -89,7 +89,7 @@ def test_average_of_the_weights():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_round_trip_is_exact(dtype, tmp_path):
     first, second = parameters(dtype), parameters(dtype)
-    one, two = Optimizer(first, UpdateConfig()), Optimizer(second, UpdateConfig())
+    one, two = Optimizer(first, TrainConfig()), Optimizer(second, TrainConfig())
     for step in range(3):
         give_gradients(first, step)
         one.step(0.01)
@@ -122,7 +122,7 @@ def test_the_loss_scale_grows_after_many_good_steps():
 
 def test_what_stays_not_finite_is_skipped_in_float16_too():
     params = parameters(torch.float16)
-    optimizer = Optimizer(params, UpdateConfig())
+    optimizer = Optimizer(params, TrainConfig())
     tries = 0
     while True:
         give_gradients(params, 0, scale=float("inf"))

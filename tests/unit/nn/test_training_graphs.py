@@ -9,7 +9,7 @@ import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
 from posttrain.nn import layers, training_graphs
@@ -182,7 +182,7 @@ def test_a_pack_that_is_too_large_costs_the_smaller_ones_nothing(kernel, monkeyp
 
 @pytest.mark.gpu
 def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
-    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig(tokens_per_device=65536))
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), TrainConfig(micro_batch_tokens=65536))
     held = []
     for copies in (10, 10, 20, 20, 40, 40, 40, 10, 20, 20, 15, 15, 30, 30):
         made = rows(GROUPS * copies)
@@ -209,7 +209,7 @@ def trained(learner: Learner, passes: int, offset: int = 0) -> list[float]:
 
 def test_a_learner_trains_as_without(tmp_path, kernel):
     folder = str(tiny_folder("llama", tmp_path))
-    plain, fast = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=256)) for _ in range(2))
+    plain, fast = (Learner(ModelConfig(path=folder), TrainConfig(micro_batch_tokens=256)) for _ in range(2))
     for learner in (plain, fast):
         layers.use_fused_layers(learner.model, reference)
         learner.runner.varlen_kernel = True
@@ -221,7 +221,7 @@ def test_a_learner_trains_as_without(tmp_path, kernel):
 
 
 def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path, kernel):
-    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), TrainConfig())
     optimizer = learner.optimizer
     assert optimizer is not None
     learner.runner.graphs = TrainingGraphs(learner.model)
@@ -247,11 +247,9 @@ def test_a_run_that_lends_memory_has_no_graphs(tmp_path, monkeypatch):
     """What is free while a part is away would be gone when it comes back."""
     monkeypatch.setattr(TrainingGraphs, "from_model", classmethod(lambda cls, model, tokens: cls(model)))
     config = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    assert Learner(config, UpdateConfig()).runner.graphs is not None
-    assert Learner(config, UpdateConfig(), trainable=False).runner.graphs is None
-    assert (
-        Learner(config, UpdateConfig(), layout=ParallelLayout(offload=frozenset({"optimizer"}))).runner.graphs is None
-    )
+    assert Learner(config, TrainConfig()).runner.graphs is not None
+    assert Learner(config, TrainConfig(), trainable=False).runner.graphs is None
+    assert Learner(config, TrainConfig(), layout=ParallelLayout(offload=frozenset({"optimizer"}))).runner.graphs is None
 
 
 @pytest.mark.gpu
@@ -260,14 +258,14 @@ def test_a_run_that_lends_memory_has_no_graphs(tmp_path, monkeypatch):
 def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
     """Both in half precision, against float32, after steps that the graphs must have seen."""
     folder = str(tiny_folder(name, tmp_path))
-    fast, plain = (Learner(ModelConfig(path=folder), UpdateConfig(tokens_per_device=2048)) for _ in range(2))
+    fast, plain = (Learner(ModelConfig(path=folder), TrainConfig(micro_batch_tokens=2048)) for _ in range(2))
     plain.runner.graphs = None
     assert fast.runner.graphs is not None
     for learner in (fast, plain):
         learner.runner.shares_prefixes = learner.runner.shares_prefixes and share
     np.testing.assert_allclose(trained(fast, 8), trained(plain, 8), rtol=0.01)
     assert fast.runner.graphs.by_shape and fast.runner.graphs.number >= 5
-    exact = Learner(ModelConfig(path=folder, dtype="float32"), UpdateConfig())
+    exact = Learner(ModelConfig(path=folder, dtype="float32"), TrainConfig())
     made = rows(GROUPS, seed=99)
     for learner in (plain, exact):  # the same weights for all
         learner.model.load_state_dict(fast.model.state_dict())
@@ -285,7 +283,7 @@ def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
 @pytest.mark.gpu
 def test_without_memory_to_spare_there_are_no_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(training_graphs, "SPARE_MEMORY", 1e9)
-    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), UpdateConfig())
+    learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path))), TrainConfig())
     losses = trained(learner, 6)
     assert learner.runner.graphs is not None and not learner.runner.graphs.alive
     assert losses[-1] < losses[0]

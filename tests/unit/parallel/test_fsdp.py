@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Outputs, Sample, count
 from posttrain.engines.base import GenerationRequest, Sampling
@@ -74,7 +74,7 @@ def learn(learner, steps=3):
 def test_one_process_may_keep_parameters_in_host_memory(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
     layouts = (None, ParallelLayout(always=True), ParallelLayout(offload=frozenset({"parameters"})))
-    alone, shared, away = (Learner(model, UpdateConfig(ema_decay=0.9), layout=layout) for layout in layouts)
+    alone, shared, away = (Learner(model, TrainConfig(ema_decay=0.9), layout=layout) for layout in layouts)
     assert alone.shards is None and shared.shards is not None and away.shards is not None
     wanted = learn(alone)
     for learner in (shared, away):
@@ -84,7 +84,7 @@ def test_one_process_may_keep_parameters_in_host_memory(tmp_path, group):
 
 def test_parameters_that_were_moved_are_still_those_that_are_trained(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path)), dtype="float32")
-    stays, moves = (Learner(model, UpdateConfig(ema_decay=0.9), layout=ParallelLayout(always=True)) for _ in range(2))
+    stays, moves = (Learner(model, TrainConfig(ema_decay=0.9), layout=ParallelLayout(always=True)) for _ in range(2))
     learn(stays), learn(moves)
     before = [parameter.to_local().data_ptr() for parameter in moves.model.parameters()]
     moves.shards.root._apply(torch.clone)  # as to another device and back
@@ -96,11 +96,11 @@ def test_parameters_that_were_moved_are_still_those_that_are_trained(tmp_path, g
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"lora_rank": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"lora_rank": 4}], ids=str)
 def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, options):
     """float32 parameters that are computed with in bfloat16, as a part of a group of one."""
     model = ModelConfig(path=str(tiny_folder("qwen2", tmp_path, hidden_size=64)), **options)
-    alone, shared = (Learner(model, UpdateConfig(), layout=layout) for layout in (None, ParallelLayout(always=True)))
+    alone, shared = (Learner(model, TrainConfig(), layout=layout) for layout in (None, ParallelLayout(always=True)))
     assert shared.shards is not None and all(p.dtype == torch.float32 for p in shared.parameters().values())
     assert shared.runner.varlen_kernel == alone.runner.varlen_kernel
     seen = []
@@ -117,7 +117,7 @@ def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, option
 @pytest.mark.gpu
 def test_parts_leave_the_device_and_come_back(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    stays, goes = (Learner(model, UpdateConfig(), layout=ParallelLayout(always=True)) for _ in range(2))
+    stays, goes = (Learner(model, TrainConfig(), layout=ParallelLayout(always=True)) for _ in range(2))
     learn(stays), learn(goes)
     held = torch.cuda.memory_allocated()
     goes.offload("model")
@@ -133,8 +133,8 @@ def test_parts_leave_the_device_and_come_back(tmp_path, group):
 @pytest.mark.gpu
 def test_parameters_in_host_memory_learn_the_same(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    here = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
-    there = Learner(model, UpdateConfig(), layout=ParallelLayout(offload=frozenset({"parameters"})))
+    here = Learner(model, TrainConfig(), layout=ParallelLayout(always=True))
+    there = Learner(model, TrainConfig(), layout=ParallelLayout(offload=frozenset({"parameters"})))
     assert all(parameter.device.type == "cpu" for parameter in there.model.parameters())
     for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(there), learn(here), strict=True):
         assert loss == pytest.approx(wanted_loss, rel=0.01) and norm == pytest.approx(wanted_norm, rel=0.05)
@@ -143,18 +143,18 @@ def test_parameters_in_host_memory_learn_the_same(tmp_path, group):
 @pytest.mark.gpu
 def test_saved_by_parts_and_generated_with_a_whole(tmp_path, group):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
-    learner = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
+    learner = Learner(model, TrainConfig(), layout=ParallelLayout(always=True))
     learn(learner)
     folder = tmp_path / "saved"
     folder.mkdir()
     learner.save(folder)
     wanted = learn(learner)
-    again = Learner(model, UpdateConfig(), layout=ParallelLayout(always=True))
+    again = Learner(model, TrainConfig(), layout=ParallelLayout(always=True))
     again.load(folder)
     assert learn(again) == wanted
     asked = [GenerationRequest(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
     found = learner.generate(asked, Sampling(max_tokens=8))
-    whole = Learner(ModelConfig(path=model.path), UpdateConfig(), trainable=False, layout=None)
+    whole = Learner(ModelConfig(path=model.path), TrainConfig(), trainable=False, layout=None)
     whole.accept(learner.weights())
     assert [s.tokens.tolist() for s in found] == [
         s.tokens.tolist() for s in whole.generate(asked, Sampling(max_tokens=8))

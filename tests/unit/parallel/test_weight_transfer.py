@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.cluster.processes import RendezvousStore
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.parallel import weight_transfer
 from posttrain.parallel.weight_transfer import Rendezvous, Transfer
 from posttrain.train.learner import Learner
@@ -68,11 +68,11 @@ def test_every_tensor_arrives_as_it_was(meeting, bucket, monkeypatch):
 
 
 def test_a_learner_follows_another(meeting):
-    ahead = Learner(ModelConfig(path="pico"), UpdateConfig(), seed=1)
+    ahead = Learner(ModelConfig(path="pico"), TrainConfig(), seed=1)
     with torch.no_grad():
         for parameter in ahead.model.parameters():
             parameter.add_(0.01)
-    behind = [Learner(ModelConfig(path="pico"), UpdateConfig(), trainable=False, seed=1) for _ in range(2)]
+    behind = [Learner(ModelConfig(path="pico"), TrainConfig(), trainable=False, seed=1) for _ in range(2)]
     sender = WeightSender(ahead)
     refusal, *places = together(
         lambda: sender.connect(meeting), *[lambda rank=rank: Transfer(meeting, rank) for rank in (1, 2)]

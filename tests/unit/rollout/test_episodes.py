@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from posttrain.cluster.local import LocalPool
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import RewardError
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import TokenEncoder
@@ -61,12 +61,12 @@ def environments(file):
 
 @pytest.fixture(scope="module")
 def policy():
-    learner = LocalPool().start("actor", Learner, ModelConfig(path="pico"), UpdateConfig(), trainable=False)
+    learner = LocalPool().start("actor", Learner, ModelConfig(path="pico"), TrainConfig(), trainable=False)
     return LearnerGroup(learner)
 
 
 def runner(environments, speaker, tokenizer=TOKENIZER, **sampling):
-    return EpisodeRunner(environments, speaker, online(data__max_tokens=100), replace(SAMPLING, **sampling), tokenizer)
+    return EpisodeRunner(environments, speaker, online(data__max_length=100), replace(SAMPLING, **sampling), tokenizer)
 
 
 def test_tokens_are_those_of_the_whole_conversation(environments):
@@ -177,9 +177,9 @@ def test_a_failure_is_marked_and_left_out(environments):
 def test_openings_that_cannot_be_are_failures(file):
     with Environments(f"{file}:Long", workers=1, max_failure_rate=1.0) as environments:
         play = runner(environments, Speaker(lambda _: "a<|end|>"))
-        sizes = (96, 97)  # and 4 control tokens; data.max_tokens is 100
+        sizes = (96, 97)  # and 4 control tokens; data.max_length is 100
         first, second = play.play([(0, prompt("q", turns=1, size=size)) for size in sizes], [1, 2])
-        assert second.failure == "environment: the messages that start returned have 101 tokens; data.max_tokens is 100"
+        assert second.failure == "environment: the messages that start returned have 101 tokens; data.max_length is 100"
         assert "self.left" in first.failure or "AttributeError" in first.failure  # it was asked, and then failed
     with Environments(f"{file}:Tool", workers=1, max_failure_rate=1.0) as environments:
         [rollout] = runner(environments, Speaker(lambda _: "a<|end|>")).play([(0, prompt("q", turns=1))], [1])

@@ -44,7 +44,7 @@ def digit(request):
 
 
 def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **options):
-    given = {"update__rows_per_step": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
+    given = {"train__batch_size": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
     config = online(**given | options)
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)

@@ -18,7 +18,7 @@ PATIENCE = 120  # seconds; only a hang is ever that slow
 
 
 def pico():
-    return InferenceModel(ModelConfig(path="pico"), DataConfig(max_tokens=2**20, on_long="error"))
+    return InferenceModel(ModelConfig(path="pico"), DataConfig(max_length=2**20, on_overlong="error"))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def model(tmp_path_factory):
     options = {"model": {"path": "pico"}, "data": {"train": [str(folder / "pairs.jsonl")]}, "steps": 2, "quiet": True}
     path = str(train("reward", out=str(folder / "run"), **options).folder)
     assert scores.has_score_head(path) and not scores.has_score_head("pico")
-    return RewardModel(ModelConfig(path=path), DataConfig(max_tokens=40, on_long="error"))
+    return RewardModel(ModelConfig(path=path), DataConfig(max_length=40, on_overlong="error"))
 
 
 @pytest.fixture(params=["", TOKEN], ids=["open", "with a token"])

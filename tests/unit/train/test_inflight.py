@@ -11,7 +11,7 @@ from posttrain.cluster.local import LocalPool
 from posttrain.cluster.processes import ProcessPool, RendezvousStore
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.cluster.worker_slots import WorkerSlot
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.weight_transfer import Rendezvous
@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     """A learner in this process, and a rollout worker in another."""
     folder = tmp_path_factory.mktemp("inflight")
     here = LocalPool()
-    here.start("actor", Learner, PICO, UpdateConfig(), seed=1)
+    here.start("actor", Learner, PICO, TrainConfig(), seed=1)
     sender = here.start("sender", WeightSender, RoleRef("actor"))
     store = RendezvousStore(SECONDS)
 
@@ -67,7 +67,7 @@ def test_answers_under_way_go_on_with_new_weights(place):
     while not (folder / "under way").exists():
         assert work.is_alive() and time.monotonic() < until
         time.sleep(0.01)
-    old = Learner(PICO, UpdateConfig(), trainable=False, seed=1)
+    old = Learner(PICO, TrainConfig(), trainable=False, seed=1)
     old.accept(learner.weights())
     change(learner)
     workers.update(4)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.tensor_files import load_tensors
-from posttrain.config.sections import ModelConfig, UpdateConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
@@ -74,7 +74,7 @@ def tensors(learner):
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "mixtral", "deepseek_v3"])
 def test_logprobs_are_those_of_the_stock_model_in_the_order_of_the_samples(folder, name, budget):
-    learner = Learner(ModelConfig(path=folder(name)), UpdateConfig(tokens_per_device=budget), trainable=False)
+    learner = Learner(ModelConfig(path=folder(name)), TrainConfig(micro_batch_tokens=budget), trainable=False)
     some = samples()
     found = learner.logprobs(some)
     stock = AutoModelForCausalLM.from_pretrained(folder(name)).eval()
@@ -92,7 +92,7 @@ def test_logprobs_are_those_of_the_stock_model_in_the_order_of_the_samples(folde
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_scores_are_those_of_the_stock_model_in_the_order_of_the_samples(folder, name, budget):
     path = folder(name, "score")
-    learner = Learner(ModelConfig(path=path), UpdateConfig(tokens_per_device=budget), head="score", trainable=False)
+    learner = Learner(ModelConfig(path=path), TrainConfig(micro_batch_tokens=budget), head="score", trainable=False)
     some = samples()
     stock = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():
@@ -104,13 +104,13 @@ def test_scores_are_those_of_the_stock_model_in_the_order_of_the_samples(folder,
 def test_a_new_score_head_is_decided_by_the_seed(folder):
     def scores(seed):
         model = ModelConfig(path=folder("llama"))
-        return Learner(model, UpdateConfig(), head="score", trainable=False, seed=seed).scores(samples())
+        return Learner(model, TrainConfig(), head="score", trainable=False, seed=seed).scores(samples())
 
     assert scores(0) == scores(0) != scores(1)
 
 
 def test_evaluation_computes_the_loss_and_leaves_no_trace(folder):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(tokens_per_device=40))
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(micro_batch_tokens=40))
     before, state = tensors(learner), torch.get_rng_state()
     chosen, recorded = objective(), []
 
@@ -131,7 +131,7 @@ def test_evaluation_computes_the_loss_and_leaves_no_trace(folder):
 
 
 def test_a_learner_that_only_looks_has_no_optimizer(folder):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(), trainable=False)
     with pytest.raises(AssertionError, match="inference"):
         learner.step(1e-3)
 
@@ -140,7 +140,7 @@ def test_a_learner_that_only_looks_has_no_optimizer(folder):
 
 
 def test_gradients_add_up_and_can_be_discarded(folder):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig())
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig())
     before = tensors(learner)
     learner.forward_backward(samples(), objective(), 10, 100)
     once = learner.model.lm_head.weight.grad.clone()
@@ -157,8 +157,8 @@ def test_gradients_add_up_and_can_be_discarded(folder):
 def test_without_adapters_it_is_the_base_model(folder):
     pytest.importorskip("peft")
     model = ModelConfig(path=folder("llama"), lora_rank=4, lora_dropout=0.5)
-    learner, some = Learner(model, UpdateConfig()), samples()
-    base = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False).logprobs(some)
+    learner, some = Learner(model, TrainConfig()), samples()
+    base = Learner(ModelConfig(path=folder("llama")), TrainConfig(), trainable=False).logprobs(some)
     for found in (learner.logprobs(some), learner.logprobs(some, adapters=False)):  # new adapters change nothing
         assert all(np.array_equal(a, b) for a, b in zip(found, base, strict=True))
     for seed in range(3):
@@ -173,8 +173,8 @@ def test_without_adapters_it_is_the_base_model(folder):
 
 
 def test_the_router_is_balanced_where_that_is_asked(folder):
-    plain = Learner(ModelConfig(path=folder("mixtral")), UpdateConfig())
-    balanced = Learner(ModelConfig(path=folder("mixtral"), router_loss=0.5), UpdateConfig())
+    plain = Learner(ModelConfig(path=folder("mixtral")), TrainConfig())
+    balanced = Learner(ModelConfig(path=folder("mixtral"), router_aux_loss_coef=0.5), TrainConfig())
     some, grads = samples(), []
     for learner, weight in ((plain, 0.0), (balanced, 0.5)):
         sums = learner.forward_backward(some, objective(router_loss=weight), 10, sum(map(len, some)))
@@ -188,15 +188,15 @@ def test_the_router_is_balanced_where_that_is_asked(folder):
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_a_router_loss_needs_a_router_that_is_balanced_by_one(folder, name):
-    with pytest.raises(UsageError, match=r"model\.router_loss: \w+ForCausalLM has no load-balancing loss"):
-        Learner(ModelConfig(path=folder(name), router_loss=0.1), UpdateConfig())
+    with pytest.raises(UsageError, match=r"model\.router_aux_loss_coef: \w+ForCausalLM has no load-balancing loss"):
+        Learner(ModelConfig(path=folder(name), router_aux_loss_coef=0.1), TrainConfig())
 
 
 def test_a_teacher_must_have_the_same_vocabulary(folder):
     teacher = ModelConfig(path=folder("llama", vocab_size=120))
     with pytest.raises(UsageError, match=r"algo\.teacher: its vocabulary has 120 tokens, the student's 104"):
-        Learner(ModelConfig(path=folder("llama")), UpdateConfig(), teacher=teacher)
-    same = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), teacher=ModelConfig(path=folder("gpt2")))
+        Learner(ModelConfig(path=folder("llama")), TrainConfig(), teacher=teacher)
+    same = Learner(ModelConfig(path=folder("llama")), TrainConfig(), teacher=ModelConfig(path=folder("gpt2")))
     assert not any(parameter.requires_grad for parameter in same.teacher.model.parameters())
 
 
@@ -207,12 +207,12 @@ def test_a_teacher_must_have_the_same_vocabulary(folder):
 def test_annotations_are_saved_with_the_model(folder, tmp_path, options):
     if options:
         pytest.importorskip("peft")
-    learner = Learner(ModelConfig(path=folder("llama"), **options), UpdateConfig())
+    learner = Learner(ModelConfig(path=folder("llama"), **options), TrainConfig())
     learner.annotate({"score_mean": 1.5, "reward_tokens": ["+", "-"]})
     learner.save(tmp_path)
     saved = AutoConfig.from_pretrained(tmp_path / "model")
     assert saved.score_mean == 1.5 and saved.reward_tokens == ["+", "-"]
-    again = Learner(ModelConfig(path=str(tmp_path)), UpdateConfig())
+    again = Learner(ModelConfig(path=str(tmp_path)), TrainConfig())
     again.save(tmp_path / "again")
     assert AutoConfig.from_pretrained(tmp_path / "again/model").score_mean == 1.5
 
@@ -233,7 +233,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(folder, tmp_path, variant, after):
     if "lora_rank" in options:
         pytest.importorskip("peft")
     model = ModelConfig(path=folder("llama"), **options)
-    update = UpdateConfig(ema_decay=0.8, weight_decay=0.1, tokens_per_device=40)
+    update = TrainConfig(ema_decay=0.8, weight_decay=0.1, micro_batch_tokens=40)
     chosen = scoring() if head == "score" else objective()
 
     whole = Learner(model, update, head=head)
@@ -268,7 +268,7 @@ def scoring():
 
 
 def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
-    learner = Learner(ModelConfig(path=folder("llama"), dtype="bfloat16"), UpdateConfig())
+    learner = Learner(ModelConfig(path=folder("llama"), dtype="bfloat16"), TrainConfig())
     for seed in range(3):
         learn(learner, seed, rate=1e-5)  # most such changes are too small for bfloat16
     learner.save(tmp_path)
@@ -281,7 +281,7 @@ def test_half_precision_keeps_masters_and_saves_them(folder, tmp_path):
 
 def gradients(dtype, path, scale=None):
     """Of a sum divided by so much that float16 would lose most of it."""
-    learner = Learner(ModelConfig(path=path, dtype=dtype), UpdateConfig(max_grad_norm=0))
+    learner = Learner(ModelConfig(path=path, dtype=dtype), TrainConfig(max_grad_norm=0))
     if scale is not None:
         learner.optimizer.scale.value = scale
     learner.forward_backward(samples(), objective(), 10**7, 1)
@@ -311,14 +311,14 @@ def test_an_overflow_lowers_the_scale_and_changes_nothing_else(folder, tmp_path)
     assert metrics["loss_scale"] == learner.optimizer.loss_scale < 2.0**39
     assert not torch.equal(before["lm_head.weight"], learner.model.lm_head.weight)
     learner.save(tmp_path)
-    again = Learner(ModelConfig(path=folder("llama"), dtype="float16"), UpdateConfig())
+    again = Learner(ModelConfig(path=folder("llama"), dtype="float16"), TrainConfig())
     again.load(tmp_path)
     assert again.optimizer.scale == learner.optimizer.scale
 
 
 def test_values_are_of_the_state_before_a_token(folder):
     """With weights that read one number of the hidden state, a value can be told from the stock model's."""
-    learner = Learner(ModelConfig(path=folder("llama", "score")), UpdateConfig(), head="score", trainable=False)
+    learner = Learner(ModelConfig(path=folder("llama", "score")), TrainConfig(), head="score", trainable=False)
     made = samples()
     for sample, values in zip(made, learner.values(made), strict=True):
         ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
@@ -334,7 +334,7 @@ def test_values_are_of_the_state_before_a_token(folder):
 
 def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path):
     def start():
-        return Learner(ModelConfig(path=folder("llama")), UpdateConfig(), value_head=True, seed=3)
+        return Learner(ModelConfig(path=folder("llama")), TrainConfig(), value_head=True, seed=3)
 
     def squares(out, batch):
         return Loss(total=(out.values[batch.counted] - 1).square().sum())
@@ -354,7 +354,7 @@ def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path)
 
 
 def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), sampler_copy=True)
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(), sampler_copy=True)
     mine = [parameter.detach().clone() for parameter in learner.sampler.model.parameters()]
     made = samples()
     wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
@@ -370,7 +370,7 @@ def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
 
 @pytest.mark.gpu
 def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig())
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig())
     made = samples()
     wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
     learner.forward_backward(made, wanted, count(made, "token"), 1)
@@ -386,7 +386,7 @@ def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
     assert places == [parameter.data_ptr() for parameter in learner.model.parameters()], "the engine's graphs need them"
     learner.forward_backward(made, wanted, count(made, "token"), 1)
     learner.step(1e-2)
-    frozen = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    frozen = Learner(ModelConfig(path=folder("llama")), TrainConfig(), trainable=False)
     expected = frozen.logprobs(made)
     frozen.offload("model")
     assert all(parameter.device.type == "cpu" for parameter in frozen.model.parameters())
@@ -397,7 +397,7 @@ def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
 
 def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, monkeypatch):
     monkeypatch.setattr(learners, "LEARNERS", WeakSet())
-    model, update = ModelConfig(path=folder("llama")), UpdateConfig(tokens_per_device=256)
+    model, update = ModelConfig(path=folder("llama")), TrainConfig(micro_batch_tokens=256)
     policy = Learner(model, update)
     pack = memory.max_pass_bytes(model, "token", torch.float32, 256)
     count_of = [sum(p.numel() for p in learner.model.parameters()) for learner in (policy,)]
@@ -417,7 +417,7 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
 
 @pytest.mark.parametrize("among_all", [False, True])
 def test_choices_are_shares_among_a_few_tokens_or_among_all(folder, among_all):
-    learner = Learner(ModelConfig(path=folder("llama")), UpdateConfig(), trainable=False)
+    learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(), trainable=False)
     made = samples()
     request = ForwardRequest(names=frozenset({"choices"}), choice_ids=(5, 9), among_all=among_all)
     found = forward(learner.runner, collate(made), request).choices

@@ -239,7 +239,7 @@ def test_a_text_with_a_place_for_the_question():
     texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 3, False, "f:1")]
     assert texts == [(f"{asked}a</s>{again}", False), ("b</s>", True)]
     assert [s.text for s in renderer.prompt([user("{q}")], True, "f:1")] == [asked]
-    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.template has a place only"):
+    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.chat_template has a place only"):
         renderer.segments([{"role": "system", "content": "s"}, *dialogue], 0, False, "f:1")
     with pytest.raises(UsageError, match=r"needs \{\} once"):
         asked_with("Human: {} {}")
@@ -259,9 +259,9 @@ def test_without_any_template():
     renderer = renderer_for(None)
     segments = renderer.segments([user("2 + 2 ="), bot(" 4")], 0, True, "f:1")
     assert [(s.text, s.trained, s.end) for s in segments] == [("2 + 2 =", False, False), (" 4", True, True)]
-    with pytest.raises(DataError, match=r"f:1: .*give data.template .*Human: "):
+    with pytest.raises(DataError, match=r"f:1: .*give data.chat_template .*Human: "):
         renderer.segments([user("q"), bot("a"), user("r"), bot("b")], 0, False, "f:1")
-    with pytest.raises(DataError, match=r"f:1: .*give data.template .*Human: "):
+    with pytest.raises(DataError, match=r"f:1: .*give data.chat_template .*Human: "):
         renderer.prompt([user("q")], False, "f:1")
 
 

@@ -300,7 +300,7 @@ def test_without_a_name_nothing_changes():
 
 def test_a_text_with_a_place_for_the_question_is_a_template():
     assert '"Q: " + message.content' in load_template("Q: {}").template
-    with pytest.raises(UsageError, match=r"data.template 'Q: \{\} \{\}' needs \{\} once"):
+    with pytest.raises(UsageError, match=r"data.chat_template 'Q: \{\} \{\}' needs \{\} once"):
         load_template("Q: {} {}")
 
 
@@ -335,5 +335,5 @@ def test_faults_of_names_and_files(text, entry, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / entry.partition(":")[0]).write_text(text)
-    with pytest.raises(UsageError, match=f"data.template.*{message}"):
+    with pytest.raises(UsageError, match=f"data.chat_template.*{message}"):
         apply_template(byte_level(), entry) if entry else load_template(entry)

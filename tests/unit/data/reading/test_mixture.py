@@ -1,4 +1,4 @@
-"""Mixing by weight: names and weights, shares, epochs, and a position that resumes for any number of workers."""
+"""Mixing by weight: shares, epochs, and a position that resumes for any number of workers."""
 
 import numpy as np
 import pytest
@@ -8,45 +8,8 @@ from hypothesis import strategies as st
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.data.dataset import ExampleStream
-from posttrain.data.reading.mixture import Mixture, split_weights
+from posttrain.data.reading.mixture import Mixture
 from posttrain.train.learner_group import LearnerGroup
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["a.jsonl:0.7", "b.parquet:0.3"], (["a.jsonl", "b.parquet"], [0.7, 0.3])),
-        (["a.jsonl", "b.jsonl"], (["a.jsonl", "b.jsonl"], None)),
-        (["a.jsonl:2", "b/*.csv:.5", "cc:1e-1"], (["a.jsonl", "b/*.csv", "cc"], [2.0, 0.5, 0.1])),
-        ([r"C:\data\a.jsonl"], ([r"C:\data\a.jsonl"], None)),
-        ([r"C:\data\a.jsonl:3", "D:/b.jsonl:1"], ([r"C:\data\a.jsonl", "D:/b.jsonl"], [3.0, 1.0])),
-        (["C:5"], (["C:5"], None)),
-        (["folder:test", "owner/name@part:train"], (["folder:test", "owner/name@part:train"], None)),
-        (["folder:test:0.5", "owner/name:train:1"], (["folder:test", "owner/name:train"], [0.5, 1.0])),
-        (["12:34.jsonl"], (["12:34.jsonl"], None)),
-        ([], ([], None)),
-    ],
-)
-def test_names_and_weights(names, expected):
-    assert split_weights(names) == expected
-
-
-def test_a_file_that_exists_under_the_whole_name_has_no_weight(tmp_path):
-    path = tmp_path / "a.jsonl:1"
-    path.write_text("{}")
-    assert split_weights([str(path)]) == ([str(path)], None)
-
-
-@pytest.mark.parametrize("names", [["a.jsonl:1", "b.jsonl"], ["b.jsonl", "a.jsonl:1"]])
-def test_some_with_and_some_without_weight(names):
-    with pytest.raises(UsageError, match=r"b.jsonl has no weight, but a.jsonl:1 has"):
-        split_weights(names)
-
-
-@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-inf", "0.0"])
-def test_weights_that_are_none(weight):
-    with pytest.raises(UsageError, match="must be above 0"):
-        split_weights([f"a.jsonl:{weight}", "b.jsonl:1"])
 
 
 def test_the_first_to_run_out_ends_the_epoch():

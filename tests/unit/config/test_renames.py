@@ -1,0 +1,164 @@
+"""Previous spellings of options: every one is read as what it means now, wherever it is written."""
+
+import pytest
+
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config import renames
+from posttrain.config.parsing import from_mapping, option_keys, parse
+from posttrain.config.renames import renamed, renamed_settings, split_weights
+from posttrain.config.sections import value_of, with_algorithm
+from posttrain.core.errors import UsageError
+from posttrain.pipelines.settings import RECIPES, from_options, start_of
+
+LEAST = {"model": "pico", "data": "a.jsonl"}
+
+# verb, old option, old value, new options with their values
+RENAMED = [
+    ("sft", "out", "runs/x", {"output_dir": "runs/x"}),
+    ("sft", "steps", 7, {"train.max_steps": 7}),
+    ("sft", "epochs", 2.5, {"train.epochs": 2.5}),
+    ("sft", "model.lora_targets", ["q_proj"], {"model.lora_target_modules": ("q_proj",)}),
+    ("sft", "model.router_loss", 0.01, {"model.router_aux_loss_coef": 0.01}),
+    ("sft", "model.checkpoint_activations", True, {"model.gradient_checkpointing": True}),
+    ("sft", "data.train", ["a.jsonl:0.7", "b.csv:3"], {"data.train": ("a.jsonl", "b.csv"), "data.weights": (0.7, 3.0)}),
+    ("sft", "data.eval", [0.2], {"data.eval_fraction": 0.2, "data.eval": ()}),
+    ("sft", "data.eval", ["b.jsonl"], {"data.eval_fraction": 0.0, "data.eval": ("b.jsonl",)}),
+    ("sft", "data.max_rows", 9, {"data.max_examples": 9}),
+    ("sft", "data.on_bad_row", "quarantine", {"data.on_bad_example": "quarantine"}),
+    ("sft", "data.template", "chatml", {"data.chat_template": "chatml"}),
+    ("sft", "data.max_tokens", 99, {"data.max_length": 99}),
+    ("sft", "data.on_long", "drop", {"data.on_overlong": "drop"}),
+    ("sft", "data.map_keys", '{"prompt": "q"}', {"data.map_keys": {"prompt": "q"}}),
+    ("sft", "update.rows_per_step", 5, {"train.batch_size": 5}),
+    ("sft", "update.tokens_per_device", 512, {"train.micro_batch_tokens": 512}),
+    ("sft", "update.learning_rate", 3e-4, {"train.learning_rate": 3e-4}),
+    ("sft", "update.schedule", "cosine:0.05", {"train.lr_scheduler": "cosine", "train.min_lr_ratio": 0.05}),
+    ("sft", "update.schedule", "constant", {"train.lr_scheduler": "constant", "train.min_lr_ratio": 0.1}),
+    ("sft", "update.warmup", 0.03, {"train.warmup_ratio": 0.03, "train.warmup_steps": 0}),
+    ("sft", "update.warmup", 20, {"train.warmup_ratio": 0.0, "train.warmup_steps": 20}),
+    ("sft", "update.weight_decay", 0.1, {"train.weight_decay": 0.1}),
+    ("sft", "update.betas", [0.8, 0.99], {"train.adam_beta1": 0.8, "train.adam_beta2": 0.99}),
+    ("sft", "update.max_grad_norm", 0.5, {"train.max_grad_norm": 0.5}),
+    ("sft", "update.ema_decay", 0.9, {"train.ema_decay": 0.9}),
+    ("sft", "save.every", 50, {"save.every_steps": 50}),
+    ("sft", "save.keep", 2, {"save.max_checkpoints": 2}),
+    ("sft", "save.keep_gigabytes", 1.5, {"save.max_gigabytes": 1.5}),
+    ("sft", "log.to", ["tensorboard"], {"log.report_to": ("tensorboard",), "log.wandb_project": ""}),
+    ("sft", "log.to", ["wandb:P"], {"log.report_to": ("wandb",), "log.wandb_project": "P"}),
+    ("grpo", "eval.max_rows", 3, {"eval.max_examples": 3}),
+]
+
+
+def least(verb):
+    return LEAST | ({"reward": "gsm8k"} if ALGORITHMS[verb].online else {})
+
+
+def as_words(key, value):
+    if isinstance(value, bool):
+        return [f"--{key}"]
+    return [f"--{key}", *map(str, value if isinstance(value, list | tuple) else [value])]
+
+
+@pytest.mark.parametrize(("verb", "old", "value", "new"), RENAMED, ids=[f"{r[1]}={r[2]}" for r in RENAMED])
+def test_previous_spellings(verb, old, value, new, tmp_path, capsys):
+    """From Python, from a file and typed, each with the same result."""
+    algorithm, given = ALGORITHMS[verb], least(verb)
+    made = from_mapping(verb, algorithm, given | {old: value})
+    section, _, name = old.rpartition(".")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{section}: {{{name}: {written(value)}}}\n" if section else f"{name}: {written(value)}\n")
+    others = [word for key, entry in given.items() for word in as_words(key, entry)]
+    others = others if old != "data.train" else ["--model", "pico", *others[4:]]
+    filed = parse(verb, algorithm, [str(file), *others])
+    typed = parse(verb, algorithm, [*others, *as_words(old, value)])
+    for key, wanted in new.items():
+        assert value_of(made, key) == value_of(filed, key) == value_of(typed, key) == wanted, key
+    noted = capsys.readouterr().err
+    known = option_keys(with_algorithm(algorithm))
+    assert noted.startswith(f"posttrain: --{old} is now --") if old not in known else not noted
+
+
+def written(value):
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def test_every_name_of_the_table_leads_to_an_option():
+    verbs = [with_algorithm(algorithm) for algorithm in ALGORITHMS.values()] + [start_of(verb) for verb in RECIPES]
+    known = {key for start in verbs for key in option_keys(start)}
+    for old, new in renames.NAMES.items():
+        assert old not in known, old
+        assert set([new] if isinstance(new, str) else new) <= known, old
+    assert set(renames.VALUE_FORMS) <= known and not set(renames.TRANSFORMS) & known
+
+
+def test_switches_that_are_off():
+    off = parse("sft", ALGORITHMS["sft"], ["--model", "a", "--data", "b", "--model.no_checkpoint_activations"])
+    assert not off.model.gradient_checkpointing
+
+
+def test_an_absent_limit_is_none():
+    for verb, key, new in (
+        ("sft", "data.max_rows", "data.max_examples"),
+        ("grpo", "eval.max_rows", "eval.max_examples"),
+    ):
+        known = option_keys(with_algorithm(ALGORITHMS[verb]))
+        assert renamed(key, None, known) == renamed(key, ["None"], known) == {new: 0}
+
+
+def test_names_of_another_verb_are_not_renamed():
+    known = option_keys(with_algorithm(ALGORITHMS["sft"]))
+    assert renamed("eval.max_rows", 3, known) is None and renamed("model.path", "x", known) is None
+
+
+def test_errors_keep_the_place(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: pico\nupdate:\n  schedule: cosine:x\n")
+    with pytest.raises(UsageError, match=r"c\.yaml:3: update\.schedule is 'x'; it must be a number"):
+        parse("sft", ALGORITHMS["sft"], [str(tmp_path / "c.yaml")])
+    (tmp_path / "c.yaml").write_text("steps: [a, b]\n")
+    with pytest.raises(UsageError, match=r"c\.yaml:1: train\.max_steps is \['a', 'b'\]; it must be a whole number"):
+        parse("sft", ALGORITHMS["sft"], [str(tmp_path / "c.yaml")])
+
+
+def test_stored_settings_by_the_names_of_today():
+    old = {"data": {"max_tokens": 9, "train": ["aa:1", "bb:2"]}, "update": {"betas": [0.9, 0.95]}, "n": 3, "out": "x"}
+    new = {"data.max_length": 9, "data.train": ["aa", "bb"], "data.weights": [1.0, 2.0]}
+    new |= {"train.adam_beta1": 0.9, "train.adam_beta2": 0.95, "n": 3}
+    assert renamed_settings(old, {*new, "out"}) == new | {"out": "x"}
+    assert renamed_settings(old, {*new, "output_dir"}) == new | {"output_dir": "x"}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.jsonl:0.7", "b.parquet:0.3"], (["a.jsonl", "b.parquet"], [0.7, 0.3])),
+        (["a.jsonl", "b.jsonl"], (["a.jsonl", "b.jsonl"], [])),
+        (["a.jsonl:2", "b/*.csv:.5", "cc:1e-1"], (["a.jsonl", "b/*.csv", "cc"], [2.0, 0.5, 0.1])),
+        ([r"C:\data\a.jsonl"], ([r"C:\data\a.jsonl"], [])),
+        ([r"C:\data\a.jsonl:3", "D:/b.jsonl:1"], ([r"C:\data\a.jsonl", "D:/b.jsonl"], [3.0, 1.0])),
+        (["C:5"], (["C:5"], [])),
+        (["folder:test", "owner/name@part:train"], (["folder:test", "owner/name@part:train"], [])),
+        (["folder:test:0.5", "owner/name:train:1"], (["folder:test", "owner/name:train"], [0.5, 1.0])),
+        (["12:34.jsonl"], (["12:34.jsonl"], [])),
+        ([], ([], [])),
+    ],
+)
+def test_names_and_weights(names, expected):
+    assert split_weights(names) == expected
+
+
+def test_a_file_that_exists_under_the_whole_name_has_no_weight(tmp_path):
+    path = tmp_path / "a.jsonl:1"
+    path.write_text("{}")
+    assert split_weights([str(path)]) == ([str(path)], [])
+
+
+@pytest.mark.parametrize("names", [["a.jsonl:1", "b.jsonl"], ["b.jsonl", "a.jsonl:1"]])
+def test_some_with_and_some_without_weight(names):
+    with pytest.raises(UsageError, match=r"b.jsonl has no weight, but another source has"):
+        split_weights(names)
+
+
+def test_pipelines_read_the_previous_spellings_too():
+    given = {"model": {"path": "pico"}, "data": {"train": "a.jsonl"}, "steps": 3, "update": {"rows_per_step": 2}}
+    found = from_options("rejection-sampling", given)
+    assert (found.train.max_steps, found.train.batch_size) == (3, 2)
