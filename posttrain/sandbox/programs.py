@@ -211,7 +211,8 @@ def _watch(process: subprocess.Popen[bytes], status: int, deadline: float) -> Pr
     output, errors, failure = (raw.decode("utf-8", "replace") for raw in streams.values())
     if failure:
         raise IsolationError(failure)
-    return ProgramResult(None if killed else process.returncode, output, errors)
+    code = process.returncode
+    return ProgramResult(None if killed else code if code >= 0 else 128 - code, output, errors)
 
 
 @cache

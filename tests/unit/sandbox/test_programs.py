@@ -430,3 +430,4 @@ def test_without_isolation_limits_still_hold_if_it_is_allowed(no_isolation):
     assert "MemoryError" in run_unprotected("x = bytearray(2**30)").errors
     assert "File too large" in run_unprotected("open('large', 'wb').write(b'x' * 2**25)").errors
     assert run_unprotected("print('x' * 2**22)").code is None
+    assert run_unprotected("import os\nos.abort()").code == 128 + 6
