@@ -253,9 +253,9 @@ def compare_with_training(name: str, engine: LocalEngine, requests: list[Generat
 
 def profile_a_step(engine: LocalEngine) -> None:
     """One captured step, kernel by kernel."""
-    graph = next(iter(engine.graphs.captured.values()))
+    graph = next(iter(engine.executor.graphs.captured.values()))
     with torch.inference_mode():
-        engine.slots.place.fill_(PROMPT)
+        engine.executor.slots.length.fill_(PROMPT)
         with common.profiled(True):
             graph.replay()
             torch.cuda.synchronize()

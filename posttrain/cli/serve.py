@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
             model, DataConfig(chat_template=options.template, max_length=LONGEST_PROMPT, on_overlong="error")
         )
         if options.slots:
-            served.engine.most = options.slots
+            served.engine.max_slots = options.slots
         service = completions.CompletionService(
             served,
             name=asked.name,

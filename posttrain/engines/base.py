@@ -1,55 +1,50 @@
-"""What an engine is: prompts and sampling settings in, samples with the sampler's log-probabilities out."""
+"""The interface of generation: requests and sampling settings in, samples with log-probabilities out."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from posttrain.core.types import Ints, Sample, WeightVersion
-
-if TYPE_CHECKING:
-    import torch
+from posttrain.core.types import Floats, Ints, Sample, SamplingDistribution, WeightVersion
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Log-probabilities are of exactly this distribution."""
+    """How tokens are sampled. The log-probabilities of a sample are those of exactly this distribution."""
 
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
     """0: all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end an answer and belong to it."""
+    """Tokens that end a completion; the one that does is its last token."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end an answer; the tokens that complete them belong to it."""
+    """Texts that end a completion; the tokens that complete one are its last tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer that is wanted. Requests of one group share their prompt, which is then computed once."""
+    """A request for one completion. Neighbouring requests with the same prompt share its prefill."""
 
     prompt: Ints
     group: int = 0
     seed: int = 0
     top_logprobs: int = 0
-    """So many of the likeliest tokens are told at each place, where somebody reads along."""
+    """How many of the most likely tokens are recorded for each token, where tokens are streamed."""
 
 
 OnCompletion = Callable[[int, Sample], None]
-"""Called with the request's index and its answer, as soon as it is complete; others may still be under way."""
+"""Called with a request's index and its sample when it is finished; other requests may still be active."""
 OnToken = Callable[[int, int], None]
-"""Called with the request's index and the token, as soon as it is chosen."""
-
-
+"""Called with a request's index and each token as soon as it is sampled."""
 BetweenSteps = Callable[[], WeightVersion]
-"""Called between two steps, when no sequence is being computed: weights may change in it. Returns their version."""
+"""Called between two decode steps; weights may change in it. Returns the version of the weights."""
 
 
 class Generator(Protocol):
@@ -61,25 +56,15 @@ class Generator(Protocol):
         """Return one sample per request, in order. `on_completion` may be called with some before all are finished."""
 
 
-class Engine(Protocol):
-    """Generates with the weights it has."""
+class LogprobFunction(Protocol):
+    """Computes log-probabilities of samples by the trainer's forward pass."""
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
-    ) -> list[Sample]: ...
-
-    def sleep(self) -> None:
-        """Give back what memory the next call can take again."""
-
-
-class CopyEngine(Engine, Protocol):
-    """An engine with weights of its own, which must be sent."""
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """New weights, whole and by their Hugging Face names; samples bear the version from now on."""
-
-    def wake(self) -> None:
-        """Take the memory again; weights may have to be sent again."""
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        *,
+        distribution: SamplingDistribution = SamplingDistribution(),  # noqa: B008
+    ) -> list[Floats]: ...
 
 
 def seed_for(run_seed: int, position: int, completion: int) -> int:

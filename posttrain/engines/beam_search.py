@@ -1,38 +1,31 @@
-"""Beam search, by transformers: the likeliest whole answers instead of drawn tokens. Slow, a prompt at a time."""
+"""Beam search by transformers: the most likely completions instead of sampled tokens. Slow: one prompt at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from posttrain.core.types import Floats, Sample, SamplingDistribution
-from posttrain.engines.base import GenerationRequest, OnToken, Sampling
+from posttrain.core.types import Ints, Sample, SamplingDistribution
+from posttrain.engines.base import GenerationRequest, LogprobFunction, OnCompletion, Sampling
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, needs_eager_attention
 
 
-class Looks(Protocol):
-    """Log-probabilities of samples by our own forward pass."""
-
-    def __call__(self, samples: Sequence[Sample], *, distribution: SamplingDistribution) -> list[Floats]: ...
-
-
 class BeamEngine:
-    """The requests of a group get the best of `beams` answers, from the best down; beams are drawn at a temperature."""
+    """Gives the requests of a group the best of `beams` completions, in order. A temperature above 0 samples beams."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, beams: int, logprobs: Looks) -> None:
+    def __init__(self, runner: ModelRunner, tokenizer: Any, beams: int, logprobs: LogprobFunction) -> None:
         self.runner, self.tokenizer, self.beams, self.logprobs = runner, tokenizer, beams, logprobs
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]:
-        """One sample a request; nobody can read along, as a beam may still be given up."""
-        assert on_token is None, "beams are known at the end"
+        """Generate one sample per request, in order."""
         samples = [
             sample
             for _, group in groupby(requests, key=lambda request: request.group)
@@ -45,11 +38,14 @@ class BeamEngine:
             )
         for sample, found in zip(samples, self.logprobs(samples, distribution=distribution), strict=True):
             sample.logprobs = found
+        if on_completion is not None:
+            for index, sample in enumerate(samples):
+                on_completion(index, sample)
         return samples
 
     def search(self, group: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Sample]:
-        """Answers to one prompt."""
-        assert len(group) <= self.beams, f"{len(group)} answers of {self.beams} beams"
+        """Search the completions of one prompt."""
+        assert len(group) <= self.beams, f"{len(group)} completions of {self.beams} beams"
         prompt = group[0].prompt
         model = self.runner.model
         ids = torch.as_tensor(prompt, device=next(model.parameters()).device).long()[None]
@@ -75,34 +71,29 @@ class BeamEngine:
                 **options,
             )
         for request, row in zip(group, found, strict=True):
-            answer = row[len(prompt) :].cpu().numpy().astype(np.int32)
-            yield self.sample(request, answer, sampling)
+            completion = row[len(prompt) :].cpu().numpy().astype(np.int32)
+            yield self.build_sample(request, completion, sampling)
 
-    def sample(
-        self, request: GenerationRequest, answer: np.ndarray[Any, np.dtype[np.int32]], sampling: Sampling
-    ) -> Sample:
-        """Without the padding behind its end."""
-        ends = np.flatnonzero(np.isin(answer, sampling.stop_ids))
+    def build_sample(self, request: GenerationRequest, completion: Ints, sampling: Sampling) -> Sample:
+        """Cut the completion at its end and remove the padding."""
+        ends = np.flatnonzero(np.isin(completion, sampling.stop_ids))
         finish = "stop" if len(ends) else "length"
-        answer = answer[: ends[0] + 1] if len(ends) else answer
+        completion = completion[: ends[0] + 1] if len(ends) else completion
         if sampling.stop_texts:
-            for length in range(1, len(answer) + 1):
-                text = self.tokenizer.decode(answer[:length])
+            for length in range(1, len(completion) + 1):
+                text = self.tokenizer.decode(completion[:length])
                 if any(stop in text for stop in sampling.stop_texts):
-                    answer, finish = answer[:length], "stop"
+                    completion, finish = completion[:length], "stop"
                     break
-        tokens = np.concatenate([request.prompt, answer]).astype(np.int32)
+        tokens = np.concatenate([request.prompt, completion]).astype(np.int32)
         return Sample(
             tokens=tokens, mask=np.arange(len(tokens)) >= len(request.prompt), group=request.group, finish=finish
         )
 
-    def sleep(self) -> None:
-        """It holds nothing between two calls."""
-
 
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
-    """The model's own code, which knows what beams do to a cache."""
+    """Use the model's own attention, which supports transformers' cache of beams."""
     was_training = model.training
     model.eval()
     model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")

@@ -30,7 +30,6 @@ from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.completion_files import jsonl
 from posttrain.inference.model import (
     CONDITION,
-    base_of,
     check_sampling,
     conditioned,
     has_position_table,
@@ -40,7 +39,7 @@ from posttrain.inference.model import (
 from posttrain.inference.progress import Progress
 from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
 from posttrain.models.loading import read_config, vocabulary_size
-from posttrain.models.paths import resolve_path
+from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.run import fingerprint
 
@@ -188,7 +187,7 @@ def places_of(config: Generation, rows: int) -> Sequence[int]:
 
 def check_room(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
     """A model with a table of positions has no place for more."""
-    model = read_config(base_of(resolve_path(config.model.path)), "token")
+    model = read_config(base_model_path(resolve_path(config.model.path)), "token")
     limit = position_limit(model)
     if limit is None or not has_position_table(model):
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
@@ -14,8 +13,7 @@ from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import Message, PromptExample
 from posttrain.engines.base import GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.models import adapters
-from posttrain.models.paths import is_adapter, resolve_path
+from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.stop_ids import read_generation_config, stop_ids
 from posttrain.train.learner import Learner
 
@@ -65,16 +63,9 @@ def encode_conversation(encoder: Encoder, messages: list[Message], name: str) ->
 # What is known of a model without its weights
 
 
-def base_of(source: str) -> str:
-    """The model itself, or the one that adapters were made for."""
-    while is_adapter(source):
-        source = resolve_path(adapters.base_model_of(Path(source)))
-    return source
-
-
 def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:
     """Return the stop ids without loading the weights; a template replaces those of the model's files."""
-    config = None if template else read_generation_config(base_of(resolve_path(model.path)))
+    config = None if template else read_generation_config(base_model_path(resolve_path(model.path)))
     return tuple(stop_ids(tokenizer, config))
 
 

@@ -18,18 +18,15 @@ from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_slots import ReplaceableWorkers, SlotCall
 from posttrain.config.checks import launched_size
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
-from posttrain.core.devices import default_device
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
-from posttrain.data.encoding.templates import apply_template
-from posttrain.engines.base import Engine, GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, Sampling
 from posttrain.engines.beam_search import BeamEngine
-from posttrain.engines.vllm import engine as vllm
-from posttrain.inference.model import InferenceModel, base_of
-from posttrain.models.loading import compute_dtype, load_model, read_config
-from posttrain.models.paths import is_adapter, resolve_path
-from posttrain.models.tensors import export_tensors
-from posttrain.models.tokenizers import load_tokenizer
+from posttrain.engines.vllm import environment
+from posttrain.engines.vllm import options as vllm_options
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.factory import engine_for_path
+from posttrain.inference.model import InferenceModel
 
 DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
 SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once
@@ -98,14 +95,10 @@ def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterCon
             "call it once, or give each process a --window and --devices 1."
         )
     if engine[0] == "vllm":
-        vllm.prepare_environment()
+        environment.prepare_environment()
         if model.load_in_4bit:
             raise UsageError("load_in_4bit: engine vllm would not see the same weights; use the local engine")
-        if sampling.temperature and sampling.min_p > 0.0 and sampling.top_p < 1.0:
-            raise UsageError(
-                f"top_p is {sampling.top_p:g} and min_p {sampling.min_p:g}; vLLM combines them in another order: set "
-                "one of them, or use engine local"
-            )
+        vllm_options.check_sampling(sampling)
         if cluster.devices % tensor_parallel(engine):
             raise UsageError(
                 f"engine vllm: {TENSOR_PARALLEL} is {tensor_parallel(engine)}, which does not divide the "
@@ -139,7 +132,7 @@ def deciding(engine: Sequence[str]) -> dict[str, str]:
 class LocalGenerator:
     """Generates in this process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Generator) -> None:
         self.engine = engine
 
     def generate_batches(
@@ -149,7 +142,7 @@ class LocalGenerator:
             yield self.engine.generate(requests, sampling)
 
     def close(self) -> None:
-        if isinstance(self.engine, vllm.VllmEngine):
+        if isinstance(self.engine, VllmEngine):
             self.engine.close()
         del self.engine
         release()
@@ -169,30 +162,17 @@ class GenerationWorker:
         if engine[0] == "local":
             self.engine = local_engine(model, template, engine)
         else:
-            self.engine = engine_of_folder(model, template, engine[1:])
+            self.engine = engine_for_path(model, template, engine[1:], read_weights=True)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         return self.engine.generate(requests, sampling)
 
 
-def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Engine:
+def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Generator:
     served = InferenceModel(model, DataConfig(chat_template=template))
     if beams := beams_of(engine):
         return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine
-
-
-def engine_of_folder(model: ModelConfig, template: str, options: Sequence[str]) -> Engine:
-    """vLLM with a model's own weights: it reads them itself, but for adapters, which are merged first."""
-    tokenizer, source = load_tokenizer(model), resolve_path(model.path)
-    apply_template(tokenizer, template)
-    config, dtype = read_config(base_of(source), "token"), compute_dtype(model, default_device())
-    if not is_adapter(source):
-        return vllm.VllmEngine(config, tokenizer, options, dtype=dtype, base=source)
-    found = vllm.VllmEngine(config, tokenizer, options, dtype=dtype)
-    merged = load_model(model, "token", device=torch.device("cpu"), trainable=False, seed=0)
-    found.load(export_tensors(merged, dtype), 0)
-    return found
 
 
 class WorkerGenerators(ReplaceableWorkers):

@@ -17,7 +17,7 @@ from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.core.types import Head
 from posttrain.models import adapters
 from posttrain.models.loading import AUTO_CLASSES, read_config, read_model
-from posttrain.models.paths import is_adapter, resolve_base, resolve_path
+from posttrain.models.paths import base_model_path, is_adapter, resolve_path
 from posttrain.models.saving import save_model
 from posttrain.models.tokenizers import load_tokenizer
 
@@ -93,9 +93,7 @@ def use_average(model: PreTrainedModel, folder: Path) -> None:
 
 def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTrainedModel:
     """Round float32 weights once, to the types that they have in the base model."""
-    while is_adapter(folder):
-        folder = resolve_base(folder)
-    rounded = read_model(folder, head, "auto").eval()
+    rounded = read_model(base_model_path(folder), head, "auto").eval()
     rounded.load_state_dict(merged.state_dict())
     rounded.config = merged.config
     return rounded

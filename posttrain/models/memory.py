@@ -102,9 +102,7 @@ class MemoryEstimate:
 
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
     """The model as training would load it, on the meta device: all shapes, no weights."""
-    source = paths.resolve_path(config.path)
-    while paths.is_adapter(source):  # training would merge it into its base
-        source = paths.resolve_base(source)
+    source = paths.base_model_path(paths.resolve_path(config.path))  # training would merge adapters into it
     hf_config = loading.read_config(source, head)
     hf_config.pad_token_id = None  # some models search the tokens for it, which have no values here
     with torch.device("meta"), paths.loading_errors(source):

@@ -50,6 +50,13 @@ def resolve_base(source: str) -> str:
     return resolve_path(adapters.base_model_of(Path(source)))
 
 
+def base_model_path(source: str) -> str:
+    """The path of the model itself: the source, or the base model that adapters in it belong to, however stacked."""
+    while is_adapter(source):
+        source = resolve_base(source)
+    return source
+
+
 def describe_contents(folder: Path) -> str:
     """What there is instead of a model, as a sentence."""
     if not folder.is_dir():

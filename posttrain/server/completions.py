@@ -126,7 +126,7 @@ class CompletionService:
         return Response(json.dumps(await active.whole(), ensure_ascii=False), media_type="application/json")
 
     def check_queue(self, count: int) -> None:
-        room = (self.engine.slots or self.model.engine.most) + self.queue
+        room = (self.engine.slots or self.model.engine.max_slots) + self.queue
         if count > room:
             raise ApiError(400, f"{count} completions at once; this server has room for {room}", param="n")
         if len(self.engine.open) + count > room:

@@ -13,7 +13,8 @@ import torch
 from posttrain.core.types import Sample
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.scheduler import ActiveRequest, BatchScheduler, TopLogprobs
+from posttrain.engines.sampling import TopLogprobs
+from posttrain.engines.scheduler import ActiveRequest, BatchScheduler
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +108,12 @@ class EngineThread:
 
     def run(self) -> None:
         with torch.inference_mode():
-            scheduler = self.engine.session(self.max_length, self.max_tokens, self.on_token)
+            scheduler = self.engine.open_scheduler(self.max_length, self.max_tokens, self.on_token)
             self.slots = scheduler.cache.slots
             while self.exchange(scheduler):
                 self.steps += scheduler.busy
                 ended = scheduler.step() if scheduler.busy else {}
-                self.running = len(scheduler.live)
+                self.running = len(scheduler.active)
                 self.send_updates(ended)
         self.engine.sleep()
 

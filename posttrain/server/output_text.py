@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.engines.scheduler import TopLogprobs
+from posttrain.engines.sampling import TopLogprobs
 from posttrain.inference.text_stream import TextStream
 from posttrain.server.protocol import TokenLogprob, TokenText
 

@@ -37,7 +37,7 @@ from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
-from posttrain.engines.weight_probe import probe
+from posttrain.engines.weight_probe import probe_sample
 from posttrain.models import adapters as lora
 from posttrain.models import memory
 from posttrain.models.loading import compute_dtype, load_model, trainable_parameters
@@ -246,7 +246,7 @@ class Learner:
 
     def probed(self) -> list[Floats]:
         """Log-probabilities of the probe that tells whether a sampler has these weights."""
-        return self.logprobs([probe(self.model.config.get_text_config().vocab_size)])
+        return self.logprobs([probe_sample(self.model.config.get_text_config().vocab_size)])
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """What the critic expects before each counted token, 0 elsewhere."""
@@ -276,7 +276,7 @@ class Learner:
         else:
             runner = self.copied("current")
         if id(runner) not in self.engines:
-            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, leave=memory_to_come)
+            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, reserved_bytes=memory_to_come)
         return self.engines[id(runner)].generate(
             requests, sampling, between_steps=between_steps, on_completion=on_completion
         )

@@ -17,12 +17,11 @@ from posttrain.config.sections import INFLIGHT, ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample, WeightVersion
-from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
-from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, difference, probe
+from posttrain.engines.vllm.factory import engine_for_path
+from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
 from posttrain.models.loading import compute_dtype, read_config
-from posttrain.models.paths import resolve_path
-from posttrain.models.tokenizers import load_tokenizer
+from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.parallel.weight_transfer import Rendezvous, Transfer, TransferResult
 from posttrain.train.learner import Learner
 
@@ -42,7 +41,8 @@ class RolloutWorker:
         self.inflight = INFLIGHT in engine
         options = [option for option in engine[1:] if option != INFLIGHT]
         self.dtype = compute_dtype(model, default_device())
-        self.probe = probe(read_config(resolve_path(model.path), "token").get_text_config().vocab_size)
+        config = read_config(base_model_path(resolve_path(model.path)), "token")
+        self.probe = probe_sample(config.get_text_config().vocab_size)
         self.learner: Learner | None = None
         self.engine: Any = None
         if engine[0] == "local":
@@ -51,7 +51,7 @@ class RolloutWorker:
             # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
             # token is recorded with would be wrong.
             options = ["async_scheduling=false", *options] if self.inflight else options
-            self.engine = vllm_engine(model, options, template)
+            self.engine = engine_for_path(model, template, options, read_weights=False)
         self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> str:
@@ -82,7 +82,7 @@ class RolloutWorker:
         """Compare log-probabilities of the probe with the learners'; returns the difference, if it is too large."""
         with self.lock.update():
             generator: Any = self.learner or self.engine
-            found = difference([self.probe], generator.logprobs([self.probe]), expected)
+            found = mean_difference([self.probe], generator.logprobs([self.probe]), expected)
         allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
         return "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
 
@@ -210,16 +210,6 @@ def agree_by_all_reduce() -> Callable[[int], int]:
         return int(largest)
 
     return agree
-
-
-def vllm_engine(model: ModelConfig, options: Sequence[str], template: str) -> Any:
-    """Build a vLLM engine that computes in the learners' dtype."""
-    from posttrain.engines.vllm import engine as vllm
-
-    tokenizer = load_tokenizer(model)
-    apply_template(tokenizer, template)
-    config = read_config(resolve_path(model.path), "token")
-    return vllm.VllmEngine(config, tokenizer, options, dtype=compute_dtype(model, default_device()))
 
 
 def rank_in_engine() -> int:

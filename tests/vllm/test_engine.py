@@ -15,7 +15,8 @@ from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.engines.vllm.engine import VllmEngine, parsed
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.options import parse_options
 from posttrain.models import adapters
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
@@ -122,7 +123,7 @@ def test_check_sees_weights_that_did_not_arrive(both):
         with pytest.raises(PosttrainError, match=r"differ from the trainer's .* version 1"):
             engine.check(samples, expected, 1e-2)
         wrong.pop("model.norm.weight")
-        with pytest.raises(PosttrainError, match=r"none for model\.norm\.weight"):
+        with pytest.raises(PosttrainError, match=r"no tensor for model\.norm\.weight"):
             engine.load(wrong.items(), 2)
     finally:
         engine.load(weights_of(learner), 0)
@@ -182,9 +183,9 @@ def test_a_listener_that_fails_leaves_nothing_behind(both):
 
 
 def test_what_does_not_agree_with_the_trainer_is_refused(both):
-    with pytest.raises(UsageError, match=r"top_p is 0\.9 and rollout\.min_p 0\.1.*another order"):
+    with pytest.raises(UsageError, match=r"top_p is 0\.9 and min_p 0\.1.*another order"):
         both.engine.generate(requests(), Sampling(top_p=0.9, min_p=0.1))
-    with pytest.raises(UsageError, match=r"128 in all.*max_model_len"):
+    with pytest.raises(UsageError, match=r"128 tokens of prompt and.*max_model_len"):
         both.engine.generate(requests((128,)), Sampling(max_tokens=3))
 
 
@@ -198,11 +199,12 @@ def test_what_does_not_agree_with_the_trainer_is_refused(both):
 )
 def test_options_are_vllms_own(option, message):
     with pytest.raises(UsageError, match=message):
-        parsed([option])
+        parse_options([option])
 
 
 def test_options_are_read_as_vllm_reads_them():
-    read = parsed(["max_num_seqs=7", "enforce_eager=true", "enable_prefix_caching=false", "kv_cache_memory_bytes=2G"])
+    options = ["max_num_seqs=7", "enforce_eager=true", "enable_prefix_caching=false", "kv_cache_memory_bytes=2G"]
+    read = parse_options(options)
     assert read == {
         "max_num_seqs": 7,
         "enforce_eager": True,
@@ -232,8 +234,8 @@ def test_answers_of_a_group_share_their_prompt():
     engine = VllmEngine(learner.model.config, learner.tokenizer, ["block_size=32"])
     engine.load(learner.weights(), 0)
     prompt = (np.arange(100) % 90 + 8).tolist()
-    params = [engine.params(Sampling(max_tokens=3), seed, streaming=False) for seed in range(4)]
-    assert [answered.output.num_cached_tokens for answered in engine.run([prompt] * 4, params)] == [0, 96, 96, 96]
+    params = [engine.sampling_params(Sampling(max_tokens=3), seed, streaming=False) for seed in range(4)]
+    assert [progress.output.num_cached_tokens for progress in engine.run([prompt] * 4, params)] == [0, 96, 96, 96]
     engine.load(learner.weights(), 1)
     assert engine.run([prompt], params[:1])[0].output.num_cached_tokens == 0, "computed with the weights before"
     engine.close()

@@ -12,7 +12,7 @@ if importlib.util.find_spec("vllm") is None:
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.weight_probe import probe
+from posttrain.engines.weight_probe import probe_sample
 from posttrain.train.learner import Learner
 from tests.tiny import tiny_folder
 
@@ -37,7 +37,7 @@ def test_answers_under_way_go_on_with_new_weights(tmp_path):
         learner.model.config, learner.tokenizer, ["max_num_seqs=2", "block_size=32", "async_scheduling=false"]
     )
     engine.load(learner.weights(), 1)
-    looked_at = [probe(learner.model.config.vocab_size)]
+    looked_at = [probe_sample(learner.model.config.vocab_size)]
     calls = iter(range(1000))
 
     def between_steps():

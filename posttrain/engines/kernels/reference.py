@@ -1,7 +1,7 @@
-"""The small steps of decoding in plain PyTorch, for every device; kernels.py has the same names for a GPU.
+"""The kernels of a decode step in plain PyTorch, for every device; triton.py has the same functions for a GPU.
 
 Row i of every argument is slot i of the cache. Half-precision results are rounded where the stock modules round, so
-that the trainer's pass over the same tokens gives nearly the same numbers.
+that the trainer's forward pass over the same tokens gives nearly the same numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from posttrain.nn.kernels.reference import add_norm as add_norm
 from posttrain.nn.kernels.reference import gated as gated
 from posttrain.nn.kernels.reference import rotate_and_store as rotate_and_store
 
-PART = 16  # rows that attend together on a CPU
-BLOCK = 4096  # tokens of the vocabulary whose probabilities are added first
+ROWS_PER_BLOCK = 16  # rows that attend together on a CPU
+BLOCK = 4096  # tokens of the vocabulary whose probabilities are summed in float32
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed integer
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Part:
-    """Neighbouring rows that attend together, to as many keys as the longest of them has."""
+class RowBlock:
+    """Neighbouring rows that attend together, over as many keys as the longest of them has."""
 
     rows: slice
     longest: int
-    mask: torch.Tensor  # [n, 1, 1, longest]: 0 where a key is seen, else -inf
+    mask: torch.Tensor  # [n, 1, 1, longest]: 0 where a key is visible, else -inf
 
 
 def attend(
@@ -38,89 +38,89 @@ def attend(
     keys: torch.Tensor,  # [slots, capacity, kv_heads, d]
     values: torch.Tensor,
     positions: torch.Tensor,  # [n], of the newest key
-    longest: int,  # keys beyond are nobody's
+    longest: int,  # no row has more keys
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Each row's query over its own slot: [n, heads, d_value]. Each key is read once for all its query heads."""
-    parts = parts_of(positions, longest, window, query.dtype)
-    return torch.cat([attend_part(query, keys, values, part, scaling) for part in parts])
+    """Attention of each row over its own slot: [n, heads, d_value]. Each key is read once for all its query heads."""
+    blocks = row_blocks(positions, longest, window, query.dtype)
+    return torch.cat([attend_block(query, keys, values, block, scaling) for block in blocks])
 
 
-def parts_of(positions: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> list[Part]:
-    """Few rows each on a CPU, where keys that nobody sees cost as much as others; elsewhere all rows at once."""
-    count, size = len(positions), PART if positions.device.type == "cpu" else len(positions)
+def row_blocks(positions: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> list[RowBlock]:
+    """Divide rows into small blocks on a CPU, where masked keys cost as much as others; elsewhere into one block."""
+    count, size = len(positions), ROWS_PER_BLOCK if positions.device.type == "cpu" else len(positions)
     mask = torch.zeros(count, longest, dtype=dtype, device=positions.device)
-    mask = mask.masked_fill_(~visible(positions, longest, window), -torch.inf)[:, None, None]
-    parts = []
+    mask = mask.masked_fill_(~visible_mask(positions, longest, window), -torch.inf)[:, None, None]
+    blocks = []
     for first in range(0, count, size):
         most = longest if size == count else int(positions[first : first + size].max()) + 1
-        parts.append(Part(slice(first, first + size), most, mask[first : first + size, ..., :most]))
-    return parts
+        blocks.append(RowBlock(slice(first, first + size), most, mask[first : first + size, ..., :most]))
+    return blocks
 
 
-def attend_part(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, scaling: float | None
+def attend_block(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: RowBlock, scaling: float | None
 ) -> torch.Tensor:
-    """The same for the rows of one part."""
+    """Attention of the rows of one block."""
     heads, width = query.shape[1:]
     kv_heads = keys.shape[2]
-    q = query[part.rows].view(-1, kv_heads, heads // kv_heads, width)
-    k, v = (stream[part.rows][: len(q), : part.longest].transpose(1, 2) for stream in (keys, values))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=part.mask, scale=scaling).reshape(len(q), heads, -1)
+    q = query[block.rows].view(-1, kv_heads, heads // kv_heads, width)
+    k, v = (stream[block.rows][: len(q), : block.longest].transpose(1, 2) for stream in (keys, values))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling).reshape(len(q), heads, -1)
 
 
-class Bags:
-    """Attention of the same rows in float32 on a CPU: a sum of weighted values is what an embedding bag computes.
+class EmbeddingBagAttention:
+    """Attention of one decode step in float32 on a CPU, with an embedding bag as the weighted sum of values.
 
-    torch has a kernel for those that reads each value once, in order; its attention is made for many queries.
+    torch's kernel for embedding bags reads each value once, in order; its attention kernel is made for many queries.
     """
 
-    def __init__(self, parts: Sequence[Part], heads: int, values: torch.Tensor) -> None:
+    def __init__(self, blocks: Sequence[RowBlock], heads: int, values: torch.Tensor) -> None:
         _, capacity, kv_heads, _ = values.shape
-        self.parts, self.heads = parts, heads
-        self.places: list[torch.Tensor] = []  # of each head's values, [n * heads * longest]
-        self.starts: list[torch.Tensor] = []  # where the next head's begin
+        self.blocks, self.heads = blocks, heads
+        self.indices: list[torch.Tensor] = []  # of each head's values, [n * heads * longest]
+        self.starts: list[torch.Tensor] = []  # where the values of the next head begin
         head = torch.arange(heads, dtype=torch.int32) // (heads // kv_heads)
-        for part in parts:
-            rows = torch.arange(part.rows.start, part.rows.start + len(part.mask), dtype=torch.int32)
+        for block in blocks:
+            rows = torch.arange(block.rows.start, block.rows.start + len(block.mask), dtype=torch.int32)
             first = (rows[:, None] * kv_heads + head) * capacity  # [n, heads]
-            self.places.append((first[..., None] + torch.arange(part.longest, dtype=torch.int32)).view(-1))
-            self.starts.append(torch.arange(0, len(self.places[-1]), part.longest, dtype=torch.int32))
+            self.indices.append((first[..., None] + torch.arange(block.longest, dtype=torch.int32)).view(-1))
+            self.starts.append(torch.arange(0, len(self.indices[-1]), block.longest, dtype=torch.int32))
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """[n, heads, d_value]; keys and values lie in memory as [slots, kv_heads, capacity, d]."""
+        """Return [n, heads, d_value]; the memory layout of keys and values is [slots, kv_heads, capacity, d]."""
         rows, heads, width = query.shape
         kv_heads, flat = keys.shape[2], values.transpose(1, 2).flatten(0, 2)
         grouped = (query * (width**-0.5 if scaling is None else scaling)).view(rows, kv_heads, -1, width)
-        found = []
-        for part, places, starts in zip(self.parts, self.places, self.starts, strict=True):
-            k = keys[:rows][part.rows, : part.longest].permute(0, 2, 3, 1)
-            weights = torch.matmul(grouped[part.rows], k).add_(part.mask).softmax(-1)
-            found.append(F.embedding_bag(places, flat, starts, mode="sum", per_sample_weights=weights.view(-1)))
-        return torch.cat(found).view(rows, heads, -1)
+        outputs = []
+        for block, indices, starts in zip(self.blocks, self.indices, self.starts, strict=True):
+            k = keys[:rows][block.rows, : block.longest].permute(0, 2, 3, 1)
+            weights = torch.matmul(grouped[block.rows], k).add_(block.mask).softmax(-1)
+            outputs.append(F.embedding_bag(indices, flat, starts, mode="sum", per_sample_weights=weights.view(-1)))
+        return torch.cat(outputs).view(rows, heads, -1)
 
 
-def visible(positions: torch.Tensor, longest: int, window: int | None) -> torch.Tensor:
-    """True where a row's newest token may look: [n, longest]."""
+def visible_mask(positions: torch.Tensor, longest: int, window: int | None) -> torch.Tensor:
+    """True where a row's newest token attends: [n, longest]."""
     distance = positions[:, None] - torch.arange(longest, device=positions.device)
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    causal = distance >= 0
+    return causal if window is None else causal & (distance < window)
 
 
 def draw(
     logits: torch.Tensor,  # [n, V]
     temperature: float,
-    least: torch.Tensor | None,  # [n, 1]: tempered logits below it are never drawn
+    least: torch.Tensor | None,  # [n, 1]: tempered logits below it are never sampled
     seeds: torch.Tensor,  # [n]
-    places: torch.Tensor,  # [n]
+    counters: torch.Tensor,  # [n]: index of the token in its completion
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token a row and its log-probability: the place where the cumulative probability passes a random number.
+    """Sample a token per row, where the cumulative probability passes a random number; with its log-probability.
 
-    Probabilities are added in blocks, the blocks in double precision: the sum over a large vocabulary stays exact
-    enough, and little has to be computed in double precision.
+    Probabilities are summed in blocks, and the blocks in double precision: the sum over a large vocabulary stays
+    exact enough, and little is computed in double precision.
     """
     rows, vocabulary = logits.shape
     z = logits.float()
@@ -128,12 +128,12 @@ def draw(
         z = z / temperature
     if least is not None:
         z = z.masked_fill(z < least, -torch.inf)
-    mass = z.softmax(-1)  # but for the rounding of its sum, which is taken back below
+    mass = z.softmax(-1)  # sums to 1 up to rounding, which is corrected below
     whole = vocabulary // BLOCK * BLOCK
     sums = [mass[:, :whole].view(rows, -1, BLOCK).sum(-1), mass[:, whole:].sum(-1, keepdim=True)]
     by_block = torch.cat(sums, 1).double().cumsum(-1)
     total = by_block[:, -1:]
-    wanted = below(uniforms(seeds, places)[:, None] * total, total)
+    wanted = below(uniforms(seeds, counters)[:, None] * total, total)
     block = torch.searchsorted(by_block, wanted, right=True)
     before = torch.where(block > 0, by_block.gather(1, (block - 1).clamp(min=0)), 0.0)
     columns = block * BLOCK + torch.arange(BLOCK, device=z.device)
@@ -144,16 +144,16 @@ def draw(
 
 
 def below(x: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Sums and products may round up to the limit, where there is nothing left to draw."""
+    """Clip to less than the limit: sums and products may round up to it, where no token is left."""
     return torch.minimum(x, limit.nextafter(torch.zeros_like(limit)))
 
 
-def uniforms(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each (seed, place), the same whoever else is asked for: splitmix64, twice.
+def uniforms(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """A number in [0, 1) for each (seed, counter), independent of the other rows: splitmix64, applied twice.
 
-    Twice: neighbouring seeds and places must not resemble each other.
+    Twice, so that neighbouring seeds and counters give unrelated numbers.
     """
-    x = seeds * GOLDEN + places
+    x = seeds * GOLDEN + counters
     for _ in range(2):
         x = x + GOLDEN
         x = (x ^ shifted(x, 30)) * MIX_1
@@ -163,5 +163,5 @@ def uniforms(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A shift to the right that brings zeros in, which torch has for unsigned numbers only."""
+    """Shift right, filling with zeros; torch has that for unsigned integers only."""
     return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -1,11 +1,11 @@
-"""The steps of decoding as Triton kernels, with those of a layer; plain.py has the same names and says what they do.
+"""The kernels of a decode step in Triton, and those of a layer; reference.py documents the functions.
 
-Imported only where there is a GPU with Triton. A row's work is one program (or one a head), so that nothing a row
-computes depends on the others.
+Imported only where there is a GPU with Triton. A row's work is one program (or one per head), so that no result of a
+row depends on other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201, N803  (what Triton compiles follows its own habits)
+# ruff: noqa: ANN001, ANN201, N803  (Triton kernels have untyped arguments and upper-case constants)
 from __future__ import annotations
 
 import torch
@@ -17,8 +17,8 @@ from posttrain.nn.kernels.triton import gated as gated
 from posttrain.nn.kernels.triton import rotate_and_store as rotate_and_store
 
 BLOCK = 4096
-PROGRAMS = 264  # a GPU wants so many; long caches of few rows are split to get there
-SPLIT_FROM = 512  # positions that are worth a split
+PROGRAMS = 264  # that keep a GPU busy; long caches of few rows are split to reach that number
+SPLIT_FROM = 512  # positions per split, at least
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -30,7 +30,7 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     positions: torch.Tensor,
-    longest: int,  # not used: a captured graph must serve every length
+    longest: int,  # not used: a CUDA graph must serve every length
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -55,7 +55,7 @@ def attend(
 
 
 def tile(bytes_per_key: int) -> tuple[int, int, int]:
-    """(keys a turn, warps, turns in flight), as measured; what is in flight must fit the chip's own memory."""
+    """(keys per iteration, warps, pipeline stages), as measured; the stages must fit in shared memory."""
     return (64, 4, 2) if bytes_per_key <= 256 else (32, 4, 2)
 
 
@@ -105,7 +105,7 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["items", "splits"])
 def combine_kernel(partial, weights, out, items, splits, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The parts of one head's attention, each weighed by its share of the softmax."""
+    """Combine the splits of one head's attention, each weighted by its share of the softmax."""
     item, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
     most, total = -1.0e30, 0.0
@@ -123,7 +123,7 @@ def combine_kernel(partial, weights, out, items, splits, WIDTH: tl.constexpr, BL
 
 
 def draw(
-    logits: torch.Tensor, temperature: float, least: torch.Tensor | None, seeds: torch.Tensor, places: torch.Tensor
+    logits: torch.Tensor, temperature: float, least: torch.Tensor | None, seeds: torch.Tensor, counters: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -136,7 +136,7 @@ def draw(
         logits, least, largest, sums, vocabulary, blocks, temperature, TRUNCATED=truncated, BLOCK=BLOCK, num_warps=8
     )
     pick_kernel[(rows,)](
-        logits, least, largest, sums, seeds, places, tokens, logprobs, vocabulary, blocks, temperature,
+        logits, least, largest, sums, seeds, counters, tokens, logprobs, vocabulary, blocks, temperature,
         TRUNCATED=truncated, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
@@ -144,7 +144,7 @@ def draw(
 
 @triton.jit
 def tempered_block(logits, least, row, column, vocabulary, temperature, TRUNCATED: tl.constexpr):
-    """Tempered logits of a row, -inf where nothing is drawn."""
+    """Tempered logits of a row, -inf where nothing is sampled."""
     z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
     z = z / temperature
     if TRUNCATED:
@@ -166,7 +166,7 @@ def block_sums_kernel(
 
 @triton.jit
 def pick_kernel(
-    logits, least, largest, sums, seeds, places, tokens, logprobs, vocabulary, blocks, temperature,
+    logits, least, largest, sums, seeds, counters, tokens, logprobs, vocabulary, blocks, temperature,
     TRUNCATED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -176,10 +176,10 @@ def pick_kernel(
     top = tl.max(tops)
     mass = (parts * tl.exp(tops - top)).to(tl.float64)
     total = tl.sum(mass)
-    wanted = uniform(tl.load(seeds + row), tl.load(places + row)) * total
+    wanted = uniform(tl.load(seeds + row), tl.load(counters + row)) * total
     reached = tl.cumsum(mass, 0)
     found = (reached > wanted) & (mass > 0)
-    last = tl.max(tl.where(mass > 0, index, 0))  # where rounding leaves none
+    last = tl.max(tl.where(mass > 0, index, 0))  # if rounding leaves no block
     block = tl.minimum(tl.min(tl.where(found, index, BLOCKS)), last)
     wanted -= tl.sum(tl.where(index < block, mass, 0.0))
     inner = tl.arange(0, BLOCK)
@@ -193,9 +193,9 @@ def pick_kernel(
 
 
 @triton.jit
-def uniform(seed, place):
-    """As plain.uniforms."""
-    x = seed.to(tl.uint64, bitcast=True) * GOLDEN + place.to(tl.uint64, bitcast=True)
+def uniform(seed, counter):
+    """As reference.uniforms."""
+    x = seed.to(tl.uint64, bitcast=True) * GOLDEN + counter.to(tl.uint64, bitcast=True)
     for _ in tl.static_range(2):
         x = x + GOLDEN
         x = (x ^ (x >> 30)) * MIX_1

@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from posttrain.core import ops
-from posttrain.engines.kernels.reference import BLOCK, PART, Bags, attend, draw, parts_of, uniforms
+from posttrain.engines.kernels.reference import (
+    BLOCK,
+    ROWS_PER_BLOCK,
+    EmbeddingBagAttention,
+    attend,
+    draw,
+    row_blocks,
+    uniforms,
+)
 
 
 def splitmix(seed, place):
@@ -37,13 +45,13 @@ def test_random_numbers_are_even_and_independent():
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 1), (4, 1)])
 def test_attention_of_a_step_is_the_formula_row_by_row(kv_heads, group, window):
     generator = torch.Generator().manual_seed(0)
-    slots, rows, capacity, width, value_width = 2 * PART + 9, 2 * PART + 3, 24, 8, 4
+    slots, rows, capacity, width, value_width = 2 * ROWS_PER_BLOCK + 9, 2 * ROWS_PER_BLOCK + 3, 24, 8, 4
     keys = torch.randn(slots, kv_heads, capacity, width, generator=generator).transpose(1, 2)
     values = torch.randn(slots, kv_heads, capacity, value_width, generator=generator).transpose(1, 2)
     query = torch.randn(rows, kv_heads * group, width, generator=generator)
     positions = torch.randint(0, capacity - 1, (rows,), generator=generator)
     longest = int(positions.max()) + 1
-    bags = Bags(parts_of(positions, longest, window, query.dtype), kv_heads * group, values)
+    bags = EmbeddingBagAttention(row_blocks(positions, longest, window, query.dtype), kv_heads * group, values)
     both = attend(query, keys, values, positions, longest, None, window), bags.attend(query, keys, values, None)
     for row, last in enumerate(positions.tolist()):
         first = 0 if window is None else max(0, last + 1 - window)

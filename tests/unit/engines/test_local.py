@@ -10,7 +10,8 @@ from posttrain.data.packing import collate
 from posttrain.engines import local
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.decoder import FusedDecoder
-from posttrain.engines.local import LocalEngine, rung
+from posttrain.engines.executor import bucket_size
+from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 from tests.tiny import NAMES, tiny_model, tiny_tokenizer
@@ -174,12 +175,15 @@ class AsOnAGPU(LocalEngine):
             self.sizes.append(key[0])
             function()
 
-    def bucket(self, count):
-        return rung(count)
+    def allocate(self, *sizes):
+        executor = super().allocate(*sizes)
+        executor.graphs, executor.bucketed = self.eager, True
+        return executor
 
-    def prepare(self, requests, sampling):
-        super().prepare(requests, sampling)
-        self.graphs = self.eager = self.Eager()
+    @property
+    def eager(self):
+        self.__dict__.setdefault("run_eagerly", self.Eager())
+        return self.run_eagerly
 
 
 SOME_STOPS = (8, 9, 10)
@@ -187,7 +191,7 @@ SOME_STOPS = (8, 9, 10)
 
 def test_rungs():
     counts = (1, 2, 8, 9, 33, 64, 65, 129, 192, 193, 300, 385, 512, 513)
-    assert [rung(n) for n in counts] == [1, 8, 8, 32, 64, 64, 128, 192, 192, 256, 384, 512, 512, 768]
+    assert [bucket_size(n) for n in counts] == [1, 8, 8, 32, 64, 64, 128, 192, 192, 256, 384, 512, 512, 768]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])

@@ -10,7 +10,7 @@ from posttrain.core import ops
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
-from posttrain.engines.scheduler import StopTextMatcher
+from posttrain.engines.stop_text import StopTextMatcher
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -44,7 +44,7 @@ def run_in_company(engine, work, arrive_every=2):
         heard.setdefault(answer.index, []).append((answer.tokens[-1], answer.logprobs[-1]))
 
     with torch.inference_mode():
-        session = engine.session(longest=64, answer=32, hear=hear)
+        session = engine.open_scheduler(max_length=64, max_tokens=32, on_new_token=hear)
         for tick in range(10_000):
             if waiting and tick % arrive_every == 0:
                 session.submit(*waiting.pop(0))
@@ -56,12 +56,7 @@ def run_in_company(engine, work, arrive_every=2):
 
 
 def as_on_a_gpu(model, slots):
-    class Engine(AsOnAGPU):
-        def make_room(self, *room):
-            super().make_room(*room)
-            self.graphs = self.eager = self.Eager()
-
-    return Engine(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots)
+    return AsOnAGPU(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -93,7 +88,7 @@ def test_a_request_longer_than_the_room_makes_room():
     ]
     expected = [engine.generate([request], sampling)[0] for request, sampling in work]
     with torch.inference_mode():
-        session = engine.session(longest=1024, answer=64, hear=lambda _: None)
+        session = engine.open_scheduler(max_length=1024, max_tokens=64, on_new_token=lambda _: None)
         small = session.cache.capacity
         session.submit(*work[0])
         ended = session.step() | session.step()
@@ -108,7 +103,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next():
     engine = engine_for(tiny_model("llama"), slots=2)
     heard = []
     with torch.inference_mode():
-        session = engine.session(longest=64, answer=32, hear=lambda answer: heard.append(answer.index))
+        session = engine.open_scheduler(64, 32, lambda answer: heard.append(answer.index))
         for seed, prompt in enumerate(prompts((4, 5, 6, 7))):
             session.submit(GenerationRequest(prompt=prompt, seed=seed), Sampling(max_tokens=20))
         for _ in range(3):
@@ -132,7 +127,7 @@ def test_a_session_that_has_nothing_left_goes_on_with_the_next_request():
     engine = engine_for(tiny_model("llama"), slots=2)
     request, sampling = GenerationRequest(prompt=prompts((4,))[0]), Sampling(max_tokens=5)
     with torch.inference_mode():
-        session = engine.session(longest=64, answer=32, hear=lambda _: None)
+        session = engine.open_scheduler(max_length=64, max_tokens=32, on_new_token=lambda _: None)
         for _ in range(2):
             number = session.submit(request, sampling)
             session.step()
@@ -150,7 +145,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings)
     told = {}
     request = GenerationRequest(prompt=prompts((6,))[0], seed=5, top_logprobs=4)
     with torch.inference_mode():
-        session = engine.session(longest=64, answer=32, hear=lambda answer: told.update({answer.index: answer}))
+        session = engine.open_scheduler(64, 32, lambda answer: told.update({answer.index: answer}))
         session.submit(GenerationRequest(prompt=prompts((9,))[0], seed=1), Sampling(max_tokens=9, **settings))
         number = session.submit(request, Sampling(max_tokens=7, **settings))
         ended = {}
@@ -176,7 +171,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings)
 def test_ways_to_draw_do_not_pile_up():
     engine = engine_for(tiny_model("llama"), slots=2)
     with torch.inference_mode():
-        session = engine.session(longest=64, answer=32, hear=lambda _: None)
+        session = engine.open_scheduler(max_length=64, max_tokens=32, on_new_token=lambda _: None)
         for number in range(600):
             session.submit(
                 GenerationRequest(prompt=prompts((1,))[0]), Sampling(max_tokens=1, temperature=1 + number / 600)
@@ -184,7 +179,7 @@ def test_ways_to_draw_do_not_pile_up():
         ended = {}
         while session.busy:
             ended |= session.step()
-    assert len(ended) == 600 and len(session.kinds) <= 256
+    assert len(ended) == 600 and len(session.groups) <= 256
 
 
 @pytest.mark.gpu
@@ -201,7 +196,8 @@ def test_a_session_on_a_gpu(name):
         ]
         assert len(same) >= len(expected) - 1  # a last bit may put a boundary between two tokens elsewhere
         assert all(np.abs(ended[i].logprobs - expected[i].logprobs).max() < 1e-4 for i in same)
-    assert name == "gpt2" or (engine.graphs is not None and any(key[1] is None for key in engine.graphs.captured))
+    graphs = engine.executor.graphs
+    assert name == "gpt2" or (graphs is not None and any(key[1] is None for key in graphs.captured))
 
 
 TOKENIZERS = {
@@ -230,6 +226,6 @@ def test_a_stop_text_is_seen_with_the_token_that_completes_it(name, data):
     for count in range(1, len(tokens) + 1):
         tail = tokenizer.decode(tokens[max(0, count - longest - 8) : count])
         expected = any(text in tail for text in texts)
-        assert ends.complete(texts, tokens[:count]) == expected, (texts, tokens[:count])
+        assert ends.matches(texts, tokens[:count]) == expected, (texts, tokens[:count])
         if expected:
             break

@@ -7,7 +7,8 @@ import pytest
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
 from posttrain.engines.base import Sampling
-from posttrain.engines.vllm.engine import check_sampling, distinct
+from posttrain.engines.vllm.engine import distinct
+from posttrain.engines.vllm.options import check_sampling
 from posttrain.train.learner import Learner
 
 

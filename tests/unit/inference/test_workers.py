@@ -151,7 +151,8 @@ def test_what_cannot_be(engine, devices, words):
     ],
 )
 def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)  # as if it were installed
+    # As if vLLM were installed.
+    monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match=words):
         check_workers(ModelConfig(**model), engine, ClusterConfig(devices=devices), Sampling(**sampling))
 
@@ -174,7 +175,7 @@ def test_the_engine_counts_where_it_decides_the_answers(config, monkeypatch):
     assert deciding(("local",)) == {}
     assert deciding(("vllm", "max_num_seqs=4", "dtype=half")) == {"engine": "vllm dtype=half"}
     generate(config)
-    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)
+    monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match="engine was None, is 'vllm'"):
         generate(replace(config, engine=("vllm", "max_num_seqs=4"), resume=True))
 

@@ -26,7 +26,7 @@ def serving(model, *, slots=8, **options):
     """A running server with `port` and `service`."""
     asked = ServeOptions(port=0, name="pico", **options)
     asked.check()
-    model.engine.most = slots
+    model.engine.max_slots = slots
     metrics = ServerMetrics(app.METRICS | completions.METRICS)
     service = CompletionService(
         model,

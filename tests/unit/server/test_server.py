@@ -352,7 +352,7 @@ def test_a_dead_engine_is_told_to_all_who_wait():
         def broken():
             raise MemoryError("no room")
 
-        model.engine.slots.state = lambda *_: broken()
+        model.engine.executor.slots.summary = lambda *_: broken()
         rest = b"".join(iter(connection.chunk, b""))
         waiting.join(PATIENCE)
         assert b'"error"' in rest and b"the engine has failed" in rest

@@ -1,0 +1,115 @@
+"""The state of active sequences on the device. Decode steps read and write it there; the host copies it later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.core.devices import copy_to_device
+
+
+class SlotState:
+    """One row per slot. `length` counts the tokens of the completion; the last of them has not been computed yet."""
+
+    def __init__(self, count: int, max_tokens: int, device: torch.device) -> None:
+        """`max_tokens`: of a completion."""
+        self.count, self.max_tokens, self.device = count, max_tokens, device
+        self.index = torch.arange(count, device=device)
+        self.last_token = torch.zeros_like(self.index)
+        self.prompt_length = torch.zeros_like(self.index)
+        self.length = torch.ones_like(self.index)
+        self.seed = torch.zeros_like(self.index)
+        self.done = torch.ones(count, dtype=torch.bool, device=device)
+        self.limit = torch.zeros(1, dtype=torch.long, device=device)
+        # The last column takes what finished sequences write.
+        self.tokens = torch.zeros(count, max_tokens + 1, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(count, max_tokens + 1, device=device)
+        self.track_seen = False
+        self.true = torch.ones((), dtype=torch.bool, device=device)  # a CUDA graph cannot copy one from the host
+        self.seen: torch.Tensor | None = None  # [count, V]: tokens of prompt and completion, for repetition penalties
+        self.stop_tensors: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def reset(self, limit: int, penalized_vocabulary: int | None) -> None:
+        """Free all slots; completions have at most `limit` tokens. With a vocabulary, seen tokens are tracked."""
+        self.limit.fill_(limit)
+        self.length.fill_(1)
+        self.prompt_length.zero_()
+        self.done.fill_(True)
+        self.track_seen = False
+        if penalized_vocabulary is not None:
+            self.start_tracking_seen(penalized_vocabulary)
+
+    def start_tracking_seen(self, vocabulary: int) -> None:
+        self.track_seen = True
+        if self.seen is None:
+            self.seen = torch.zeros(self.count, vocabulary, dtype=torch.bool, device=self.device)
+
+    def stop_tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """Stop ids as a tensor, at the same address every time: CUDA graphs refer to it."""
+        if ids not in self.stop_tensors:
+            self.stop_tensors[ids] = torch.tensor(ids, dtype=torch.long, device=self.device)
+        return self.stop_tensors[ids]
+
+    def admit(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> torch.Tensor:
+        """Start sequences in these slots; returns the slots as a tensor."""
+        table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], [as_signed(seed) for seed in seeds]])
+        rows, prompt_length, seed = copy_to_device(table, self.device)
+        self.prompt_length[rows], self.seed[rows] = prompt_length, seed
+        self.length[rows], self.done[rows] = 0, False
+        if self.track_seen:
+            assert self.seen is not None
+            self.seen[rows] = False
+            for row, prompt in zip(slots, prompts, strict=True):
+                self.seen[row, torch.as_tensor(prompt, dtype=torch.long, device=self.device)] = True
+        return rows
+
+    def positions(self, count: int) -> torch.Tensor:
+        """Positions of the last tokens of the first `count` slots."""
+        return self.prompt_length[:count] + self.length[:count] - 1
+
+    def record(self, rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: torch.Tensor) -> None:
+        """Append sampled tokens. A finished sequence stays as it is."""
+        length, done = self.length[rows], self.done[rows]
+        column = torch.where(done, self.max_tokens, length)
+        self.tokens[rows, column] = tokens
+        self.logprobs[rows, column] = logprobs
+        length = length + (~done).long()
+        self.length[rows], self.last_token[rows] = length, tokens
+        self.done[rows] = done | (length >= self.limit) | (tokens[:, None] == stops).any(1)
+        if self.track_seen:
+            assert self.seen is not None
+            self.seen[rows, tokens] = self.true
+
+    def summary(self, count: int, newest: int) -> torch.Tensor:
+        """[1 if done, length, the newest tokens] of the first slots; shorter sequences repeat their first token."""
+        length = self.length[:count]
+        recent = (length[:, None] + torch.arange(-newest, 0, device=self.device)).clamp(min=0)
+        return torch.cat([self.done[:count, None].long(), length[:, None], self.tokens[:count].gather(1, recent)], 1)
+
+    def newest_logprobs(self, count: int) -> list[float]:
+        """Log-probabilities of the last tokens of the first `count` slots."""
+        newest = (self.length[:count] - 1).clamp(min=0)[:, None]
+        return self.logprobs[:count].gather(1, newest)[:, 0].tolist()
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move sequences to other slots; the slots that they leave are free."""
+        for stream in (
+            self.last_token,
+            self.prompt_length,
+            self.length,
+            self.seed,
+            self.done,
+            self.tokens,
+            self.logprobs,
+            self.seen,
+        ):
+            if stream is not None:
+                stream.index_copy_(0, targets, stream.index_select(0, sources))
+        self.done[sources] = True
+
+
+def as_signed(seed: int) -> int:
+    """The same 64 bits as a signed integer."""
+    seed %= 2**64
+    return seed - 2**64 if seed >= 2**63 else seed
