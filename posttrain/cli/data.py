@@ -152,10 +152,10 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Ca
 def show(report: Report, options: argparse.Namespace, console: Console) -> None:
     """Print what was found."""
     out = Printer(console)
-    for verdict, verbs in report.verdicts:
-        out.line(f"{report.name}: {verdict}", "bold")
+    for description, verbs in report.descriptions:
+        out.line(f"{report.name}: {description}", "bold")
         out.line(f"  for {', '.join(verbs)}")
-    if not report.verdicts:
+    if not report.descriptions:
         out.line(f"{report.name}: no known format", "bold")
     good = f"{report.rows:,} rows" + (f", {report.bad:,} of them bad" if report.bad else "")
     out.line(f"  {good}; {report.duplicates:,} repeat an earlier one exactly")

@@ -48,7 +48,7 @@ def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
     data, packs = None, Packs(counts=[], largest=invented_pack(config, algo))
     if config.data.train:
         data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model))
-        print(*data.train.verdicts, sep="\n")
+        print(*data.train.descriptions, sep="\n")
         packs = look_at_packs(config, algo, data)
     print(f"{verb} of {config.model.path}: {size_of(memory.model_memory(model, average=False))}\n")
     print_rows("batches", batch_ledger(config, algo, data, packs))

@@ -42,7 +42,9 @@ class Report:
 
     name: str
     kind: ExampleKind | None = None
-    verdicts: list[tuple[str, list[str]]] = field(default_factory=list)  # what it can be read as, and by which verbs
+    descriptions: list[tuple[str, list[str]]] = field(
+        default_factory=list
+    )  # what it can be read as, and by which verbs
     rows: int = 0
     duplicates: int = 0  # rows that hold the same as one before them
     encoded: int = 0  # rows that were turned into tokens; the lengths speak of these
@@ -77,9 +79,9 @@ def check_source(
     rows = (row for part in parts for row in part.scan(meter))
     try:
         start = _first_rows(rows)
-        verdicts = _verdicts(start, make_encoder)
-        report.kind = kind or next(iter(verdicts), None)
-        report.verdicts = _grouped(verdicts)
+        descriptions = _verdicts(start, make_encoder)
+        report.kind = kind or next(iter(descriptions), None)
+        report.descriptions = _grouped(descriptions)
         if report.kind is None:
             report.rows = len(start)
             _no_format(start, report)
@@ -105,21 +107,21 @@ def _verdicts(
     start: Sequence[Record | BadRecord], make_encoder: Callable[[ExampleKind], Encoder]
 ) -> dict[ExampleKind, str]:
     """What the first good row can serve as. Its format decides, be its cells right or not."""
-    verdicts: dict[ExampleKind, str] = {}
+    descriptions: dict[ExampleKind, str] = {}
     for row in (row for row in start if isinstance(row, Record)):
         for kind in VERBS:
             source = source_format(make_encoder(kind))
             understand([row], source, lambda bad: None)
             # That a conversation could also serve as a prompt goes without saying, as long as no verb asks for it.
             if source.format is not None and (VERBS[kind] or source.format.kind == kind):
-                verdicts[kind] = source.verdict
-    return verdicts
+                descriptions[kind] = source.description
+    return descriptions
 
 
-def _grouped(verdicts: dict[ExampleKind, str]) -> list[tuple[str, list[str]]]:
+def _grouped(descriptions: dict[ExampleKind, str]) -> list[tuple[str, list[str]]]:
     verbs_of: dict[str, list[str]] = {}
-    for kind, verdict in verdicts.items():
-        verbs_of.setdefault(verdict, []).extend(VERBS[kind] or ["reinforcement learning"])
+    for kind, description in descriptions.items():
+        verbs_of.setdefault(description, []).extend(VERBS[kind] or ["reinforcement learning"])
     return list(verbs_of.items())
 
 

@@ -39,7 +39,7 @@ class Dataset:
 
     rows: Any  # ExampleStore or PromptStore
     fingerprint: str
-    verdicts: list[str]
+    descriptions: list[str]
     counts: dict[str, int]
     """read: rows of the files; kept: rows here; truncated, dropped; quoted: had a control token's text, as text;
     quarantined: could not be used and were set aside."""
@@ -75,7 +75,7 @@ def load_dataset(
     sources = [source_parts(name) for name in names]  # a wrong name is said at once, not after the other files are read
     builder = PromptStoreBuilder() if encoder.kind == "prompt" else ExampleStoreBuilder(cache)
     sizes: list[int] = []
-    verdicts: list[str] = []
+    descriptions: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
     with Quarantine(quarantine, encoder.config.on_bad_example == "stop") as aside:
         for name, parts in zip(names, sources, strict=True):
@@ -94,8 +94,8 @@ def load_dataset(
                         progress(counts["read"])
                 aside.check(part, counts)
             sizes[-1] += builder.rows
-            if source.verdict:
-                verdicts.append(f"{name}: {source.verdict}")
+            if source.description:
+                descriptions.append(f"{name}: {source.description}")
             if weights and not sizes[-1]:
                 raise DataError(f"{name}: no rows are left of it, so it cannot be mixed with the others")
     if not builder.rows:
@@ -104,7 +104,7 @@ def load_dataset(
             f"than data.max_length = {encoder.config.max_length}"
         )
     mixture = Mixture(tuple(sizes), tuple(weights), encoder.config.repeat) if weights else None
-    return _dataset(builder.finish(), verdicts, counts, mixture)
+    return _dataset(builder.finish(), descriptions, counts, mixture)
 
 
 def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
@@ -112,12 +112,12 @@ def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
     from posttrain.data.indexed_dataset import load_indexed, load_indexed_prompts
 
     if encoder.kind == "prompt":
-        prompts, counts, verdict = load_indexed_prompts(name, encoder, max_rows)
-        return _dataset(prompts, [verdict], {**counts, "quarantined": 0}, None)
+        prompts, counts, description = load_indexed_prompts(name, encoder, max_rows)
+        return _dataset(prompts, [description], {**counts, "quarantined": 0}, None)
     config = encoder.config
     limits: dict[str, Any] = {"max_tokens": config.max_length, "on_long": config.on_overlong, "max_rows": max_rows}
     rows = load_indexed(name, encoder.kind, encoder.vocab_size, bos_id=encoder.bos_id, **limits)
-    return _dataset(rows, [rows.verdict], {**rows.counts, "quarantined": 0}, None)
+    return _dataset(rows, [rows.description], {**rows.counts, "quarantined": 0}, None)
 
 
 def source_format(encoder: Encoder) -> SourceFormat:
@@ -237,12 +237,12 @@ class Quarantine:
 
 
 def _dataset(
-    rows: ExampleStore | PromptStore, verdicts: list[str], counts: dict[str, int], mixture: Mixture | None
+    rows: ExampleStore | PromptStore, descriptions: list[str], counts: dict[str, int], mixture: Mixture | None
 ) -> Dataset:
     fingerprint = rows.fingerprint()
     if mixture is not None:
         fingerprint = hashlib.sha256(f"{fingerprint} {mixture}".encode()).hexdigest()
-    return Dataset(rows, fingerprint, verdicts, {**counts, "kept": len(rows)}, mixture)
+    return Dataset(rows, fingerprint, descriptions, {**counts, "kept": len(rows)}, mixture)
 
 
 def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -268,8 +268,8 @@ def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
             raise UsageError(f"data.eval {fraction} leaves no rows of a source to train on; name files")
         mixture = replace(mixture, sizes=left)
     return (
-        _dataset(rows.subset(np.flatnonzero(~is_aside)), dataset.verdicts, dataset.counts, mixture),
-        _dataset(rows.subset(np.flatnonzero(is_aside)), dataset.verdicts, dataset.counts, None),
+        _dataset(rows.subset(np.flatnonzero(~is_aside)), dataset.descriptions, dataset.counts, mixture),
+        _dataset(rows.subset(np.flatnonzero(is_aside)), dataset.descriptions, dataset.counts, None),
     )
 
 
@@ -298,7 +298,7 @@ class ExampleStream:
         self.seed = seed
         self.shuffle = shuffle
         self.mixture = mixture
-        self.rows_per_epoch = len(rows) if mixture is None else mixture.rows
+        self.rows_per_epoch = len(rows) if mixture is None else mixture.examples
         self.position = 0
         self._order = (-1, np.arange(0))  # epoch, and its order
 

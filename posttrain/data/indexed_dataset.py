@@ -365,7 +365,7 @@ class IndexedExamples(ExampleStore):
         self.chosen = np.arange(len(table.numbers)) if chosen is None else chosen
         self._held = None
         documents = ", documents of packed rows apart" if streams[0].packed else ""
-        self.verdict = f"{files.name}: indexed {files.kind}: {', '.join(files.readers)}{documents}"
+        self.description = f"{files.name}: indexed {files.kind}: {', '.join(files.readers)}{documents}"
 
     def subset(self, rows: npt.ArrayLike) -> IndexedExamples:
         """Some of the rows, in the order given; nothing is copied."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.data.reading.examples import Message, turn
+from posttrain.data.reading.cells import make_message
+from posttrain.data.reading.examples import Message
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.model import CONDITION, InferenceModel, check_sampling, conditioned, has_position_table
 from posttrain.inference.text_stream import TextStream, visible
@@ -92,12 +93,12 @@ class Conversation:
 
     def messages(self, first: int, options: ChatOptions, question: str | None = None) -> list[Message]:
         """From turn number `first` on; with a question at the end, as it is asked."""
-        told = [turn("system", options.system)] if options.system else []
+        told = [make_message("system", options.system)] if options.system else []
         for asked, answered in self.turns[first:]:
-            told += [turn("user", asked), turn("assistant", answered)]
+            told += [make_message("user", asked), make_message("assistant", answered)]
         if question is None:
             return told
-        told.append(turn("user", question))
+        told.append(make_message("user", question))
         if options.condition is not None:
             return conditioned(told, options.condition, options.condition_template)
         return told

@@ -12,8 +12,9 @@ from typing import Any
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.files import atomic_write
 from posttrain.core.jsonl import as_lines
+from posttrain.data.reading.cells import prompt_of, text_of
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.examples import ChatExample, Message, prompt_of, text_of
+from posttrain.data.reading.examples import ChatExample, Message
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.records import Record
 from posttrain.data.reading.sources import read_records
@@ -73,7 +74,7 @@ def answer_of(row: Record, source: SourceFormat, keys: KeyMap) -> Answer:
     renamed = keys.apply(row)
     values = renamed.values
     if "prompt" in values and isinstance(values.get("completion"), str):  # what a model said: nothing, at times
-        prompt = prompt_of(renamed, "prompt", tools_too=True)
+        prompt = prompt_of(renamed, "prompt", allow_tools=True)
         text = text_of(renamed, "completion", values["completion"])
         return Answer(
             prompt=prompt, plain=isinstance(values["prompt"], str), text=text, row=row.values, origin=row.origin

@@ -107,7 +107,7 @@ class Run:
                 start_step=start if config.resume else None,
             )
             stack.enter_context(log)
-            for line in (*data.train.verdicts, *describe(config, data, folder.path)):
+            for line in (*data.train.descriptions, *describe(config, data, folder.path)):
                 log.message(line)
             if too_long:
                 log.warn(too_long)

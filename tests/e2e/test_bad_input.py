@@ -73,7 +73,7 @@ LONG = {"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant"
 NULL = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": None}]}
 ROWS = {
     "a missing column": ([GOOD, {"mesages": GOOD["messages"]}], (), ["d.jsonl:2: messages: missing column"]),
-    "no column that is known": ([{"foo": 1}], (), ["d.jsonl:1: columns found: foo", "chat: messages"]),
+    "no column that is known": ([{"foo": 1}], (), ["d.jsonl:1: no known format has the columns foo", "chat: messages"]),
     "a null": ([GOOD, NULL], (), ["d.jsonl:2: messages[1].content: null"]),
     "a null column": ([GOOD, GOOD, {"messages": None}], (), ["d.jsonl:3: messages: null"]),
     "an empty file": ([], (), ["d.jsonl: the file has no examples"]),
@@ -86,7 +86,7 @@ ROWS = {
         ("--data.max_length", 32, "--data.on_overlong", "drop"),
         ["d.jsonl: no rows", "1 dropped"],
     ),
-    "pairs": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), ["d.jsonl:1: this is preference", "dpo"]),
+    "pairs": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), ["d.jsonl:1: the format is preference", "dpo"]),
 }
 
 
@@ -130,7 +130,7 @@ def test_missing_files(refused):
 
 
 def test_pairs_are_wanted(refused):
-    words = ["chat.jsonl:1: this is chat", "Formats for reward, dpo"]
+    words = ["chat.jsonl:1: the format is chat", "Formats for reward, dpo"]
     refused(1, words, "dpo", "--model.path", "pico", "--data.train", "chat.jsonl", "--output_dir", "run")
 
 

@@ -123,7 +123,7 @@ class Encoder:
                 answers = (example.chosen, example.rejected)
                 return [self._answered(prompt, answer, example.plain, example.origin) for answer in answers]
             case LabelledExample():
-                return [self._answered(example.prompt, example.answer, example.plain, example.origin)]
+                return [self._answered(example.prompt, example.completion, example.plain, example.origin)]
             case StepwiseExample():
                 return [self._steps(example)]
         raise AssertionError(f"unknown kind of example: {example}")

@@ -15,8 +15,9 @@ from posttrain.core.types import ExampleKind, Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
 from posttrain.data.preprocessing.indexed import Numbers, token_dtype
 from posttrain.data.preprocessing.sentences import sentences
+from posttrain.data.reading.cells import cell_error, filled_text
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.examples import ChatExample, Example, Message, TextExample, fault, filled_text
+from posttrain.data.reading.examples import ChatExample, Example, Message, TextExample
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.records import Record
 
@@ -261,7 +262,7 @@ class GeneralPretrainHandler(Handler):
 
     def _text(self, record: Record, key: str) -> str:
         if key not in record.values:
-            raise fault(record, key, f"missing column; the columns are {', '.join(record.values)}")
+            raise cell_error(record, key, f"missing column; the columns are {', '.join(record.values)}")
         return filled_text(record, key, record.values[key], "text")
 
 
@@ -326,7 +327,7 @@ class R1AlpacaStyleInstructionHandler(Handler):
         columns = {"input_ids": samples[0].tokens, "labels": self._plain(example.messages[-1]["content"])}
         for key in self.extra_keys:
             if record.values.get(key) is None:
-                raise fault(record, key, "missing column, but dataset_additional_keys names it")
+                raise cell_error(record, key, "missing column, but dataset_additional_keys names it")
             value = record.values[key]
             columns[key] = self._plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         return columns

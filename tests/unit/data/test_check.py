@@ -28,7 +28,7 @@ def write(tmp_path, rows, name="rows.jsonl"):
 
 def test_format_counts_and_trainers(tmp_path):
     report = check_source(write(tmp_path, [PAIR, PAIR, {**PAIR, "id": 7}, {**PAIR, "prompt": "r"}]), maker())
-    (verdict, verbs) = report.verdicts[0]
+    (verdict, verbs) = report.descriptions[0]
     assert verdict == "preference: prompt, chosen, rejected" and {"dpo", "kto"} <= set(verbs)
     assert (report.kind, report.rows, report.bad, report.duplicates) == ("pair", 4, 0, 2)
     assert len(report.lengths) == 8 and report.encoded == 4
@@ -65,7 +65,7 @@ def test_a_first_row_that_cannot_be_read_decides_nothing(tmp_path):
 def test_columns_that_nobody_knows(tmp_path):
     file = write(tmp_path, [{"foo": 1, "bar": 2}])
     report = check_source(file, maker())
-    assert report.kind is None and report.verdicts == []
+    assert report.kind is None and report.descriptions == []
     assert report.problems == [f"{file}:1: columns found: foo, bar; no known format has these"]
 
 

@@ -71,7 +71,7 @@ def test_pair_shares_its_prompt_and_masks_both_answers():
 @pytest.mark.parametrize("label", [1.0, 0.0])
 def test_labelled(label):
     made = encoder("labelled")
-    [sample] = made.encode(LabelledExample(origin="f:1", prompt=QUESTION, answer=bot("good"), label=label))
+    [sample] = made.encode(LabelledExample(origin="f:1", prompt=QUESTION, completion=bot("good"), label=label))
     assert trained(made, sample) == "good<|im_end|>" and sample.label == label
 
 
@@ -214,7 +214,7 @@ def test_load_counts_and_verdicts(tmp_path):
     heard = []
     data = load_dataset(files, encoder("pair", max_length=125, on_overlong="drop"), None, heard.append)
     assert data.counts == {"read": 30, "kept": 20, "truncated": 0, "dropped": 10, "quoted": 1, "quarantined": 0}
-    assert data.verdicts == [f"{file}: preference: prompt, chosen, rejected" for file in files]
+    assert data.descriptions == [f"{file}: preference: prompt, chosen, rejected" for file in files]
     assert heard == [20, 30]
     assert [sample.group for row in data.rows for sample in row] == [i for i in range(20) for _ in "ab"]
     assert data.rows[1][0].origin == f"{files[0]}:2" and data.rows[-1][1].origin == f"{files[1]}:9"
@@ -278,7 +278,7 @@ def test_without_quarantine_the_first_bad_row_stops(tmp_path):
 @pytest.mark.parametrize("how", ["stop", "quarantine"])
 def test_a_file_of_which_all_rows_are_bad_is_an_error(tmp_path, how):
     good, bad = write(tmp_path, [GOOD] * 3), write(tmp_path, [{"prompt": "a", "completion": ""}] * 3, "bad.jsonl")
-    with pytest.raises(DataError, match=r"bad.jsonl.*completion: empty response"):
+    with pytest.raises(DataError, match=r"bad.jsonl.*completion: empty completion"):
         load_dataset([good, bad], encoder("chat", on_bad_example=how))
 
 

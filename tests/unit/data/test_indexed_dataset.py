@@ -86,7 +86,7 @@ def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_toke
 def test_a_choice_of_rows(tmp_path):
     _, prefix = written(tmp_path, "AlpacaStyleInstructionHandler", CHAT, seq_length=60, neat_pack=True)
     rows = load_indexed(prefix, "chat", len(PICO))
-    assert "documents of packed rows apart" in rows.verdict and len(rows[0]) > 1
+    assert "documents of packed rows apart" in rows.description and len(rows[0]) > 1
     some = rows.subset([3, 1])
     assert plain(some) == plain([rows[3], rows[1]]) and [sample.group for sample in some[1]] == [1] * len(rows[1])
     assert some.lengths().tolist() == [len(sample) for row in some for sample in row]
@@ -132,7 +132,7 @@ def test_prompts_for_reinforcement_learning(tmp_path):
     assert [row[0].tokens.tolist() for row in indexed.rows] == [row[0].tokens.tolist() for row in direct.rows]
     assert [row[0].columns for row in indexed.rows] == [{"labels": r["output"], "level": r["level"]} for r in rows]
     assert indexed.rows[2][0].origin == f"{prefix}:2" and "5" not in indexed.rows[0][0].messages[0]["content"]
-    assert indexed.verdicts == [f"{prefix}: indexed prompt: input_ids, labels, level"]
+    assert indexed.descriptions == [f"{prefix}: indexed prompt: input_ids, labels, level"]
     assert len(load_dataset([prefix], encoder, max_rows=3).rows) == 3
     longest = len(direct.rows[3][0].tokens)
     with pytest.raises(DataError, match=r"out:\d+: the prompt has .* cannot be truncated"):

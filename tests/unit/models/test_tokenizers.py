@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.examples import ChatExample, turn
+from posttrain.data.reading.cells import make_message
+from posttrain.data.reading.examples import ChatExample
 from posttrain.models.tokenizers import load_tokenizer
 from tests.unit.data.made import byte_level
 
@@ -43,7 +44,7 @@ def test_qwen_has_its_control_tokens_after_the_vocabulary(tmp_path):
     assert len(tokenizer("1234")["input_ids"]) == 4  # digits by themselves
 
     encoder = Encoder(tokenizer, DataConfig(chat_template="qwen_r1"), "chat", vocab_size=len(tokenizer))
-    chat = ChatExample(origin="f:1", messages=[turn("user", "Hello"), turn("assistant", "Hi!")])
+    chat = ChatExample(origin="f:1", messages=[make_message("user", "Hello"), make_message("assistant", "Hi!")])
     [sample] = encoder.encode(chat)
     assert tokenizer.decode(sample.tokens[sample.mask]) == "Hi!<|im_end|>"
     tokenizer.save_pretrained(tmp_path / "saved")

@@ -85,11 +85,11 @@ def test_other_columns_flow_on():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("{", "cannot be read as JSON: .*: {"),
+        ("{", "not valid JSON .*: {"),
         ("[1]", "expected {.our column"),
-        ('{"prompt": 3}', "prompt: expected the name of a column, found 3"),
-        ('{"tags": {"rol_tag": "x"}}', "no such tag 'rol_tag'; known are role_tag, content_tag"),
-        ('{"tags": 3}', "no such tag 'tags'"),
+        ('{"prompt": 3}', "prompt: expected a column name, found 3"),
+        ('{"tags": {"rol_tag": "x"}}', "unknown tag 'rol_tag'; known are role_tag, content_tag"),
+        ('{"tags": 3}', "unknown tag 'tags'"),
     ],
 )
 def test_wrong_maps(keys, message):
@@ -101,7 +101,9 @@ def test_wrong_maps(keys, message):
 def test_a_missing_column_is_named(their):
     keys = json.dumps({"prompt": their})
     columns = "q, reward_model, a"
-    message = f'f.jsonl:1: {their}: no such column, but data.map_keys has "prompt": "{their}"; columns: {columns}'
+    message = (
+        f'f.jsonl:1: {their}: no such column, but data.map_keys has "prompt": "{their}"; the columns are {columns}'
+    )
     with pytest.raises(DataError) as caught:
         read("prompt", {"q": 1, "reward_model": {"ground_truth": 3}, "a": {"b": 2}}, map_keys=keys)
     assert str(caught.value) == message

@@ -25,7 +25,7 @@ def read(kind, *rows, map_keys=""):
     examples = [
         example for line, values in enumerate(rows, 1) for example in source.examples(Record(values, f"f.jsonl:{line}"))
     ]
-    return source.verdict, examples
+    return source.description, examples
 
 
 def refusal(kind, *rows):
@@ -109,7 +109,7 @@ def test_the_right_option_in_other_words_and_questions_that_have_none():
 def test_conversations_serve_as_prompts_with_a_known_answer(verdict):
     values, messages = CHATS[verdict]
     found, [example] = read("prompt", values)
-    assert found == verdict + "; the last answer is not shown and kept as ground_truth"
+    assert found == verdict + "; the last completion is removed and kept as ground_truth"
     assert isinstance(example, PromptExample) and example.prompt == messages[:-1]
     truth = "1" if verdict.startswith("GSM8K") else messages[-1]["content"]
     assert example.columns == {**values, "ground_truth": truth}
@@ -246,7 +246,7 @@ def test_pairs_and_their_use_as_labelled_examples(verdict):
 
     found, examples = read("labelled", values)
     assert found == verdict
-    assert [(type(e), e.prompt, e.answer, e.label) for e in examples] == [
+    assert [(type(e), e.prompt, e.completion, e.label) for e in examples] == [
         (LabelledExample, prompt, [bot("good")], 1.0),
         (LabelledExample, prompt, [bot("bad")], 0.0),
     ]
@@ -263,10 +263,10 @@ def test_hh_quirks_of_the_real_files():
 def test_labels(label, number):
     verdict, [example] = read("labelled", {"messages": [user("a"), bot("b"), user("q"), bot("x")], "label": label})
     assert verdict == "labelled chat: messages, label"
-    assert (example.prompt, example.answer, example.label) == ([user("a"), bot("b"), user("q")], [bot("x")], number)
+    assert (example.prompt, example.completion, example.label) == ([user("a"), bot("b"), user("q")], [bot("x")], number)
     verdict, [example] = read("labelled", {"prompt": "q", "completion": "x", "label": label})
     assert verdict == "labelled completion: prompt, completion, label"
-    assert (example.prompt, example.answer, example.label, example.plain) == ([user("q")], [bot("x")], number, True)
+    assert (example.prompt, example.completion, example.label, example.plain) == ([user("q")], [bot("x")], number, True)
 
 
 STEPS = {
@@ -309,19 +309,26 @@ def test_processbench_leaves_out_what_follows_the_first_error(label, labels):
 
 def test_a_file_for_other_verbs_says_which():
     message = refusal("chat", {"prompt": "q", "chosen": "a", "rejected": "b"})
-    assert message.startswith("f.jsonl:1: this is preference: prompt, chosen, rejected; data for reward, dpo")
+    assert message.startswith(
+        "f.jsonl:1: the format is preference: prompt, chosen, rejected, which is data for reward, dpo"
+    )
     assert "Formats for sft, distill:" in message and "Alpaca: instruction, output" in message
     # Labels say that some answers are bad: not to be learned by imitation.
     assert "data for kto" in refusal("chat", {"messages": [user("q"), bot("a")], "label": False})
     assert "data for prm" in refusal("text", {"problem": "q", "steps": ["a"], "label": 0})
     assert "data for sft" in refusal("pair", {"question": "q", "answer": "a"})
-    assert "this is verl: prompt, reward_model, extra_info; data for reinforcement learning." in refusal("chat", VERL)
+    assert "the format is verl: prompt, reward_model, extra_info, which is data for reinforcement learning." in refusal(
+        "chat", VERL
+    )
     assert "Formats for reinforcement learning:\n" in refusal("prompt", {"text": "t"})
 
 
 def test_unknown_and_ambiguous_columns_are_never_guessed():
     message = refusal("chat", {"query": "q", "reply": "a"})
-    assert "columns found: query, reply" in message and "prompt and completion: prompt, completion" in message
+    assert (
+        "no known format has the columns query, reply" in message
+        and "prompt and completion: prompt, completion" in message
+    )
     message = refusal("chat", {"prompt": "q", "completion": "a", "messages": [user("q"), bot("a")]})
     assert "ambiguous columns: chat: messages or prompt and completion: prompt, completion" in message
 
@@ -330,7 +337,7 @@ def test_every_row_must_have_the_format_of_the_first():
     good = {"prompt": "q", "completion": "a"}
     message = refusal("chat", good, {"prompt": "q"})
     verdict = "prompt and completion: prompt, completion"
-    assert message == f"f.jsonl:2: completion: missing column; the first row was {verdict}"
+    assert message == f"f.jsonl:2: completion: missing column; the first example was {verdict}"
     assert "f.jsonl:2: " in refusal("chat", good, {**good, "messages": []})
     assert "f.jsonl:3: prompt: missing column" in refusal("chat", good, good, {"messages": [user("q"), bot("a")]})
     assert len(read("chat", good, {**good, "id": 3})[1]) == 2
@@ -344,7 +351,7 @@ def test_every_row_must_have_the_format_of_the_first():
         ("text", {"text": " \n"}, "text: empty text"),
         ("chat", {"prompt": None, "completion": "a"}, "prompt: null"),
         ("chat", {"prompt": "", "completion": "a"}, "prompt: empty prompt"),
-        ("chat", {"prompt": "q", "completion": " "}, "completion: empty response"),
+        ("chat", {"prompt": "q", "completion": " "}, "completion: empty completion"),
         ("chat", {"prompt": "q", "completion": {"a": 1}}, "completion: the message has no 'role'"),
         ("chat", {"prompt": "q", "completion": [user("a")]}, "completion: expected the assistant's message"),
         ("chat", {"prompt": [bot("q")], "completion": "a"}, "prompt: the last message of a prompt"),
@@ -352,34 +359,42 @@ def test_every_row_must_have_the_format_of_the_first():
         ("chat", {"messages": []}, "messages: empty list"),
         ("chat", {"messages": [user("q"), "a"]}, "messages[1]: expected a message"),
         ("chat", {"messages": [user("q")]}, "messages: the last message must be the assistant's, not the user's"),
-        ("chat", {"messages": [user("q"), bot("")]}, "messages[1]: empty response"),
+        ("chat", {"messages": [user("q"), bot("")]}, "messages[1]: empty completion"),
         ("chat", {"messages": [user("q"), bot(None)]}, "messages[1].content: null"),
         ("chat", {"messages": [{"role": "alien", "content": "q"}]}, "messages[0].role: unknown role 'alien'"),
         ("chat", {"messages": [user("q"), {**bot("a"), "tool_calls": [1]}]}, "messages[1].tool_calls[0]: expected a"),
         ("chat", {"messages": [user("q"), {**bot("a"), "tool_calls": 1}]}, "messages[1].tool_calls: expected a list"),
-        ("chat", {"messages": [{**user("q"), "tool_calls": [1]}, bot("a")]}, "messages[0]: tool_calls are for the"),
+        (
+            "chat",
+            {"messages": [{**user("q"), "tool_calls": [1]}, bot("a")]},
+            "messages[0]: only messages of the assistant",
+        ),
         (
             "chat",
             {"messages": [user("q"), {**bot(""), "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "messages[1].tool_calls[0].arguments: cannot be read as JSON",
         ),
         ("chat", {"messages": [user("q"), bot("a")], "tools": "x"}, "tools: cannot be read as JSON"),
-        ("chat", {"messages": [user("q"), bot("a")], "tools": [3]}, "tools: expected a list of definitions"),
-        ("labelled", {"messages": [user("q"), bot("a")], "label": 1, "tools": [{}]}, "tools: definitions of tools"),
+        ("chat", {"messages": [user("q"), bot("a")], "tools": [3]}, "tools: expected a list of tool definitions"),
+        (
+            "labelled",
+            {"messages": [user("q"), bot("a")], "label": 1, "tools": [{}]},
+            "tools: this format does not support",
+        ),
         (
             "chat",
             {"messages": [user([{"type": "image", "url": "x"}]), bot("a")]},
-            "messages[0].content[0]: a part of type 'image'; only text can be used",
+            "messages[0].content[0]: a part of type 'image'; only text is supported",
         ),
         ("chat", {"messages": [user([{"type": "text"}]), bot("a")]}, "messages[0].content[0]: null"),
         ("prompt", {"prompt": [user("q"), bot("a")]}, "prompt: the last message of a prompt"),
         ("prompt", {"prompt": None}, "prompt: null"),
-        ("prompt", {"question": "q", "answer": "no number ####"}, 'answer: nothing comes after "####"'),
+        ("prompt", {"question": "q", "answer": "no number ####"}, 'answer: no text after "####"'),
         ("chat", {"conversations": [{"from": "gpt"}]}, "conversations[0]: the message has no 'value'"),
         ("chat", {"instruction": "i", "output": None}, "output: null"),
         ("chat", {"instruction": " ", "output": "a"}, "instruction: empty prompt"),
         ("chat", {"instruction": "i", "output": "a", "history": 3}, "history: expected a list"),
-        ("chat", {"instruction": "i", "output": "a", "history": [["q"]]}, "history[0]: expected a list of [question"),
+        ("chat", {"instruction": "i", "output": "a", "history": [["q"]]}, "history[0]: expected a list of [prompt"),
         ("pair", {"prompt": "q", "chosen": "a", "rejected": None}, "rejected: null"),
         ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "x"}, "margin: expected a number"),
         ("pair", {"instruction": "q", "output": ["a"]}, "output: expected [chosen, rejected]"),
@@ -389,10 +404,10 @@ def test_every_row_must_have_the_format_of_the_first():
             {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"},
             "rejected: does not begin with the same prompt as chosen",
         ),
-        ("pair", {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}, "chosen: expected a prompt and then"),
+        ("pair", {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}, "chosen: expected a prompt followed"),
         ("labelled", {"prompt": "q", "completion": "a", "label": 0.5}, "label: expected true/false or 0/1, found 0.5"),
         ("labelled", {"prompt": "q", "completion": "a", "label": None}, "label: null"),
-        ("labelled", {"messages": [user("q"), bot(" ")], "label": 1}, "messages[1]: empty response"),
+        ("labelled", {"messages": [user("q"), bot(" ")], "label": 1}, "messages[1]: empty completion"),
         ("stepwise", {"prompt": "q", "completions": ["a"], "labels": [1, 0]}, "labels: 2 labels for 1 completions"),
         ("stepwise", {"prompt": "q", "completions": ["a"], "labels": [1.5]}, "labels[0]: expected true/false"),
         ("stepwise", {"prompt": "q", "completions": ["a "], "labels": [float("nan")]}, "labels[0]: expected"),
@@ -407,7 +422,11 @@ def test_every_row_must_have_the_format_of_the_first():
         ("chat", {"question": "q", "choices": ["x", "y"], "answer": True}, "answer: is True"),
         ("chat", {"question": "q", "choices": ["x"], "answer": 0}, "choices: must be a list of 2 to 10 options"),
         ("chat", {"question": "q", "A": "x", "B": " ", "answer": "A"}, "B: an option is empty"),
-        ("chat", {"question": "q", "A": "x", "B": "y", "D": "z", "answer": "A"}, "A: the options are A, B, D: one"),
+        (
+            "chat",
+            {"question": "q", "A": "x", "B": "y", "D": "z", "answer": "A"},
+            "A: the options are A, B, D: an option",
+        ),
     ],
 )
 def test_faults_name_line_column_and_reason(kind, values, message):
@@ -416,7 +435,7 @@ def test_faults_name_line_column_and_reason(kind, values, message):
 
 def test_every_kind_has_formats_and_verbs():
     for kind in VERBS:
-        assert any(form.serves(kind) for form in FORMATS)
+        assert any(form.provides(kind) for form in FORMATS)
 
 
 COLUMNS = sorted({column for form in FORMATS for column in (*form.columns, *form.optional, "tools", "x")})
@@ -440,7 +459,7 @@ CELLS = st.recursive(
 
 @pytest.mark.parametrize("kind", VERBS)
 def test_random_rows_give_examples_or_one_clear_refusal(kind):
-    forms = [form for form in FORMATS if form.serves(kind)]
+    forms = [form for form in FORMATS if form.provides(kind)]
 
     @settings(max_examples=150, deadline=None)
     @given(st.sampled_from(forms), st.lists(CELLS, min_size=8), st.sets(st.sampled_from(COLUMNS), max_size=2))

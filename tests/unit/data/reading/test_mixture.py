@@ -14,7 +14,7 @@ from posttrain.train.learner_group import LearnerGroup
 
 def test_the_first_to_run_out_ends_the_epoch():
     mixture = Mixture((100, 1000), (0.5, 0.5))
-    assert mixture.counts == (100, 100) and mixture.rows == 200
+    assert mixture.counts == (100, 100) and mixture.examples == 200
     assert Mixture((100, 1000), (1, 4)).counts == (100, 400)
     assert Mixture((1000, 10), (0.9, 0.1)).counts == (90, 10)
 
@@ -26,7 +26,7 @@ def test_with_repeat_the_others_start_again():
 
 def test_an_epoch_without_end_is_refused():
     with pytest.raises(UsageError, match="an epoch would have"):
-        _ = Mixture((10**6, 10), (1e-6, 1.0), repeat=True).rows
+        _ = Mixture((10**6, 10), (1e-6, 1.0), repeat=True).examples
 
 
 sources = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 5)), min_size=1, max_size=4)
