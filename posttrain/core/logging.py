@@ -65,8 +65,8 @@ def memory_gib() -> float:
     """Most memory held so far: of the accelerator if there is one, else of this process."""
     torch = sys.modules.get("torch")  # whoever has a model has imported it
     if torch is not None and torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != "mps":
-        replay = sys.modules.get("posttrain.nn.training_graphs")
-        held = replay.memory_held() if replay is not None else 0
+        graphs = sys.modules.get("posttrain.nn.training_graphs")
+        held = graphs.graph_memory_bytes() if graphs is not None else 0
         return float(torch.accelerator.max_memory_allocated() + held) / 2**30
     status = Path("/proc/self/status")
     if status.exists():
