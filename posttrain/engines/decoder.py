@@ -149,7 +149,7 @@ class FusedDecoder:
                 heads, total = heads[wanted], total[wanted]
             x = layer.out(heads.flatten(1))
             normed, total = kernels.add_norm(x, total, next_norm.weight, next_norm.variance_epsilon)
-            x = layer.down(kernels.gated(layer.gate_up(normed)))
+            x = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
         return kernels.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
 
     def pack(self) -> None:

@@ -35,7 +35,8 @@ from posttrain.models import adapters, loading, paths
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
-from posttrain.nn.layers import MASTER, PlainHead, use_fused_layers
+from posttrain.nn.layers import MASTER, use_fused_layers
+from posttrain.nn.lm_head import FusedHead
 from posttrain.nn.optimizer import accumulate_into
 from posttrain.parallel.expert import experts_of
 
@@ -283,7 +284,7 @@ def runner_on_meta(model: Any, kernels: bool, sharded: bool) -> ModelRunner:
     if not kernels:
         return ModelRunner(model, varlen_kernel=False)
     use_fused_layers(model, meta, join_weights=not sharded)
-    return ModelRunner(model, varlen_kernel=False, plain_head=PlainHead.from_model(model, meta))
+    return ModelRunner(model, varlen_kernel=False, fused_head=FusedHead.from_model(model, meta))
 
 
 def tensor_fields(values: Any) -> dict[str, torch.Tensor]:

@@ -1,8 +1,7 @@
-"""One forward pass over a pack, and the one place where logits and tokens are shifted against each other."""
+"""The forward pass over a micro-batch; the only place that aligns logits with the tokens that they predict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -14,11 +13,12 @@ import torch.nn.functional as F
 
 from posttrain.core import ops
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import ForwardRequest, MicroBatch, Objective, Outputs, Sample
+from posttrain.core.types import ForwardRequest, MicroBatch, Outputs, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
-from posttrain.nn.layers import PlainHead, Slopes, use_fused_layers
+from posttrain.nn.layers import use_fused_layers
+from posttrain.nn.lm_head import EarlyGradients, FusedHead, to_stream
 from posttrain.nn.training_graphs import TrainingGraphs
 from posttrain.parallel.context import ContextGroup, OwnedPositions
 
@@ -27,30 +27,31 @@ TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device i
 
 @dataclass(slots=True, eq=False)
 class ModelRunner:
-    """A model as the forward pass sees it: its layers, its head, and how its attention is run."""
+    """A Hugging Face model and how its packed forward pass runs: the kernels for attention, layers and head."""
 
     model: Any
     varlen_kernel: bool
     shares_prefixes: bool = False  # whether shared prefixes may be computed once; set by verify_against_stock
-    value_head: torch.nn.Linear | None = None  # on a language model that is its own critic
-    plain_head: PlainHead | None = None  # where there are kernels for the head's log-probabilities
+    value_head: torch.nn.Linear | None = None  # of a language model that is also the critic
+    fused_head: FusedHead | None = None  # set where there are kernels for the head's log-probabilities
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
-    context: ContextGroup | None = None  # where several ranks divide the tokens of a pack
+    context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
 
     @classmethod
     def from_model(cls, model: Any) -> ModelRunner:
-        """Its layers run the kernels of nn/layers.py from now on, where those know them."""
+        """Wrap a model; its layers are replaced by fused ones (nn/layers.py) where these support it."""
         use_fused_layers(model)
-        return cls(model, attention.supports_varlen_kernel(model), plain_head=PlainHead.from_model(model))
+        return cls(model, attention.supports_varlen_kernel(model), fused_head=FusedHead.from_model(model))
 
     @property
     def vocabulary_size(self) -> int:
         return self.model.get_output_embeddings().weight.shape[0]
 
     def run_layers(self, batch: MicroBatch, **extra: Any) -> Any:
-        """The trunk's output object; last_hidden_state is [1, T, H], or [1, U, H] where samples share.
+        """Run embeddings and decoder layers; returns transformers' output object.
 
-        With a context it is this rank's slice of that, and padded.
+        Its last_hidden_state is [1, T, H], or [1, U, H] where samples share prefixes. With context parallelism it is
+        this rank's slice of that, padded.
         """
         if self.graphs is not None and torch.is_grad_enabled() and not extra:
             hidden = self.graphs.last_hidden_state(batch)
@@ -71,7 +72,7 @@ class ModelRunner:
         return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, H] -> float32 logits [n, V], with the scalings some families put behind their head."""
+        """Hidden states [n, H] -> float32 logits [n, V], with the scalings that some families apply after the head."""
         config = self.model.config
         logits = self.model.get_output_embeddings()(hidden).float()
         if getattr(config, "logit_scale", None) is not None:  # Cohere
@@ -83,7 +84,7 @@ class ModelRunner:
         return logits
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, H] -> what the critic expects to gain from there: [n]."""
+        """Hidden states [n, H] -> the critic's values [n]."""
         head = self.model.score if self.value_head is None else self.value_head
         return head(hidden)[:, 0].float()
 
@@ -93,28 +94,28 @@ def forward(
     batch: MicroBatch,
     request: ForwardRequest,
     teacher: ModelRunner | None = None,
-    slopes: Slopes | None = None,
+    early: EarlyGradients | None = None,
 ) -> Outputs:
-    """Compute what the request names, at the positions that count and nowhere else."""
+    """Compute the outputs that the request names, only at the positions that the mask counts."""
     extra = {"output_router_logits": True} if request.router_loss else {}
     result = runner.run_layers(batch, **extra)
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
-    before = cache(lambda: Places.of(runner, hidden, batch.computed(batch.counted - 1)))
+    before = cache(lambda: SelectedStates.select(runner, hidden, batch.computed(batch.counted - 1)))
     if {"logprobs", "entropy"} & request.names:
         if runner.context is not None or request.names - {"logprobs", "entropy"}:
-            slopes = None  # a loss of more, or of what others compute, is asked when all is known
-        targets = before().of_mine(batch.tokens[batch.counted])
-        logprobs, entropy = token_logprobs(runner, before().states, targets, request, slopes)
-        out.logprobs, out.entropy = (to_stream(before().all(values), batch) for values in (logprobs, entropy))
+            early = None  # the loss needs other outputs, or those of other ranks
+        targets = before().local_values(batch.tokens[batch.counted])
+        logprobs, entropy = token_logprobs(runner, before().states, targets, request, early)
+        out.logprobs, out.entropy = (to_stream(before().gather(values), batch) for values in (logprobs, entropy))
     if "divergence" in request.names:
-        assert teacher is not None, "a divergence needs a teacher"
+        assert teacher is not None, "a divergence needs a teacher model"
         with torch.no_grad():
-            taught = teacher.run_layers(batch).last_hidden_state[0]
+            teacher_hidden = teacher.run_layers(batch).last_hidden_state[0]
         divergence = chunked.token_divergence(
             before().states,
-            taught[before().local],
+            teacher_hidden[before().local],
             runner.logits,
             teacher.logits,
             runner.vocabulary_size,
@@ -122,27 +123,27 @@ def forward(
             request.jsd_beta,
             request.temperature,
         )
-        out.divergence = to_stream(before().all(divergence), batch)
-    if "choices" in request.names:  # what the model says next, after a counted token
-        at = Places.of(runner, hidden, batch.computed(batch.counted))
+        out.divergence = to_stream(before().gather(divergence), batch)
+    if "choices" in request.names:  # predictions of the token after a counted one
+        at = SelectedStates.select(runner, hidden, batch.computed(batch.counted))
         logits, wanted = runner.logits(at.states), list(request.choice_ids)
         among = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
-        out.choices = at.all(among)
+        out.choices = at.gather(among)
     if "scores" in request.names:
-        last = Places.of(runner, hidden, batch.computed(batch.starts[1:].long() - 1))
-        out.scores = last.all(runner.model.score(last.states)[:, 0].float())
-    if "values" in request.names:  # of the state before a counted token
-        out.values = to_stream(before().all(runner.values(before().states)), batch)
+        last = SelectedStates.select(runner, hidden, batch.computed(batch.starts[1:].long() - 1))
+        out.scores = last.gather(runner.model.score(last.states)[:, 0].float())
+    if "values" in request.names:  # of the state before each counted token
+        out.values = to_stream(before().gather(runner.values(before().states)), batch)
     if request.router_loss:
         experts = runner.model.config.num_experts_per_tok
         routers = result.router_logits
         sample_of = batch.sample_of
-        if runner.context is not None:  # sums over samples, of this rank's tokens
-            places = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
-            own = runner.context.owned_positions(places, len(hidden))
-            count = own.counts[runner.context.rank]
-            routers, sample_of = [logits[own.local[:count]] for logits in routers], sample_of[own.mine[:count]]
-        elif batch.sharing is not None:  # each sample is balanced as if it were alone
+        if runner.context is not None:  # sums per sample, over this rank's tokens
+            positions = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
+            owned = runner.context.owned_positions(positions, len(hidden))
+            count = owned.counts[runner.context.rank]
+            routers, sample_of = [logits[owned.local[:count]] for logits in routers], sample_of[owned.mine[:count]]
+        elif batch.sharing is not None:  # each sample is balanced on its own
             routers = [logits[batch.sharing.place] for logits in routers]
         together = {} if runner.context is None else {"add_up": runner.context.sum}
         out.router_loss = ops.router_balance(routers, experts, sample_of, len(batch.lengths), **together)
@@ -150,27 +151,27 @@ def forward(
 
 
 @dataclass(slots=True, eq=False)
-class Places:
-    """Hidden states at some places of a row: this rank's, where several divide it."""
+class SelectedStates:
+    """Hidden states at selected positions; with context parallelism, at those that this rank owns."""
 
     states: torch.Tensor  # [m, H]
-    local: torch.Tensor  # [m] where they are in `hidden`
+    local: torch.Tensor  # [m] their indices in this rank's hidden states
     context: ContextGroup | None
-    own: OwnedPositions | None
+    owned: OwnedPositions | None
 
     @classmethod
-    def of(cls, runner: ModelRunner, hidden: torch.Tensor, places: torch.Tensor) -> Places:
-        own = None if runner.context is None else runner.context.owned_positions(places, len(hidden))
-        local = places if own is None else own.local
-        return cls(hidden[local], local, runner.context, own)
+    def select(cls, runner: ModelRunner, hidden: torch.Tensor, positions: torch.Tensor) -> SelectedStates:
+        owned = None if runner.context is None else runner.context.owned_positions(positions, len(hidden))
+        local = positions if owned is None else owned.local
+        return cls(hidden[local], local, runner.context, owned)
 
-    def of_mine(self, values: torch.Tensor) -> torch.Tensor:
-        """What belongs to these places, of something that belongs to all of them."""
-        return values if self.own is None else F.pad(values, (0, 1))[self.own.mine]
+    def local_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values at all selected positions, those at the positions that this rank owns."""
+        return values if self.owned is None else F.pad(values, (0, 1))[self.owned.mine]
 
-    def all(self, values: torch.Tensor) -> torch.Tensor:
-        """What was computed at these places, and by others at theirs."""
-        return values if self.own is None or self.context is None else self.context.gather_values(values, self.own)
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Values at all selected positions, from those that each rank computed at the positions it owns."""
+        return values if self.owned is None or self.context is None else self.context.gather_values(values, self.owned)
 
 
 def token_logprobs(
@@ -178,64 +179,20 @@ def token_logprobs(
     states: torch.Tensor,
     targets: torch.Tensor,
     request: ForwardRequest,
-    slopes: Slopes | None = None,
+    early: EarlyGradients | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See chunked.token_logprobs; by kernels where there are some."""
-    head, distribution = runner.plain_head, request.distribution
-    if head is not None and head.serves(distribution):
+    """Log-probability of each target, and entropy: by the fused head if it supports the request, else logprobs.py."""
+    head, distribution = runner.fused_head, request.distribution
+    if head is not None and head.supports(distribution):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
-        return head.logprobs(states, targets, distribution.temperature, **wanted, slopes=slopes)
+        return head.logprobs(states, targets, distribution.temperature, **wanted, early=early)
     return chunked.token_logprobs(
         states, targets, runner.logits, runner.vocabulary_size, distribution, entropy_gradient=request.entropy_gradient
     )
 
 
-def to_stream(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """[M] at the counted positions -> [T], 0 elsewhere."""
-    return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
-
-
-class LossGradients:
-    """Gradients of a loss before all log-probabilities are known: of one that is `separable`, see Algorithm.
-
-    The loss is asked with what is known so far, and 0 for all tokens still to come.
-    """
-
-    def __init__(
-        self, objective: Objective, batch: MicroBatch, denominator: float, say_error: Callable[[torch.Tensor], None]
-    ) -> None:
-        """`say_error` is told how far they were from the gradients of the whole loss, as a part of those."""
-        self.objective, self.batch, self.denominator, self.say_error = objective, batch, denominator, say_error
-        self.logprobs, self.entropy, self.used = (
-            torch.zeros(len(batch.counted), device=batch.tokens.device) for _ in range(3)
-        )
-
-    def at(self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = slice(first, first + len(logprobs))
-        count = len(self.used[rows])  # the rest is padding
-        padding = len(logprobs) - count
-        self.logprobs[rows], self.entropy[rows] = logprobs[:count], entropy[:count]
-        with torch.enable_grad():
-            known = [self.logprobs.clone().requires_grad_()]
-            if self.objective.request.entropy_gradient:
-                known.append(self.entropy.clone().requires_grad_())
-            out = Outputs(
-                logprobs=to_stream(known[0], self.batch), entropy=to_stream((*known, self.entropy)[1], self.batch)
-            )
-            total = self.objective.loss(out, self.batch).total / self.denominator
-            slopes = torch.autograd.grad(total, known, allow_unused=True, materialize_grads=True)
-        self.used[rows] = slopes[0][rows]
-        here = [F.pad(slope[rows], (0, padding)) for slope in slopes]
-        return here[0], here[1] if len(here) > 1 else None
-
-    def compare(self, d_logprobs: torch.Tensor) -> None:
-        """With the gradients that the whole loss has in the end."""
-        off = (d_logprobs[: len(self.used)] - self.used).abs().sum()
-        self.say_error(off / d_logprobs.abs().sum().clamp(min=1e-30))
-
-
 def check_router(model: Any) -> None:
-    """A router loss is asked for: does the model have routers that are balanced by one?"""
+    """UsageError if the model has no load-balancing loss; called when one is requested."""
     if getattr(model.config, "router_aux_loss_coef", None) is None:
         raise UsageError(
             f"model.router_aux_loss_coef: {type(model).__name__} has no load-balancing loss "
@@ -245,41 +202,42 @@ def check_router(model: Any) -> None:
 
 @torch.no_grad()
 def verify_against_stock(runner: ModelRunner) -> None:
-    """Compare the packed forward pass with the model's own on two short samples, before any training.
+    """Compare the packed forward pass with the model's own code on two short samples, before any training.
 
-    A leak between packed samples, a head with an unknown scaling or positions that an architecture ignores would
-    train the wrong thing without an error; here they stop the run. Where only sharing goes wrong, it is left out.
+    Attention that leaks between packed samples, a head with an unknown scaling or an architecture that ignores
+    positions would train wrongly without an error; here they stop the run. If only the computation with shared
+    prefixes differs, prefixes are not shared.
     """
     model: Any = runner.model
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     documents = [torch.randint(0, vocabulary, (length,), generator=generator) for length in (7, 12)]
-    documents[1][:5] = documents[0][:5]  # to share
+    documents[1][:5] = documents[0][:5]  # a shared prefix
     was_training = model.training
     model.eval()
     try:
         model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
-        expected = [stock_hidden(model, document[None].to(device)) for document in documents]
+        expected = [stock_output(model, document[None].to(device)) for document in documents]
         model.set_attn_implementation(attention.NAME)
         samples = [Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents]
-        found = own_hidden(runner, collate(samples, device))
-        shared = shared_hidden(runner, samples, device)
+        found = packed_outputs(runner, collate(samples, device))
+        shared = packed_outputs_with_prefix(runner, samples, device)
     finally:
         model.set_attn_implementation(attention.NAME)
         model.train(was_training)
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
-    error = difference(found, expected)
+    error = relative_error(found, expected)
     if not error < tolerance:
         raise PosttrainError(
             f"{type(model).__name__}: the packed forward pass differs from the model's own "
             f"(relative error {error:.3g}). This architecture cannot be trained packed; please report it."
         )
-    runner.shares_prefixes = shared is not None and difference(shared, expected) < tolerance
+    runner.shares_prefixes = shared is not None and relative_error(shared, expected) < tolerance
 
 
 def needs_eager_attention(model: Any) -> bool:
-    """Families whose scores are capped: transformers computes them right only in its plain attention."""
+    """Families that cap attention scores: transformers computes them correctly only in its eager attention."""
     return getattr(model.config, "attn_logit_softcapping", None) is not None
 
 
@@ -287,13 +245,15 @@ def has_language_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
-def shared_hidden(runner: ModelRunner, samples: list[Sample], device: torch.device) -> list[torch.Tensor] | None:
-    """The same with the samples' common beginning computed once; None where the device's kernel cannot do that."""
+def packed_outputs_with_prefix(
+    runner: ModelRunner, samples: list[Sample], device: torch.device
+) -> list[torch.Tensor] | None:
+    """As `packed_outputs`, with the shared prefix computed once; None if the device's kernel does not support that."""
     try:
         if runner.varlen_kernel and not kernel_shares_prefixes(next(runner.model.parameters()).dtype, device):
             return None
-        return own_hidden(runner, collate(samples, device, min_shared_prefix=5))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a kernel that takes no more keys than queries
+        return packed_outputs(runner, collate(samples, device, min_shared_prefix=5))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a kernel that needs as many keys as queries
         if runner.varlen_kernel:
             return None
         raise
@@ -301,9 +261,9 @@ def shared_hidden(runner: ModelRunner, samples: list[Sample], device: torch.devi
 
 @torch.enable_grad()
 def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the ragged kernel, told of more keys than queries, gives the other route's result and gradients.
+    """Whether the varlen kernel, given more keys than queries, has the same result and gradients as the padded route.
 
-    Which key the first query stands at is the kernel's own convention, so it is tried out and not assumed.
+    Which key the first query is aligned with is the kernel's convention, so it is tested, not assumed.
     """
     tokens = [np.array([0] * 20 + [after] * after, dtype=np.int32) for after in (3, 30)]
     batch = collate(
@@ -316,17 +276,17 @@ def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
         found = []
         for varlen_kernel in (True, False):
             a, b, c = (stream.clone().requires_grad_() for stream in (q, k, v))
-            how: dict[str, Any] = {"packing": attention.packing_for(batch, varlen_kernel=varlen_kernel)}
-            out, _ = attention.packed_attention(torch.nn.Module(), a, b, c, None, sliding_window=window, **how)
+            options: dict[str, Any] = {"packing": attention.packing_for(batch, varlen_kernel=varlen_kernel)}
+            out, _ = attention.packed_attention(torch.nn.Module(), a, b, c, None, sliding_window=window, **options)
             found.append([out.detach(), *torch.autograd.grad(out, (a, b, c), weight.transpose(1, 2))])
         errors = [float((x - y).float().norm() / y.float().norm()) for x, y in zip(*found, strict=True)]
-        if not all(error < 0.05 for error in errors):  # max() would pass over what is not a number
+        if not all(error < 0.05 for error in errors):  # unlike max(), this is False for NaN
             return False
     return True
 
 
-def own_hidden(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
-    """What `stock_hidden` gives, of each sample of a pack, by the packed forward pass."""
+def packed_outputs(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
+    """What `stock_output` returns for each sample of a micro-batch, by the packed forward pass."""
     hidden = runner.run_layers(batch).last_hidden_state[0]
     if runner.context is not None:
         hidden = runner.context.gather_tokens(hidden, len((batch.sharing or batch).tokens))
@@ -335,8 +295,8 @@ def own_hidden(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
     return [runner.logits(part) if has_language_head(runner.model) else part for part in hidden.split(batch.lengths)]
 
 
-def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative error of any sample; not a number where one is broken."""
+def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative error of any sample; NaN if one has NaN."""
     errors = [
         (a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-6)
         for a, b in zip(found, expected, strict=True)
@@ -344,11 +304,11 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
     return float(torch.stack(errors).max())
 
 
-def stock_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a language model, last hidden state of a score model, by the stock code: [T, ...]."""
+def stock_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a language model, or the last hidden state of a score model, by its own code: [T, ...]."""
     if has_language_head(model):
         return model(input_ids=ids, use_cache=False).logits[0]
     return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-__all__ = ["LossGradients", "ModelRunner", "check_router", "forward", "kernel_shares_prefixes", "verify_against_stock"]
+__all__ = ["ModelRunner", "check_router", "forward", "kernel_shares_prefixes", "verify_against_stock"]

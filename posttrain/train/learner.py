@@ -46,7 +46,8 @@ from posttrain.models.stop_ids import stop_ids
 from posttrain.models.tensors import export_tensors, import_tensors, module_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
-from posttrain.nn.forward import LossGradients, ModelRunner, check_router, forward, verify_against_stock
+from posttrain.nn.forward import ModelRunner, check_router, forward, verify_against_stock
+from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
 from posttrain.parallel.fsdp import ModelShards, anchor_outputs, materialize, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
@@ -191,10 +192,10 @@ class Learner:
     ) -> torch.Tensor:
         """What is differentiated of one pack; 0 of a pack for company."""
         assert self.optimizer is not None, "this learner was loaded for inference"
-        pack, slopes, scale = self.company() if batch is None else batch, None, self.optimizer.loss_scale
+        pack, early, scale = self.company() if batch is None else batch, None, self.optimizer.loss_scale
         if batch is not None and objective.separable:
-            slopes = LossGradients(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
-        out = forward(self.runner, pack, objective.request, self.teacher, slopes)
+            early = EarlyGradients(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
+        out = forward(self.runner, pack, objective.request, self.teacher, early)
         if batch is None:
             return anchor_outputs(torch.zeros((), device=self.device), out)
         loss = objective.loss(out, batch)

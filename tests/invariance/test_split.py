@@ -10,7 +10,7 @@ from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count
-from posttrain.nn import layers
+from posttrain.nn import lm_head
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import add_up, averages
 from tests.tiny import tiny_folder
@@ -161,8 +161,8 @@ def in_small_chunks(algo, objective, learner, monkeypatch):
         )
     samples = prepared(algo, learner)
     learner.update = TrainConfig(micro_batch_tokens=60)
-    learner.runner.plain_head = replace(learner.runner.plain_head, multiple=8)
-    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 7 * learner.runner.vocabulary_size)
+    learner.runner.fused_head = replace(learner.runner.fused_head, multiple=8)
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CPU_CHUNK", 7 * learner.runner.vocabulary_size)
     return [gradients(learner, replace(objective, separable=once), [samples], samples) for once in (True, False)]
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.nn.kernels.reference import add_norm as add_norm
-from posttrain.nn.kernels.reference import gated as gated
 from posttrain.nn.kernels.reference import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.reference import silu_and_mul as silu_and_mul
 
 ROWS_PER_BLOCK = 16  # rows that attend together on a CPU
 BLOCK = 4096  # tokens of the vocabulary whose probabilities are summed in float32

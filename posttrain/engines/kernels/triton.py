@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from posttrain.nn.kernels.triton import add_norm as add_norm
-from posttrain.nn.kernels.triton import gated as gated
 from posttrain.nn.kernels.triton import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.triton import silu_and_mul as silu_and_mul
 
 BLOCK = 4096
 PROGRAMS = 264  # that keep a GPU busy; long caches of few rows are split to reach that number

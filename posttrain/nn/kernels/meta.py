@@ -1,6 +1,6 @@
-"""The small steps of a decoder layer for tensors without storage: they return what the kernels would allocate.
+"""The functions of kernels/reference.py for the meta device: they return tensors of the sizes that kernels allocate.
 
-The same names as in steps.py and kernels.py; memory.py counts with them.
+models/memory.py counts with them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def rotate_backward(
     return d_query.new_empty(len(d_query), width), *norms  # type: ignore[return-value]
 
 
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
 
 
-def gated_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_and_mul_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(gradient), torch.empty_like(gate_up)
 
 
-def pick(
+def target_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = len(logits)
     return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
 
 
-def pick_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
+def target_logprobs_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
     return logits

@@ -1,18 +1,18 @@
-"""The small steps of a decoder layer as Triton kernels; steps.py has the same names and says what each one does.
+"""The functions of kernels/reference.py, which documents each one, as Triton kernels.
 
-Imported only where there is a GPU with Triton. In the forward direction a row's work is one program (or one a head), so
-that nothing a row computes depends on the others.
+Imported only where there is a GPU with Triton. In the forward direction one program works on one row (or one head of
+it), so that the result of a row does not depend on the other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201, N803, N806  (what Triton compiles follows its own habits)
+# ruff: noqa: ANN001, ANN201, N803, N806  (code that Triton compiles has its own conventions)
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 1056  # each goes through many rows and adds up their part of a weight's gradient
+PROGRAMS = 1056  # each processes many rows and sums their part of a weight's gradient
 VOCABULARY_BLOCK = 8192
 
 
@@ -245,15 +245,15 @@ def rotate_backward_kernel(
         tl.store(of_key + HALF, tl.sum(tl.where(is_key, gathered_2, 0.0), 0), mask=half)
 
 
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    silu_and_mul_kernel[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
     return out
 
 
 @triton.jit
-def gated_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     kind = out.dtype.element_ty
@@ -263,17 +263,17 @@ def gated_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
 
 
-def gated_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_and_mul_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out, d_gate_up = gate_up.new_empty(rows, width), torch.empty_like(gate_up)
-    gated_backward_kernel[(rows, triton.cdiv(width, 1024))](
+    silu_and_mul_backward_kernel[(rows, triton.cdiv(width, 1024))](
         gradient.contiguous(), gate_up, out, d_gate_up, width, BLOCK=1024, num_warps=4
     )
     return out, d_gate_up
 
 
 @triton.jit
-def gated_backward_kernel(gradient, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr):
+def silu_and_mul_backward_kernel(gradient, gate_up, out, d_gate_up, width, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     kind = out.dtype.element_ty
@@ -288,20 +288,20 @@ def gated_backward_kernel(gradient, gate_up, out, d_gate_up, width, BLOCK: tl.co
     tl.store(d_gate_up + pair + width, (g * gate * share).to(kind), mask=inside)
 
 
-def pick(
+def target_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del with_entropy  # it costs nothing here
+    del with_entropy  # computing it costs nothing here
     rows, vocabulary = logits.shape
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    pick_kernel[(rows,)](
+    target_logprobs_kernel[(rows,)](
         logits, targets, found, rows, vocabulary, 1.0 / temperature, BLOCK=VOCABULARY_BLOCK, num_warps=8
     )
     return found[0], found[1], found[2]
 
 
 @triton.jit(do_not_specialize=["rows", "inverse"])
-def pick_kernel(logits, targets, found, rows, vocabulary, inverse, BLOCK: tl.constexpr):
+def target_logprobs_kernel(logits, targets, found, rows, vocabulary, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * vocabulary
     most = tl.full([], -1.0e30, tl.float32)
@@ -323,7 +323,7 @@ def pick_kernel(logits, targets, found, rows, vocabulary, inverse, BLOCK: tl.con
     tl.store(found + 2 * rows + row, normalizer)
 
 
-def pick_backward(
+def target_logprobs_backward(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
@@ -333,7 +333,7 @@ def pick_backward(
     d_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, vocabulary = logits.shape
-    pick_backward_kernel[(rows, triton.cdiv(vocabulary, VOCABULARY_BLOCK))](
+    target_logprobs_backward_kernel[(rows, triton.cdiv(vocabulary, VOCABULARY_BLOCK))](
         logits, targets, normalizer, entropy, d_picked, d_entropy, vocabulary, 1.0 / temperature,
         ENTROPY=d_entropy is not None, BLOCK=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
@@ -341,7 +341,7 @@ def pick_backward(
 
 
 @triton.jit(do_not_specialize=["inverse"])
-def pick_backward_kernel(
+def target_logprobs_backward_kernel(
     logits, targets, normalizer, entropy, d_picked, d_entropy, vocabulary, inverse,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

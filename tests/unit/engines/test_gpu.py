@@ -36,7 +36,7 @@ def test_norm_and_gate(dtype, width):
     for ours, theirs in zip(found, expected, strict=True):
         close(ours, theirs, dtype, 2)
     both = random(33, 2 * width, dtype=dtype)
-    close(triton.gated(both), reference.gated(both), dtype, 2)
+    close(triton.silu_and_mul(both), reference.silu_and_mul(both), dtype, 2)
 
 
 @pytest.mark.parametrize("dtype", KINDS)

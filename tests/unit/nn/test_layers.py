@@ -20,7 +20,7 @@ from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest, MicroBatch, Sample, SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.models import adapters
-from posttrain.nn import attention, layers
+from posttrain.nn import attention, layers, lm_head
 from posttrain.nn.forward import ModelRunner, forward, verify_against_stock
 from posttrain.nn.kernels import reference
 from posttrain.nn.optimizer import accumulate_into
@@ -67,8 +67,8 @@ def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0)
     runner = ModelRunner(model, attention.supports_varlen_kernel(model))  # without a plain head
     if by is not None:
         assert layers.use_fused_layers(model, by)
-        runner.plain_head = layers.PlainHead.from_model(model, by)
-        assert runner.plain_head is not None
+        runner.fused_head = lm_head.FusedHead.from_model(model, by)
+        assert runner.fused_head is not None
     verify_against_stock(runner)
     loss = loss_of(runner, collate(some_samples(), torch.device(device), shared))
     loss.backward()
@@ -93,8 +93,8 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(layers, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
-    monkeypatch.setattr(layers, "LOGITS_PER_CPU_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CPU_CHUNK", 5 * VOCABULARY)
 
 
 @pytest.mark.parametrize("shared", [0, 5])
@@ -123,7 +123,7 @@ def test_gradients_go_to_the_masters_where_there_are_some(family: str) -> None:
     model = model_of(family)
     expected = gradients(model)
     layers.use_fused_layers(model, reference)
-    runner = ModelRunner(model, varlen_kernel=False, plain_head=layers.PlainHead.from_model(model, reference))
+    runner = ModelRunner(model, varlen_kernel=False, fused_head=lm_head.FusedHead.from_model(model, reference))
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         setattr(parameter, layers.MASTER, masters[name])
@@ -168,9 +168,9 @@ def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
 
 def test_a_head_with_something_behind_it_is_left_alone() -> None:
     model = model_of("llama")
-    assert layers.PlainHead.from_model(model) is not None
+    assert lm_head.FusedHead.from_model(model) is not None
     model.config.logit_scale = 0.5
-    assert layers.PlainHead.from_model(model) is None
+    assert lm_head.FusedHead.from_model(model) is None
 
 
 @pytest.mark.gpu
@@ -212,10 +212,14 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
         "norm_backward": lambda by: by.norm_backward(gradient, x, weight, 1e-6, carried),
         "rotate_backward": lambda by: by.rotate_backward(queries, keys, values, *angles, None, None, None, 0.0)[:1],
         "with norms": lambda by: by.rotate_backward(queries, keys, values, *angles, qkv, *norms, 1e-6),
-        "gated_backward": lambda by: by.gated_backward(drawn(rows, 1500) * 0 + gate_up[:, :1500], gate_up),
-        "pick": lambda by: by.pick(logits, targets, 0.7),
+        "silu_and_mul_backward": lambda by: by.silu_and_mul_backward(
+            drawn(rows, 1500) * 0 + gate_up[:, :1500], gate_up
+        ),
+        "pick": lambda by: by.target_logprobs(logits, targets, 0.7),
         "pick_backward": lambda by: (
-            by.pick_backward(logits.clone(), targets, 0.7, *by.pick(logits, targets, 0.7)[:0:-1], *known),
+            by.target_logprobs_backward(
+                logits.clone(), targets, 0.7, *by.target_logprobs(logits, targets, 0.7)[:0:-1], *known
+            ),
         ),
     }
     for name, run in cases.items():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
 from posttrain.data.packing import collate
-from posttrain.nn import layers, training_graphs
+from posttrain.nn import layers, lm_head, training_graphs
 from posttrain.nn.forward import ModelRunner
 from posttrain.nn.kernels import reference
 from posttrain.nn.training_graphs import GraphShape, TrainingGraphs
@@ -45,7 +45,7 @@ def kernel(monkeypatch):
 
 def runner_for(model) -> ModelRunner:
     layers.use_fused_layers(model, reference)
-    return ModelRunner(model, True, shares_prefixes=True, plain_head=layers.PlainHead.from_model(model, reference))
+    return ModelRunner(model, True, shares_prefixes=True, fused_head=lm_head.FusedHead.from_model(model, reference))
 
 
 def outcome(runner: ModelRunner, batch) -> dict[str, torch.Tensor]:

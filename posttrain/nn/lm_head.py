@@ -1,0 +1,228 @@
+"""The language-model head: log-probabilities of tokens, and for separable losses their gradients in the same pass.
+
+Logits are [tokens, vocabulary], too large to keep, so they are computed for one chunk of tokens at a time and freed.
+The usual way computes every chunk twice, because the loss is only known once all log-probabilities are:
+
+    forward    per chunk:  hidden -> logits -> log-probabilities, entropy        saved: hidden, targets, normalizer
+    loss       all log-probabilities -> loss -> d log-probabilities
+    backward   per chunk:  hidden -> logits (again) -> d logits -> d hidden, d weight
+
+A loss is *separable* (Algorithm.separable) if a token's part of it reads no other token's log-probability or entropy:
+a sum over tokens, as in SFT, or PPO's clipped ratio per token. Then d loss / d log-probability of a token is known as
+soon as its own log-probability is, and the backward pass of a chunk follows its forward pass while its logits exist:
+
+    forward    per chunk:  hidden -> logits -> log-probabilities, entropy
+                                       |                |
+                                       |         EarlyGradients: the loss of what is known so far, 0 for later tokens
+                                       |                |
+                                       |         d log-probabilities, d entropy of this chunk
+                                       |                |
+                                    d logits  <---------+        (written over the logits)
+                                       |
+                                       +-> d hidden, d weight     saved: these two only
+    loss       as above; its d log-probabilities are compared with those that were used
+    backward   returns d hidden and d weight
+
+It is exact: the same operations run on the same numbers, only earlier. The price is one more evaluation of the loss per
+chunk, which is small against a product with the head. Conditions, which the callers keep:
+
+- the loss is separable. A false claim is detected: `EarlyGradients.compare` reports the difference at every step, and
+  the learner stops the run if it is more than rounding;
+- the number that is differentiated is exactly loss / denominator: the backward pass returns what the forward pass
+  formed and does not read the gradients that autograd hands to it;
+- only log-probabilities and entropy are requested, and this rank computes all of them (no context parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.core.types import MicroBatch, Objective, Outputs, SamplingDistribution
+from posttrain.nn import attention
+from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.layers import MASTER, add_product, is_plain_linear, weight_gradients
+
+LOGITS_PER_CHUNK = 2**29  # half precision: 1 GiB
+LOGITS_PER_CPU_CHUNK = 2**22  # float32: 16 MiB, which stays in a CPU's cache
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class FusedHead:
+    """A head that is a single matrix, with kernels for its log-probabilities."""
+
+    head: torch.nn.Linear
+    kernels: ModuleType
+    multiple: int = 256  # positions are padded to a multiple, so that matrix products have few different sizes
+
+    @classmethod
+    def from_model(cls, model: Any, kernels: ModuleType | None = None) -> FusedHead | None:
+        """None if the model's head is anything but one matrix, or if there are no kernels for the device."""
+        head, config = model.get_output_embeddings(), model.config
+        scalings = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        plain = head is not None and is_plain_linear(head) and head.bias is None
+        if not plain or any(getattr(config, name, None) is not None for name in scalings):
+            return None
+        on_cpu = head.weight.device.type == "cpu"
+        if kernels is None and not on_cpu and not attention.supports_varlen_kernel(model):
+            return None
+        return cls(head, kernels or kernels_for(head.weight.device), 1 if on_cpu else 256)
+
+    def supports(self, distribution: SamplingDistribution) -> bool:
+        """Whether the kernels compute log-probabilities of this distribution: only the temperature may differ."""
+        return not distribution.top_k and distribution.top_p >= 1.0 and not distribution.min_p
+
+    def logprobs(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        *,
+        entropy: bool,
+        entropy_gradient: bool,
+        early: EarlyGradients | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each target and entropy, as nn/logprobs.py token_logprobs; 0 if no entropy is wanted."""
+        count = len(targets)
+        padding = -count % self.multiple
+        if padding:
+            hidden, targets = F.pad(hidden, (0, 0, 0, padding)), F.pad(targets, (0, padding))
+        options = (temperature or 1.0, self.kernels, entropy, early)
+        logprobs, entropies = HeadLogprobs.apply(hidden, self.head.weight, targets, *options)
+        return logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach()
+
+
+class EarlyGradients:
+    """Computes the gradients of a separable loss for one chunk of tokens before later chunks are known.
+
+    The loss is evaluated with the log-probabilities that are known so far, and 0 for all later tokens.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: MicroBatch,
+        denominator: float,
+        report_error: Callable[[torch.Tensor], None],
+    ) -> None:
+        """`report_error` is called with the relative error of the gradients used, once the whole loss is known."""
+        self.objective, self.batch, self.denominator, self.report_error = objective, batch, denominator, report_error
+        self.logprobs, self.entropy, self.used = (
+            torch.zeros(len(batch.counted), device=batch.tokens.device) for _ in range(3)
+        )
+
+    def at(self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients of the log-probabilities and of the entropy (if it has one) of a chunk that begins at `first`."""
+        rows = slice(first, first + len(logprobs))
+        count = len(self.used[rows])  # the rest is padding
+        padding = len(logprobs) - count
+        self.logprobs[rows], self.entropy[rows] = logprobs[:count], entropy[:count]
+        with torch.enable_grad():
+            known = [self.logprobs.clone().requires_grad_()]
+            if self.objective.request.entropy_gradient:
+                known.append(self.entropy.clone().requires_grad_())
+            out = Outputs(
+                logprobs=to_stream(known[0], self.batch), entropy=to_stream((*known, self.entropy)[1], self.batch)
+            )
+            total = self.objective.loss(out, self.batch).total / self.denominator
+            gradients = torch.autograd.grad(total, known, allow_unused=True, materialize_grads=True)
+        self.used[rows] = gradients[0][rows]
+        chunk = [F.pad(gradient[rows], (0, padding)) for gradient in gradients]
+        return chunk[0], chunk[1] if len(chunk) > 1 else None
+
+    def compare(self, d_logprobs: torch.Tensor) -> None:
+        """Report how much the gradients used differ from those of the whole loss."""
+        off = (d_logprobs[: len(self.used)] - self.used).abs().sum()
+        self.report_error(off / d_logprobs.abs().sum().clamp(min=1e-30))
+
+
+def to_stream(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """[M] at the counted positions -> [T], 0 elsewhere."""
+    return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probability of each target and entropy, with logits of one chunk at a time.
+
+    With `early` the backward pass of a chunk follows its forward pass at once; see the head of this module.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        kernels: ModuleType,
+        with_entropy: bool,
+        early: EarlyGradients | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_per_chunk = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
+        size = max(1, logits_per_chunk // len(weight))
+        size -= size % 128 if size > 128 else 0  # whole tiles of a matrix product
+        back = HeadGradients(hidden, weight, ctx.needs_input_grad[1]) if early is not None else None
+        parts = []
+        for start in range(0, max(1, len(hidden)), size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.t()
+            picked, entropy, normalizer = kernels.target_logprobs(
+                logits, targets[rows], temperature, with_entropy=with_entropy
+            )
+            parts.append((picked, entropy, normalizer))
+            if back is not None and early is not None:
+                known = (normalizer, entropy, *early.at(start, picked, entropy))
+                back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known))
+            del logits  # free them before the next chunk's are allocated
+        logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
+        ctx.save_for_backward(*(() if back is not None else (hidden, targets, normalizer, entropy)))
+        ctx.weight, ctx.options, ctx.early, ctx.back = weight, (temperature, kernels, size), early, back
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        d_picked, d_entropy = gradients
+        back: HeadGradients | None = ctx.back
+        if back is None:
+            hidden, targets, normalizer, entropy = ctx.saved_tensors
+            weight, (temperature, kernels, size) = ctx.weight, ctx.options
+            if d_picked is None:
+                d_picked = torch.zeros_like(normalizer)
+            back = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
+            for start in range(0, len(hidden), size):
+                rows = slice(start, start + size)
+                known = (normalizer[rows], entropy[rows], d_picked[rows].contiguous())
+                more = None if d_entropy is None else d_entropy[rows].contiguous()
+                logits = hidden[rows] @ weight.t()
+                back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known, more))
+                del logits
+        elif d_picked is not None:
+            ctx.early.compare(d_picked)
+        return back.d_hidden, back.d_weight, None, None, None, None, None
+
+
+class HeadGradients:
+    """Accumulates the gradients of the hidden states and of the head's weight from those of one chunk of logits."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, trains_weight: bool) -> None:
+        self.hidden, self.weight, self.trains_weight = hidden, weight, trains_weight
+        self.d_hidden = torch.empty_like(hidden)
+        self.d_weight: torch.Tensor | None = None  # None if it is added to the gradient of the weight's master
+
+    def add(self, rows: slice, d_logits: torch.Tensor) -> None:
+        torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
+        if not self.trains_weight:
+            return
+        if hasattr(self.weight, MASTER):
+            weight_gradients([self.weight], d_logits, self.hidden[rows])
+        else:
+            self.d_weight = add_product(self.d_weight, d_logits.t(), self.hidden[rows])
+
+
+__all__ = ["EarlyGradients", "FusedHead", "to_stream"]
