@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import inspect
 import io
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
+from posttrain.config.help import default_of, meanings, type_name
 from posttrain.config.sections import Config, OnlineConfig, value_of
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.types import ExampleKind
@@ -37,7 +33,7 @@ ROWS: dict[ExampleKind, str] = {
 INTRODUCTION = """\
 # Commands
 
-This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help` prints
+This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help-all` prints
 the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the maths in
 [losses.md](losses.md).
 
@@ -107,7 +103,7 @@ def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
     yield f"Rows: {ROWS[algorithm.example_kind]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
     usual = OnlineConfig() if algorithm.online else Config()
     changed = [
-        f"`{key}` is {shown(value)} (else {shown(value_of(usual, key))})"
+        f"`{key}` is {default_of(value)} (else {default_of(value_of(usual, key))})"
         for key, value in algorithm.defaults.items()
         if value != value_of(usual, key)
     ]
@@ -139,7 +135,7 @@ def pipeline(verb: str) -> Iterator[str]:
     yield from (f"## {verb}", "", f"{capital(escaped(PIPELINES[verb]))}.")
     yield f"Selects `{recipe.method}`, trains by [`{recipe.trainer}`](#{recipe.trainer})."
     yield f"Preset: `posttrain {verb} configs/{verb}.yaml`. More: [pipelines.md](pipelines.md)."
-    defaults = [f"`{key}` is {shown(value)}" for key, value in recipe.defaults.items()]
+    defaults = [f"`{key}` is {default_of(value)}" for key, value in recipe.defaults.items()]
     yield from (f"Other default: {', '.join(defaults)}.", "")
 
 
@@ -148,7 +144,7 @@ def tool(verb: str) -> Iterator[str]:
 
 
 def help_of(verb: str) -> str:
-    """What `posttrain <verb> --help` prints, at a fixed width."""
+    """What `posttrain <verb> --help-all` prints, at a fixed width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(WIDTH)
     text = io.StringIO()
@@ -172,59 +168,8 @@ def option_table(config: type, prefix: str = "", without: set[str] | None = None
             continue
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         option = f"`--{prefix}{field.name}`"
-        rows.append((option, type_name(hints[field.name]), shown(value), escaped(about[field.name])))
+        rows.append((option, type_name(hints[field.name]), default_of(value), escaped(about[field.name])))
     return table(("option", "type", "default", "meaning"), rows) if rows else []
-
-
-def meanings(config: type) -> dict[str, str]:
-    """Field -> the string that stands below it; a subclass's word counts more than its base's."""
-    found: dict[str, str] = {}
-    for kind in reversed(config.__mro__):
-        if not dataclasses.is_dataclass(kind):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, text in pairwise(definition.body):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
-                continue
-            if isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant):
-                found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
-
-
-def type_name(hint: Any) -> str:
-    """A type in words."""
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(hint))
-    if get_origin(hint) is tuple:
-        first, *others = get_args(hint)
-        if get_origin(first) is Literal:
-            return f"any of {type_name(first)}"
-        if others == [...]:
-            return f"{NAMES[first]}s"
-        if len(others) == 2:
-            return f"three {NAMES[first]}s"
-        return f"two {NAMES[first]}s" if others == [first] else f"{NAMES[first]} and {NAMES[others[0]]}"
-    if get_origin(hint) is dict:
-        return "mapping"
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    return f"{NAMES[kinds[0]]} or `None`" if kinds else NAMES[hint]
-
-
-NAMES = {int: "integer", float: "number", str: "text", bool: "switch"}
-
-
-def shown(value: Any) -> str:
-    """A default as it would be typed."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        return f"`{value}`" if value else ""
-    if isinstance(value, tuple):
-        return f"`{' '.join(map(str, value))}`" if value else ""
-    if isinstance(value, float):
-        return f"`{value:g}`".replace("e-0", "e-")
-    return f"`{value}`" if value != "" else ""
 
 
 def escaped(text: str) -> str:

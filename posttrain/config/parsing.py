@@ -24,6 +24,7 @@ import yaml
 
 from posttrain.config import foreign
 from posttrain.config.checks import check
+from posttrain.config.help import help_text, negative
 from posttrain.config.renames import NAMES, SWITCHES, renamed
 from posttrain.config.sections import Config, value_of, with_algorithm
 from posttrain.core.errors import UsageError
@@ -76,8 +77,9 @@ def read_args(verb: str, about: str, start: T, args: Sequence[str]) -> T:
     kind = "--section.option" if any(map(dataclasses.is_dataclass, sections(start).values())) else "--option"
     about += f"\n\nA file may come first: posttrain {verb} CONFIG.yaml {kind} value ..."
     words = args[1:] if has_file else args
-    if {"-h", "--help"} & set(words):
-        run_parser(verb, about, start, ["--help"])
+    if wanted := {"-h", "--help", "--help-all", "--help_all"} & set(words):
+        print(help_text(verb, about, start, everything=not {"-h", "--help"} & wanted))
+        raise SystemExit(0)
     typed = list(entries_of_words(words, start, verb))
     found = read_entries(verb, about, start, [*entries, *typed])
     if (changed := list(notes(typed, start))) and not getattr(found, "quiet", False):
@@ -200,11 +202,6 @@ def positive(key: str) -> str:
     """`section.no_option` -> `section.option`; empty if it has no such form."""
     section, dot, name = key.rpartition(".")
     return f"{section}{dot}{name.removeprefix('no_')}" if name.startswith("no_") else ""
-
-
-def negative(key: str) -> str:
-    section, dot, name = key.rpartition(".")
-    return f"{section}{dot}no_{name}"
 
 
 def check_keys(verb: str, entries: Sequence[Entry], start: Any) -> None:

@@ -7,7 +7,8 @@ import pytest
 from posttrain.algorithms import ALGORITHMS
 from posttrain.algorithms.cpo import CPO
 from posttrain.algorithms.simpo import SimPO
-from posttrain.cli.reference import escaped, meanings, page, shown, type_name
+from posttrain.cli.reference import escaped, page
+from posttrain.config.help import default_of, meanings, type_name
 from posttrain.config.parsing import option_keys
 from posttrain.config.sections import with_algorithm
 from posttrain.config.verbs import PIPELINES, TOOLS
@@ -57,5 +58,6 @@ def test_a_subclass_may_say_it_otherwise():
 def test_types_and_defaults_read_well():
     assert type_name(tuple[float, float]) == "two numbers" and type_name(tuple[str, ...]) == "texts"
     assert type_name(int | None) == "integer or `None`"
-    assert shown(1e-05) == "`1e-5`" and shown(()) == "" and shown(True) == "on" and shown(("+", "-")) == "`+ -`"
+    assert default_of(1e-05) == "`1e-5`" and default_of(()) == ""
+    assert default_of(True) == "on" and default_of(("+", "-")) == "`+ -`"
     assert escaped("runs/<verb>, a|b, `a<b`") == "runs/&lt;verb>, a\\|b, `a<b`"
