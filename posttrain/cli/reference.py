@@ -33,8 +33,8 @@ ROWS: dict[ExampleKind, str] = {
 INTRODUCTION = """\
 # Commands
 
-This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help-all` prints
-the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the maths in
+This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help-all`
+prints the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the maths in
 [losses.md](losses.md).
 
 ```
@@ -144,7 +144,7 @@ def tool(verb: str) -> Iterator[str]:
 
 
 def help_of(verb: str) -> str:
-    """What `posttrain <verb> --help-all` prints, at a fixed width."""
+    """What `posttrain <verb> --help` prints, at a fixed width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(WIDTH)
     text = io.StringIO()
