@@ -34,8 +34,8 @@ INTRODUCTION = """\
 # Commands
 
 This page is made from the code by `make docs`; a test fails when it is out of date. `posttrain <verb> --help-all`
-prints the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the maths in
-[losses.md](losses.md).
+prints the same. What the options do together is in [training.md](training.md), the data in [data.md](data.md), the
+maths in [losses.md](losses.md).
 
 ```
 posttrain <verb> [CONFIG.yaml] [--section.option value ...]
