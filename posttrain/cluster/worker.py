@@ -25,7 +25,8 @@ from posttrain.cluster.worker_host import WorkerHost, die_with_parent
 from posttrain.core.errors import PosttrainError
 
 Queue = queue.SimpleQueue[tuple[messages.Header, Any]]
-Reply = Callable[[str, int, Any], None]
+SendReply = Callable[[str, int, Any], None]
+"""Sends (kind, number of the call, body) to the controller."""
 
 is_worker = False
 """Whether this process serves a controller; then it must not start a run of its own."""
@@ -80,7 +81,7 @@ def redirect_output(file: str) -> None:
     os.close(descriptor)
 
 
-def perform(host: WorkerHost, header: messages.Header, body: Any, reply: Reply) -> None:
+def perform(host: WorkerHost, header: messages.Header, body: Any, reply: SendReply) -> None:
     """Run one call and send its result or its error."""
     try:
         if isinstance(body, messages.Unreadable):

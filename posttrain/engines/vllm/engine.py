@@ -28,8 +28,9 @@ from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.vllm.environment import name_shared_memory, prepare_environment, preserved_process_state
 from posttrain.engines.vllm.options import OPTION, check_sampling, parse_options
-from posttrain.engines.vllm.weight_loading import Weights, load_adapter, load_weights, transfer_backend
+from posttrain.engines.vllm.weight_loading import load_adapter, load_weights, transfer_backend
 from posttrain.engines.weight_probe import mean_difference
+from posttrain.parallel.weight_transfer import Weights
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 

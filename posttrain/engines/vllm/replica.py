@@ -15,10 +15,10 @@ from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.environment import prepare_environment
 from posttrain.engines.vllm.factory import base_folder, engine_beside_trainer
 from posttrain.engines.vllm.options import OPTION
-from posttrain.engines.vllm.weight_loading import Weights
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe_sample
 from posttrain.models import adapters
 from posttrain.parallel.shards import full_tensor, local_shard
+from posttrain.parallel.weight_transfer import Weights
 
 
 class VllmReplica:

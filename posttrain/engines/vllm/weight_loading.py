@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from safetensors.torch import save_file
 
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import WeightVersion
+from posttrain.parallel.weight_transfer import Weights
 
 BACKEND = "posttrain"  # name of our backend among vLLM's weight-transfer backends
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-"""Whole tensors by their Hugging Face names."""
 
 
 def load_weights(llm: Any, weights: Weights, version: WeightVersion) -> None:
