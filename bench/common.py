@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.logging import memory_gib
+from posttrain.core.host import peak_memory_gib
 from posttrain.core.types import Objective, Sample, count
 from posttrain.train.learner import Learner
 
@@ -200,7 +200,7 @@ def free() -> None:
 
 
 def peak() -> str:
-    return f", {memory_gib():.1f} GiB" if GPU else ""
+    return f", {peak_memory_gib():.1f} GiB" if GPU else ""
 
 
 @contextmanager

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,12 +245,11 @@ def target_of(options: argparse.Namespace) -> CheckpointLayout:
 
 def convert(options: argparse.Namespace, source: SourceCheckpoint, training_state: Path | None) -> None:
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from posttrain.convert.conversion import convert as write
     from posttrain.convert.conversion import wrap_as_checkpoint
     from posttrain.convert.verify import verify_logits
+    from posttrain.core.progress import ProgressDisplay, time_left
 
     out = Path(options.out)
     dtype: torch.dtype | None = getattr(torch, TYPES.get(options.dtype, options.dtype)) if options.dtype else None
@@ -260,15 +262,24 @@ def convert(options: argparse.Namespace, source: SourceCheckpoint, training_stat
             difference = verify_logits(source, folder, layout, Path(scratch))
         print(f"logits of both sides: largest difference {difference:.3g}")
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("converting", total=None)
+    written, started, lock = 0, time.monotonic(), threading.Lock()
+    with ProgressDisplay(stream=sys.stderr, transient=True) as display:
+
+        def show_progress(count: int, total: int) -> None:
+            nonlocal written
+            with lock:  # several threads write
+                written += count
+                speed = written / max(time.monotonic() - started, 1e-3)
+                shown = f"{written / 1e9:.1f} of {total / 1e9:.1f} GB  {speed / 1e6:,.0f} MB/s"
+                shown += f"  {time_left(started, written, total)}"
+                display.update("converting", shown, done=written, total=total)
+
         details: dict[str, Any] = {
             "dtype": dtype,
             "adapter": adapter,
             "vocabulary_multiple": options.vocab_multiple,
             "workers": options.workers or min(4, os.cpu_count() or 1),
-            "progress": lambda count, total: bar.update(task, advance=count, total=total),
+            "progress": show_progress,
         }
         if options.verify:
             details["check"] = verify

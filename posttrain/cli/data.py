@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.options import Parser
@@ -133,20 +134,22 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
 @contextmanager
 def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Callable[[int], None] | None]]:
     """A bar on a terminal: part of the file, and rows so far."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
+    from posttrain.core.progress import ProgressDisplay, time_left
     from posttrain.data.reading.records import ReadProgress
     from posttrain.data.reading.sources import source_parts
 
-    meter = ReadProgress()
-    if not console.is_terminal:
-        yield meter, None
-        return
-    meter.total = sum(part.size for part in source_parts(name))
-    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=meter.total or None, rows=0)
-        yield meter, lambda rows: bar.update(task, completed=meter.done, rows=rows)
+    meter, started = ReadProgress(), time.monotonic()
+    with ProgressDisplay(stream=cast(TextIO, console.file), transient=True) as display:
+        if not display.on_terminal:
+            yield meter, None
+            return
+        meter.total = sum(part.size for part in source_parts(name))
+
+        def report(rows: int) -> None:
+            details = f"{rows:,} rows  {time_left(started, meter.done, meter.total)}"
+            display.update(name, details, done=meter.done, total=meter.total or None)
+
+        yield meter, report
 
 
 def show(report: Report, options: argparse.Namespace, console: Console) -> None:

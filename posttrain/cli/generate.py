@@ -21,11 +21,11 @@ def run(args: list[str]) -> int:
     """0 when all answers are in the file."""
     options = parse(parser(), args)
     from posttrain.core.logging import quiet_libraries
+    from posttrain.core.progress import ProgressDisplay
 
     quiet_libraries()
     from posttrain.inference.generate import Generation, generate, manifest_of
     from posttrain.inference.model import CONDITION
-    from posttrain.inference.progress import ProgressLine
 
     config = Generation(
         model=model_of(options.model, options),
@@ -43,9 +43,13 @@ def run(args: list[str]) -> int:
         resume=options.resume,
     )
     try:
-        progress = generate(config, (lambda _: None) if options.quiet else ProgressLine())
+        with ProgressDisplay(stream=sys.stderr, quiet=options.quiet, seconds_between_lines=10) as display:
+            progress = generate(config, lambda progress: progress.show_on(display))
     except KeyboardInterrupt:
-        print(f"\nstopped; what is done is in {options.out}. Go on: the same command with --resume", file=sys.stderr)
+        print(
+            f"stopped; finished completions are in {options.out}. To continue, add --resume to the same command",
+            file=sys.stderr,
+        )
         raise
     made = progress.done - progress.resumed
     for reason, rows in progress.left_out.items():

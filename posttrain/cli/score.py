@@ -19,20 +19,20 @@ def run(args: list[str]) -> int:
     """0 when the scored rows are written."""
     options = parse(parser(), args)
     from posttrain.core.logging import quiet_libraries
+    from posttrain.core.progress import ProgressDisplay
     from posttrain.inference.completion_files import new_file
 
     quiet_libraries()
     out = new_file(options.out, options.overwrite, options.file)
     from posttrain.inference.score import score_file
 
-    terminal = sys.stderr.isatty() and not options.quiet
+    with ProgressDisplay(stream=sys.stderr, quiet=options.quiet, seconds_between_lines=10) as display:
 
-    def report(done: int, total: int) -> None:
-        if terminal:
-            end = "\n" if done == total else ""
-            print(f"\r\x1b[K{done:,} of {total:,} scored", end=end, file=sys.stderr, flush=True)
+        def report(done: int, total: int) -> None:
+            if done < total or display.on_terminal:  # the end has a line of its own
+                display.update(f"{done:,} of {total:,} scored", done=done, total=total)
 
-    scored = score_file(scoring_of(options), report)
+        scored = score_file(scoring_of(options), report)
     for reason, times in sorted(scored.faults.items(), key=lambda item: -item[1])[:3]:
         print(f"failed {times} time{'s' * (times > 1)}: {reason}", file=sys.stderr)
     given = len(scored.rows) - scored.failed

@@ -21,6 +21,7 @@ from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.files import atomic_write_json
 from posttrain.core.jsonl import as_lines
+from posttrain.core.progress import ProgressDisplay, duration
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encoding.encoder import Encoder
@@ -36,7 +37,6 @@ from posttrain.inference.model import (
     position_limit,
     stop_ids_of,
 )
-from posttrain.inference.progress import Progress
 from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
 from posttrain.models.loading import read_config, vocabulary_size
 from posttrain.models.paths import base_model_path, resolve_path
@@ -67,7 +67,31 @@ class Generation:
     resume: bool = False
 
 
-def generate(config: Generation, report: Callable[[Progress], None] = lambda _: None) -> Progress:
+@dataclass(slots=True)
+class GenerationProgress:
+    """How far a generation is; `tokens` and `seconds` are those of this process."""
+
+    done: int
+    total: int
+    resumed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    left_out: dict[str, int] = field(default_factory=dict)  # examples of the data that are not prompts, by reason
+
+    def show_on(self, display: ProgressDisplay) -> None:
+        if not self.seconds and self.done < self.total and not display.on_terminal:
+            return  # a line that says 0 tells nothing
+        made = self.done - self.resumed
+        details = []
+        if self.seconds and made:
+            details.append(f"{self.tokens / self.seconds:,.0f} tokens/s")
+        if made and self.done < self.total:
+            details.append(f"eta {duration(self.seconds * (self.total - self.done) / made)}")
+        position = f"{self.done:,} of {self.total:,} completions"
+        display.update(position, "  ".join(details), done=self.done, total=self.total, show=self.done == self.total)
+
+
+def generate(config: Generation, report: Callable[[GenerationProgress], None] = lambda _: None) -> GenerationProgress:
     """Write all answers that are not there yet."""
     check(config)
     out = jsonl(config.out)
@@ -81,7 +105,7 @@ def generate(config: Generation, report: Callable[[Progress], None] = lambda _: 
     total = len(prompts) * config.n
     with opened(out) as file:
         done = begin(file, out, settings, config, total)
-        progress = Progress(done, total, resumed=done, left_out=left_out)
+        progress = GenerationProgress(done, total, resumed=done, left_out=left_out)
         report(progress)
         if done == total:
             return progress

@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 
 from posttrain.core.devices import copy_to_device
+from posttrain.core.host import UNCOUNTED_DEVICE_MEMORY
 from posttrain.core.types import MicroBatch
 from posttrain.nn import attention
 from posttrain.nn.kernels import reference
@@ -284,6 +285,9 @@ ALIVE: WeakSet[TrainingGraphs] = WeakSet()
 def graph_memory_bytes() -> int:
     """Bytes that graphs hold between passes, which torch does not count as allocated."""
     return sum(graph.memory_bytes for graphs in ALIVE for graph in graphs.by_shape.values())
+
+
+UNCOUNTED_DEVICE_MEMORY.append(graph_memory_bytes)
 
 
 class GraphReplay(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from posttrain.config.sections import Config, as_mapping
 from posttrain.core.errors import UsageError
 from posttrain.core.files import sync_folder
 from posttrain.core.logging import part_of
+from posttrain.core.progress import ProgressDisplay
 from posttrain.data.reading.sources import find_files, read_records
 from posttrain.inference.generate import Generation, check, generate
-from posttrain.inference.progress import ProgressLine
 from posttrain.inference.score import Scoring, score_file
 from posttrain.inference.select import METHODS, select_file
 from posttrain.inference.workers import deciding
@@ -57,7 +58,8 @@ class Generate(Stage):
         config = replace(self.config, resume=self.out.exists())
         if self.best_of:
             config.condition = best_reward(self.best_of)
-        progress = generate(config, (lambda _: None) if quiet else ProgressLine())
+        with ProgressDisplay(stream=sys.stderr, quiet=quiet, seconds_between_lines=10) as display:
+            progress = generate(config, lambda progress: progress.show_on(display))
         found = {"prompts": progress.total // config.n, "n": config.n, "answers": progress.total}
         return found | ({"condition": config.condition} if config.condition is not None else {})
 

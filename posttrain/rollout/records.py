@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.jsonl import as_line
-from posttrain.core.logging import append, cut_after
+from posttrain.core.jsonl import append_text, as_line, cut_after
 from posttrain.core.types import Floats, Prompt, Sample
 from posttrain.rewards.verdict import Verdict
 
@@ -236,7 +235,7 @@ class RolloutWriter:
             for row in rows:
                 lines.append(line_of(*row))
                 self.hurry.wait(PAUSE_SECONDS)
-            append(self.file, "".join(lines))
+            append_text(self.file, "".join(lines))
         except BaseException as error:  # raised again by `flush`
             self.error = error
             if not isinstance(error, Exception):

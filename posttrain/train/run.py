@@ -22,6 +22,7 @@ from posttrain.config.sections import Config, ModelConfig
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, Stopped, UsageError, WorkerError
 from posttrain.core.files import read_json, write_json
+from posttrain.core.metrics_sinks import check_sinks
 from posttrain.core.types import Sample
 from posttrain.models.loading import vocabulary_size
 from posttrain.models.paths import resolve_path
@@ -81,7 +82,7 @@ class Run:
     @contextmanager
     def open(cls, verb: str, config: Config, algorithm: Algorithm) -> Iterator[Run]:
         """Reads and checks everything that needs no model."""
-        logs.check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
+        check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
         logs.quiet_libraries()
         with ExitStack() as stack:
             models = {"model": resolve_path(config.model.path)} | helper_model_paths(algorithm)

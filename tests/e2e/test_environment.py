@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.logging import is_wall_clock
+from posttrain.core.metrics_sinks import is_wall_clock
 from posttrain.rollout import records
 from tests.e2e.commands import command, rows_of
 

@@ -9,7 +9,8 @@ import pytest
 from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import newest_valid, verify
 from posttrain.core.errors import CheckpointError, Stopped, UsageError
-from posttrain.core.logging import Log, is_wall_clock
+from posttrain.core.logging import Log
+from posttrain.core.metrics_sinks import is_wall_clock
 from posttrain.train.launch import train
 from tests.e2e.rows import write_judge, write_rows
 

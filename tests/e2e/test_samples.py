@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from posttrain.cli.samples import run as samples
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.logging import is_wall_clock
+from posttrain.core.metrics_sinks import is_wall_clock
 from posttrain.rollout import records
 from tests.e2e.commands import command, rows_of
 

@@ -28,6 +28,7 @@ import numpy as np
 import posttrain
 from posttrain.core.errors import DataError, PosttrainError, UsageError
 from posttrain.core.files import file_sha256
+from posttrain.core.progress import ProgressDisplay
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.preprocessing.handlers import (
     IGNORED,
@@ -55,9 +56,19 @@ NOT_IN_JOB = {"workers", "n_subs", "cache_dir", "log_interval", "seed"}  # optio
 
 
 def preprocess(
-    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None] = print
+    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, print_line: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Write the output files and return the manifest, which is also written beside them."""
+    """Write the output files and return the manifest, which is also written beside them.
+
+    `print_line` receives messages and progress, instead of standard output.
+    """
+    with ProgressDisplay(print_line=print_line) as display:
+        return write_files(config, tokenizer, display)
+
+
+def write_files(
+    config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, display: ProgressDisplay
+) -> dict[str, Any]:
     check(config)
     started = time.perf_counter()
     apply_template(tokenizer, config.prompt_type)
@@ -69,13 +80,13 @@ def preprocess(
     with open_part_store(target, config.cache_dir) as store:
         if (done := target.finished(job)) is not None:
             store.clear()
-            log(f"{target.prefix('*')}: already complete, from the same inputs and options")
+            display.message(f"{target.prefix('*')}: already complete, from the same inputs and options")
             return done
         store.resume(job)
         if store.counts:
             done_before = f"{len(store.finished)} finished parts"
-            log(f"resuming after example {store.counts['read']:,}: {done_before} are reused")
-        encode_parts(config, handler, parts, store, log)
+            display.message(f"resuming after example {store.counts['read']:,}: {done_before} are reused")
+        encode_parts(config, handler, parts, store, display)
         counts = store.counts
         if not counts["kept"]:
             raise DataError(
@@ -88,7 +99,7 @@ def preprocess(
             counts["rows"] = write_merged(handler, store, target)
         manifest = target.publish(job, counts, store.bad)
         store.clear()
-    log(summary(config, target, counts, time.perf_counter() - started))
+    display.message(summary(config, target, counts, time.perf_counter() - started))
     return manifest
 
 
@@ -181,18 +192,18 @@ def read_chunks(parts: Iterable[SourcePart], skip: int) -> Iterator[Chunk]:
 
 
 def encode_parts(
-    config: PreprocessConfig, handler: Handler, parts: list[SourcePart], store: PartStore, log: Callable[[str], None]
+    config: PreprocessConfig, handler: Handler, parts: list[SourcePart], store: PartStore, display: ProgressDisplay
 ) -> None:
     """Encode all records into finished parts."""
     total = sum(part.size for part in parts)
     enough = max(1, total // config.n_subs) if config.n_subs and total else PART_BYTES
-    progress = PreprocessProgress(config.log_interval, log)
+    progress = PreprocessProgress(config.log_interval, total, display)
     for chunk, encoded in encode_in_order(config, handler, read_chunks(parts, store.counts.get("read", 0))):
         encoded.bad += [{"reason": f"{bad.origin}: {bad.reason}", "raw": bad.raw} for bad in chunk.bad]
         encoded.counts["read"] += len(chunk.bad)
         encoded.counts["bad"] += len(chunk.bad)
         store.add(encoded, chunk.size)
-        progress.add(encoded.counts)
+        progress.add(encoded.counts, chunk.size)
         if store.size >= enough:
             store.finish_part()
     store.finish_part()
@@ -275,21 +286,28 @@ def encode_in_worker(records: list[Record]) -> EncodedChunk:
 
 
 class PreprocessProgress:
-    """Logs a line every `every` examples."""
+    """Counts examples and tokens, and shows them: without a terminal in a line every `every` examples."""
 
-    def __init__(self, every: int, log: Callable[[str], None]) -> None:
-        self.every, self.log = every, log
+    def __init__(self, every: int, total_bytes: int, display: ProgressDisplay) -> None:
+        self.every, self.total_bytes, self.display = every, total_bytes, display
         self.started = time.perf_counter()
-        self.examples = self.tokens = 0
+        self.examples = self.tokens = self.bytes = 0
 
-    def add(self, counts: dict[str, int]) -> None:
+    def add(self, counts: dict[str, int], size: int) -> None:
         before = self.examples // self.every
         self.examples += counts["read"]
         self.tokens += counts["tokens"]
-        if self.examples // self.every > before:
+        self.bytes += size
+        crossed = self.examples // self.every > before
+        if crossed or self.display.on_terminal:
             seconds = time.perf_counter() - self.started
-            speed = f"{self.examples / seconds:,.0f} examples/s, {self.tokens / seconds:,.0f} tokens/s"
-            self.log(f"{self.examples:,} examples, {self.tokens:,} tokens; {speed}")
+            self.display.update(
+                f"{self.examples:,} examples  {self.tokens:,} tokens",
+                f"{self.examples / seconds:,.0f} examples/s  {self.tokens / seconds:,.0f} tokens/s",
+                done=self.bytes,
+                total=self.total_bytes or None,
+                show=crossed,
+            )
 
 
 # Output

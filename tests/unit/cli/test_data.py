@@ -1,6 +1,7 @@
 """`posttrain data check`: what is printed, and the exit code."""
 
 import json
+import sys
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_wrong_use(argv, words, capsys):
 
 
 def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     write("rows.jsonl", *[CHAT] * 600)

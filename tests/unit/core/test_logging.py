@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.logging import Console, Log, Phases, check_sinks, is_wall_clock, memory_gib
+from posttrain.core.host import peak_memory_gib
+from posttrain.core.logging import Log, RunConsole
+from posttrain.core.metrics_sinks import check_sinks, is_wall_clock
+from posttrain.core.phases import PhaseTimer
 
 
 def new_log(folder: Path | None, **options) -> Log:
@@ -64,7 +68,7 @@ def test_equal_runs_differ_only_in_wall_clock_keys(tmp_path):
 def test_phases_sum_to_the_wall_time_and_inner_ones_are_not_counted_twice(monkeypatch):
     now = 0.0
     monkeypatch.setattr("posttrain.core.logging.time.perf_counter", lambda: now)
-    phases = Phases()
+    phases = PhaseTimer()
     now = 1.0  # 1 s of nothing
     phases.enter("train")
     now = 3.0  # 2 s
@@ -183,12 +187,18 @@ def test_terminal_rewrites_one_line_and_prints_messages_above_it(monkeypatch):
         out.flush()
         seen = read_until("the end\r\n", controller)
     os.close(controller)
-    screen = [line.split("\r")[-1].replace("\x1b[K", "") for line in seen.replace("\r\n", "\n").split("\n")]
+    screen = screen_of(seen)
     assert screen[0] == "hello"
     assert screen[1] == "step 4  eval/accuracy 0.5"
-    assert screen[2].startswith("step 4/4  [####################]  loss 0.2500")
+    assert screen[2].startswith(f"step 4/4 {'━' * 20} loss 0.2500")
     assert screen[3:] == ["the end", ""]
-    assert all(len(line) < 60 for line in screen)
+    assert all(len(line) <= 60 for line in screen)
+
+
+def screen_of(seen: str) -> list[str]:
+    """The lines that a terminal shows in the end, where each one is rewritten from its beginning."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.replace("\r\n", "\n"))
+    return [line.split("\r")[-1].rstrip() for line in plain.split("\n")]
 
 
 def test_a_closed_pipe_does_not_end_the_run(tmp_path):
@@ -224,11 +234,12 @@ def test_text_that_the_terminal_cannot_spell_is_still_shown(tmp_path, monkeypatc
     assert path.read_text() == "gr??er\n"
 
 
-def test_full_disk_is_one_clear_error():
+def test_full_disk_is_one_clear_error(tmp_path):
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    with new_log(None) as log:
-        log.metrics_file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  the log closes it
+    with new_log(tmp_path) as log:
+        log.sinks[0].file.close()
+        log.sinks[0].file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115  the log closes it
         with pytest.raises(PosttrainError, match=r"/dev/full: cannot write: No space left.*--resume"):
             log.step(1, {"loss": 1.0})
 
@@ -249,7 +260,7 @@ def test_a_failure_leaves_its_traceback_in_the_run_folder(tmp_path):
 
 
 def test_what_matters_of_pairs_is_in_the_progress_line(capsys):
-    Console(total_steps=3, quiet=False).step(
+    RunConsole(total_steps=3, quiet=False).step(
         1, {"loss": 0.7, "accuracy": 0.75, "margin": 0.125, "memory_gib": 0.0, "time/train": 1.0}
     )
     assert "loss 0.7000  accuracy 0.75  margin 0.125  eta" in capsys.readouterr().out
@@ -258,7 +269,7 @@ def test_what_matters_of_pairs_is_in_the_progress_line(capsys):
 def test_eta_counts_from_the_first_step_on(monkeypatch, capsys):
     now = 1000.0  # the program is old when the first step ends
     monkeypatch.setattr("posttrain.core.logging.time.monotonic", lambda: now)
-    console = Console(total_steps=1000, quiet=False)
+    console = RunConsole(total_steps=1000, quiet=False)
     console.step(1, {"loss": 1.0, "memory_gib": 0.0, "time/load": 60.0, "time/train": 3.0, "time/other": 0.5})
     now = 1010.0
     console.step(6, {"loss": 1.0, "memory_gib": 0.0, "time/train": 3.0, "time/other": 0.5})
@@ -354,6 +365,6 @@ def test_memory_is_that_of_the_process():
 
     if torch.accelerator.is_available():
         pytest.skip("there it is the accelerator's")
-    before = memory_gib()
+    before = peak_memory_gib()
     block = np.ones(2**25)  # 256 MiB, touched
-    assert 0.01 < before <= memory_gib() and memory_gib() >= block.nbytes / 2**30
+    assert 0.01 < before <= peak_memory_gib() and peak_memory_gib() >= block.nbytes / 2**30

@@ -1,6 +1,7 @@
 """Answers to a file of prompts: what is asked, what is written, and how a file goes on."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from transformers import AutoTokenizer
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.progress import ProgressDisplay
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling, seed_for
 from posttrain.inference.completion_files import read_answers
-from posttrain.inference.generate import Generation, generate, manifest_of, opened
+from posttrain.inference.generate import Generation, GenerationProgress, generate, manifest_of, opened
 from posttrain.inference.model import InferenceModel
-from posttrain.inference.progress import Progress, ProgressLine
 from tests.tiny import tiny_folder
 
 
@@ -168,7 +169,7 @@ def test_a_torn_file_goes_on_and_comes_out_the_same(config, kept):
 def test_a_complete_file_stays(config):
     generate(config)
     before = manifest_of_file(config).read_bytes()
-    assert generate(replace(config, resume=True)) == Progress(14, 14, resumed=14)
+    assert generate(replace(config, resume=True)) == GenerationProgress(14, 14, resumed=14)
     assert len(rows_of(config)) == 14 and manifest_of_file(config).read_bytes() == before
 
 
@@ -251,19 +252,26 @@ def test_what_cannot_be(config, change):
 
 
 def test_progress_in_words():
-    assert str(Progress(0, 10)) == "0 of 10 answers"
-    assert str(Progress(6, 10, resumed=4, tokens=300, seconds=3.0)) == "6 of 10 answers, 100 tokens/s, 0:06 left"
-    assert str(Progress(10, 10, tokens=3000, seconds=2.0)) == "10 of 10 answers, 1,500 tokens/s"
+    lines = []
+    for progress in (
+        GenerationProgress(0, 10),
+        GenerationProgress(6, 10, resumed=4, tokens=300, seconds=3.0),
+        GenerationProgress(10, 10, tokens=3000, seconds=2.0),
+    ):
+        with ProgressDisplay(print_line=lines.append) as display:
+            progress.show_on(display)
+    assert lines == ["6 of 10 completions  100 tokens/s  eta 0:06", "10 of 10 completions  1,500 tokens/s"]
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(capsys):
-    show = ProgressLine()
-    for done, seconds in ((0, 0.0), (10, 1.0), (20, 2.0), (40, 12.0), (50, 13.0), (60, 14.0)):
-        show(Progress(done, 60, tokens=done * 10, seconds=seconds))
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    with ProgressDisplay(stream=sys.stderr, seconds_between_lines=10) as display:
+        for done, seconds in ((0, 0.0), (10, 1.0), (20, 2.0), (40, 12.0), (50, 13.0), (60, 14.0)):
+            monkeypatch.setattr("posttrain.core.progress.time.monotonic", lambda now=seconds: now)
+            GenerationProgress(done, 60, tokens=done * 10, seconds=seconds).show_on(display)
     assert capsys.readouterr().err.splitlines() == [
-        "10 of 60 answers, 100 tokens/s, 0:05 left",
-        "40 of 60 answers, 33 tokens/s, 0:06 left",
-        "60 of 60 answers, 43 tokens/s",
+        "10 of 60 completions  100 tokens/s  eta 0:05",
+        "40 of 60 completions  33 tokens/s  eta 0:06",
+        "60 of 60 completions  43 tokens/s",
     ]
 
 
