@@ -246,7 +246,7 @@ def limits() -> tuple[float, float]:
 
 def training_flops(policy: Learner, samples: list[Sample], wanted: Objective, shape: Shape) -> float:
     """Of forward and backward through all matrices; attention, and what is computed again, do not count."""
-    batches = [batch for batch in policy.batches(samples, wanted.group_size) if batch is not None]
+    batches = [batch for batch in policy.micro_batches(samples, wanted.group_size) if batch is not None]
     computed = sum(len((batch.sharing or batch).tokens) for batch in batches)
     return 6.0 * (shape.layer_weights * computed + shape.head_weights * sum(len(batch.counted) for batch in batches))
 

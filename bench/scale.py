@@ -143,10 +143,10 @@ def move_on_the_device() -> None:
         options = {"trainable": False, "sampler_copy": True, "layout": ParallelLayout(always=True)}
         learner = Learner(ModelConfig(path=path), TrainConfig(), **options)
         for version in range(ROUNDS):
-            learner.up_to_date.clear()  # as a step of the optimizer does
+            learner.generator.weights_changed()  # as a step of the optimizer does
             torch.cuda.synchronize()
             began = time.perf_counter()
-            learner.update_sampler(version)
+            learner.update_generator(version)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
             print(f"scale: 7B, float32 shards -> bfloat16 copy on one device: {seconds:.3f} s", flush=True)

@@ -45,7 +45,7 @@ class TransferResult:
     bytes: int
     seconds: float
     failure: str = ""
-    probe: list[Floats] = field(default_factory=list)  # see learner.Learner.probed
+    probe: list[Floats] = field(default_factory=list)  # see learner.Learner.probe_logprobs
 
 
 class Transfer:

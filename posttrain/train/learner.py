@@ -1,12 +1,16 @@
-"""The learner: a model and its optimizer on one device. Knows packs, sums and gradients; knows no algorithm by name.
+"""The learner: a model and its optimizer on one device. It knows micro-batches, sums and gradients, but no algorithm.
 
-Where processes hold a model together (parallel/fsdp.py) each has a learner, all are called at once, each with samples
-of its own, and the methods keep in step: who has less to compute makes passes that count for nothing.
+    forward_backward   samples -> micro-batches -> forward -> loss -> backward; gradients are added up
+    step               clip, check for non-finite values, update the weights
+    logprobs, values, scores, evaluate    forward passes without gradients
+    generate           completions, see local_generator.py
+
+Where several processes hold a model together (parallel/fsdp.py), each has a learner; all are called together, each with
+samples of its own. A process with fewer micro-batches than another runs dummy batches to keep in step.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,7 +39,6 @@ from posttrain.core.types import (
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
-from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe_sample
 from posttrain.models import adapters as lora
@@ -43,31 +46,29 @@ from posttrain.models import memory
 from posttrain.models.loading import compute_dtype, load_model, trainable_parameters
 from posttrain.models.saving import load_weights, save_model
 from posttrain.models.stop_ids import stop_ids
-from posttrain.models.tensors import export_tensors, import_tensors, module_tensors
+from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
 from posttrain.nn.forward import ModelRunner, check_router, forward, verify_against_stock
 from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
-from posttrain.parallel.fsdp import ModelShards, anchor_outputs, materialize, meta_copy
+from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
+from posttrain.train.local_generator import LocalGenerator
+from posttrain.train.metric_sums import LARGEST, MetricSums, Sums
 
 PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
-SHARED_TOKENS = 16  # neighbours with so long a common beginning compute it once
-LARGEST = "largest_"
-"""Metrics of this prefix are the largest of all packs and ranks, not sums."""
-SLOPE_ERROR = f"{LARGEST}slope_error"
+MIN_SHARED_PREFIX = 16  # tokens: neighbours that share at least this prefix compute it once
+GRADIENT_ERROR = f"{LARGEST}gradient_error"
 
 T = TypeVar("T")
 Part = Literal["model", "optimizer"]
-Sums = dict[str, tuple[float, float | None]]
-"""Metric -> (sum, count); a count of None stands for the objective's own denominator."""
 
 
 class Learner:
-    """`forward_backward` adds gradients, `step` applies them; everything else only looks."""
+    """`forward_backward` adds gradients, `step` applies them; the other methods do not change the weights."""
 
     def __init__(
         self,
@@ -86,96 +87,119 @@ class Learner:
     ) -> None:
         """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own.
 
-        `engine`: who generates, see rollout.engine; others than the local one always have weights of their own.
-        `layout`: how the processes of a group share the model; None: they do not, each has it whole.
+        `engine`: see rollout.engine; engines other than the local one always have weights of their own.
+        `layout`: how the processes of a group share the model; None: each process has a whole model.
         """
+        self.config, self.update, self.head = model, update, head
         self.device = default_device()
         self.dtype = compute_dtype(model, self.device)
-        self.update = update
         self.shards = ModelShards.create(layout, self.device, self.dtype) if layout and layout.is_sharded() else None
-        self.model = load_model(model, head, device=self.device, trainable=trainable, seed=seed, shards=self.shards)
+        loading: dict[str, Any] = {"device": self.device, "seed": seed, "shards": self.shards}
+        self.model = load_model(model, head, trainable=trainable, **loading)
         self.tokenizer = load_tokenizer(model)
-        if template:  # saved with the model, so that it is asked, and stops, as it was trained
+        if template:  # saved with the model, so that it is prompted, and stops, as in training
             apply_template(self.tokenizer, template)
             if head == "token":
                 self.model.generation_config.eos_token_id = template_stop_ids(self.tokenizer)
         if model.router_aux_loss_coef:
             check_router(self.model)
-        taught = None
-        if teacher is not None:
-            options: dict[str, Any] = {"device": self.device, "trainable": False, "seed": seed, "shards": self.shards}
-            taught = load_model(teacher, "token", **options)
-        valued = new_value_head(self.model, seed) if value_head else None
-        self.copies: dict[str, ModelRunner] = {}  # whole models to generate with, where the model is sharded
-        self.up_to_date: set[str] = set()  # copies that hold the current weights
+        teacher_model = None if teacher is None else load_model(teacher, "token", trainable=False, **loading)
+        values = new_value_head(self.model, seed) if value_head else None
+        meta_model = None
         if self.shards is not None:
-            self.skeleton = meta_copy(self.model) if head == "token" else None
-            self.shards.shard(self.model, [taught, None if valued is None else valued.float()])
-        self.runner = self.proven(self.model)
-        self.teacher: ModelRunner | None = None
-        if taught is not None:
-            self.teacher = self.proven(taught)
+            meta_model = meta_copy(self.model) if head == "token" else None
+            self.shards.shard(self.model, [teacher_model, None if values is None else values.float()])
+        self.runner = self.make_runner(self.model)
+        self.teacher = None if teacher_model is None else self.make_runner(teacher_model)
+        if self.teacher is not None:
             check_teacher(self.runner, self.teacher)
-        self.let_go()
-        self.runner.value_head = valued
-        self.own_sampler = sampler_copy
-        self.sampler = self.runner
-        self.replica: VllmReplica | None = None
+        self.reshard()
+        self.runner.value_head = values
+        replica = None
         if engine[0] == "vllm":
-            looks = (self.weights, self.logprobs)
-            self.replica = VllmReplica(engine[1:], self.model, self.tokenizer, self.dtype, *looks)
-        elif sampler_copy and self.shards is None:
-            self.sampler = ModelRunner.from_model(copy.deepcopy(self.model).requires_grad_(False))
-        self.engines: dict[int, LocalEngine] = {}
+            replica = VllmReplica(engine[1:], self.model, self.tokenizer, self.dtype, self.weights, self.logprobs)
+        self.generator = LocalGenerator(
+            self.runner,
+            self.tokenizer,
+            shards=self.shards,
+            meta_model=meta_model,
+            replica=replica,
+            own_weights=sampler_copy,
+            reserved_bytes=training_memory_bytes,
+        )
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
-        lends = engine[0] == "vllm" or bool(layout and layout.offload)  # memory that is free now and then
-        if trainable and self.shards is None and not lends:
+        lends_memory = engine[0] == "vllm" or bool(layout and layout.offload)  # in some phases
+        if trainable and self.shards is None and not lends_memory:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.micro_batch_tokens)
-        self.config, self.head = model, head
         LEARNERS.add(self)
-        self.weight_version: WeightVersion = 0  # of the sampler's weights
         self.dropout_seed = seed if model.lora_dropout and trainable else None
         self.passes = 0  # calls of forward_backward since the last step
-        if sampler_copy and self.shards is not None and self.replica is None:
-            self.update_sampler(0)
+        if sampler_copy and self.shards is not None and replica is None:
+            self.generator.update(0)
 
-    def proven(self, model: Any) -> ModelRunner:
-        """The model as passes see it, compared with its own code."""
-        runner = self.inside(ModelRunner.from_model, model)
+    def make_runner(self, model: Any) -> ModelRunner:
+        """Returns what runs forward passes of the model, after comparing it with the model's own code."""
+        runner = self.with_full_parameters(ModelRunner.from_model, model)
         if self.shards is not None and self.shards.context is not None:
             self.shards.context.check(model.config.get_text_config(), self.shards.layout.tensor_parallel)
             runner.context = self.shards.context
-        self.inside(verify_against_stock, runner)
+        self.with_full_parameters(verify_against_stock, runner)
         return runner
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """All that is trained, by name."""
+        """Returns what is trained, by name."""
         head = self.runner.value_head
         return trainable_parameters(self.model) | ({VALUE_HEAD: head.weight} if head is not None else {})
 
+    # Training
+
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
-        """Add the gradient of (sum of losses) / denominator. `tokens`: of the whole step, for the router's balance."""
-        if self.replica is not None and not self.own_sampler:
-            self.replica.sleep()
+        """Adds the gradient of (sum of losses) / denominator; returns the sums of loss and metrics.
+
+        `tokens`: of the whole step, for the balance loss of a router.
+        """
         assert self.optimizer is not None, "this learner was loaded for inference"
+        self.generator.release_memory()
         self.optimizer.keep_gradients = self.runner.graphs is not None and self.runner.graphs.alive
         self.optimizer.restore_gradients()
-        totals = Totals()
-        with self.decided_dropout():
-            for batch in self.batches(samples, objective.group_size):
-                self.inside(self.scaled_loss, batch, objective, denominator, tokens, totals).backward()
-        sums = totals.read()
-        error, _ = sums.pop(SLOPE_ERROR, (0.0, None))
+        metrics = MetricSums()
+        with self.seeded_dropout():
+            for batch in self.micro_batches(samples, objective.group_size):
+                self.with_full_parameters(self.scaled_loss, batch, objective, denominator, tokens, metrics).backward()
+        sums = metrics.read()
+        error, _ = sums.pop(GRADIENT_ERROR, (0.0, None))
         if error > 1e-4:
             raise PosttrainError(
-                f"the algorithm says `separable`, but a token's part of its loss reads the log-probabilities of other "
+                f"the algorithm is declared `separable`, but the loss of a token reads the log-probabilities of other "
                 f"tokens: gradients would be wrong by {error:.2g} of their size. Set `separable = False` in its class."
             )
         return sums
 
+    def scaled_loss(
+        self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, metrics: MetricSums
+    ) -> torch.Tensor:
+        """Computes the loss of one micro-batch as it is differentiated; None: a dummy batch, whose loss is 0."""
+        assert self.optimizer is not None, "this learner was loaded for inference"
+        scale = self.optimizer.loss_scale
+        if batch is None:
+            out = forward(self.runner, self.dummy_batch(), objective.request, self.teacher)
+            return anchor_outputs(torch.zeros((), device=self.device), out)
+        early = None
+        if objective.separable:
+            early = EarlyGradients(objective, batch, denominator / scale, partial(metrics.add, GRADIENT_ERROR))
+        out = forward(self.runner, batch, objective.request, self.teacher, early)
+        loss = objective.loss(out, batch)
+        scaled = loss.total / (denominator / scale)
+        if out.router_loss is not None:
+            scaled = scaled + objective.request.router_loss * out.router_loss / (tokens / scale)
+            metrics.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
+        metrics.add("loss", loss.total)
+        metrics.add_all(loss.metrics)
+        return scaled if self.shards is None else anchor_outputs(scaled, out)
+
     @contextmanager
-    def decided_dropout(self) -> Iterator[None]:
-        """What is dropped follows from seed, step and data rank, so that no generator's state need be saved."""
+    def seeded_dropout(self) -> Iterator[None]:
+        """Seeds dropout by run seed, step and data rank, so that checkpoints need no generator state."""
         if self.dropout_seed is None:
             yield
             return
@@ -187,71 +211,135 @@ class Learner:
             torch.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
             yield
 
-    def scaled_loss(
-        self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, totals: Totals
-    ) -> torch.Tensor:
-        """What is differentiated of one pack; 0 of a pack for company."""
-        assert self.optimizer is not None, "this learner was loaded for inference"
-        pack, early, scale = self.company() if batch is None else batch, None, self.optimizer.loss_scale
-        if batch is not None and objective.separable:
-            early = EarlyGradients(objective, batch, denominator / scale, partial(totals.add, SLOPE_ERROR))
-        out = forward(self.runner, pack, objective.request, self.teacher, early)
-        if batch is None:
-            return anchor_outputs(torch.zeros((), device=self.device), out)
-        loss = objective.loss(out, batch)
-        scaled = loss.total / (denominator / scale)
-        if out.router_loss is not None:
-            scaled = scaled + objective.request.router_loss * out.router_loss / (tokens / scale)
-            totals.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
-        totals.add("loss", loss.total)
-        totals.add_all(loss.metrics)
-        return scaled if self.shards is None else anchor_outputs(scaled, out)
-
     def step(self, learning_rate: float) -> dict[str, float]:
-        """Apply and forget the gradients; see Optimizer.step."""
+        """Applies and clears the gradients; see Optimizer.step."""
         assert self.optimizer is not None, "this learner was loaded for inference"
-        self.up_to_date.clear()
+        self.generator.weights_changed()
         self.passes = 0
         return self.optimizer.step(learning_rate)
 
     def discard(self) -> dict[str, float]:
-        """Forget the gradients instead of applying them."""
+        """Clears the gradients without applying them."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.optimizer.clear_gradients()
         self.passes = 0
         return {"skipped": 1.0}
 
+    # Forward passes without gradients
+
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
-        """Loss and metrics without gradients."""
+        """Returns the sums of loss and metrics."""
         self.model.eval()
-        totals = Totals()
-        for batch in self.batches(samples, objective.group_size):
-            pack = self.company() if batch is None else batch
-            out = self.inside(forward, self.runner, pack, objective.request, self.teacher)
+        metrics = MetricSums()
+        for batch in self.micro_batches(samples, objective.group_size):
+            present = self.dummy_batch() if batch is None else batch
+            out = self.with_full_parameters(forward, self.runner, present, objective.request, self.teacher)
             if batch is not None:
                 loss = objective.loss(out, batch)
-                totals.add("loss", loss.total)
-                totals.add_all(loss.metrics)
-        self.let_go()
+                metrics.add("loss", loss.total)
+                metrics.add_all(loss.metrics)
+        self.reshard()
         self.model.train()
-        return totals.read()
+        return metrics.read()
 
     def logprobs(
         self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
     ) -> list[Floats]:
-        """Log-probability of each counted token, 0 elsewhere. Without adapters: those of the frozen base model."""
+        """Returns the log-probability of each counted token, 0 elsewhere; without `adapters`, of the base model."""
         request = ForwardRequest(names=frozenset({"logprobs"}), distribution=distribution)
         with nullcontext() if adapters else lora.disabled(self.model):
-            return self.streams(samples, request, lambda out: out.logprobs)
+            return self.token_streams(samples, request, lambda out: out.logprobs)
 
-    def probed(self) -> list[Floats]:
-        """Log-probabilities of the probe that tells whether a sampler has these weights."""
+    def probe_logprobs(self) -> list[Floats]:
+        """Returns log-probabilities of the probe, by which an engine's weights are compared with these."""
         return self.logprobs([probe_sample(self.model.config.get_text_config().vocab_size)])
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """What the critic expects before each counted token, 0 elsewhere."""
-        return self.streams(samples, ForwardRequest(names=frozenset({"values"})), lambda out: out.values)
+        """Returns the critic's value of the state before each counted token, 0 elsewhere."""
+        return self.token_streams(samples, ForwardRequest(names=frozenset({"values"})), lambda out: out.values)
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """Returns the output of the score head for each sample."""
+        found: dict[int, float] = {}
+        for indices, out, _ in self.forward_all(samples, ForwardRequest(names=frozenset({"scores"}))):
+            assert out.scores is not None
+            found |= dict(zip(indices, out.scores.tolist(), strict=True))
+        return [found[i] for i in range(len(samples))]
+
+    def token_streams(
+        self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
+    ) -> list[Floats]:
+        """Returns one array per sample of the output that `read` selects."""
+        found: dict[int, Floats] = {}
+        for indices, out, batch in self.forward_all(samples, request):
+            stream = read(out)
+            assert stream is not None
+            parts = np.split(stream.cpu().numpy().astype(np.float32), np.cumsum(batch.lengths)[:-1])
+            found |= dict(zip(indices, parts, strict=True))
+        return [found[i] for i in range(len(samples))]
+
+    @torch.no_grad()
+    def forward_all(
+        self, samples: Sequence[Sample], request: ForwardRequest
+    ) -> list[tuple[list[int], Outputs, MicroBatch]]:
+        """Runs all samples through the model; returns (indices of the samples, outputs, micro-batch) of each pass."""
+        was_training = self.model.training  # False while completions are being generated
+        self.model.eval()
+        results = []
+        for indices in self.in_lockstep(self.pack(samples)):
+            if indices is None:
+                self.with_full_parameters(forward, self.runner, self.dummy_batch(), request)
+                continue
+            batch = collate([samples[i] for i in indices], self.device, self.min_shared_prefix)
+            results.append((indices, self.with_full_parameters(forward, self.runner, batch, request), batch))
+        self.reshard()
+        self.model.train(was_training)
+        return results
+
+    # Micro-batches
+
+    def micro_batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[MicroBatch | None]:
+        """Yields micro-batches, each laid out while the device computes the one before; None: see `in_lockstep`."""
+        for indices in self.in_lockstep(self.pack(samples, group_size)):
+            if indices is None:
+                yield None
+            else:
+                yield collate([samples[i] for i in indices], self.device, self.min_shared_prefix)
+
+    def pack(self, samples: Sequence[Sample], group_size: int = 1) -> list[list[int]]:
+        """Divides the samples into micro-batches; returns their indices."""
+        ranks = 1 if self.shards is None else self.shards.layout.context_parallel  # which divide each micro-batch
+        budget = self.update.micro_batch_tokens * ranks
+        return pack_into_micro_batches(samples, budget, group_size, self.min_shared_prefix)
+
+    @property
+    def min_shared_prefix(self) -> int:
+        """From how many tokens on a prefix that neighbours share is computed once; 0: a model here cannot do that."""
+        able = self.runner.shares_prefixes and (self.teacher is None or self.teacher.shares_prefixes)
+        return MIN_SHARED_PREFIX if able else 0
+
+    def dummy_batch(self) -> MicroBatch:
+        """Keeps ranks in step; contributes zero."""
+        two_tokens = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
+        return collate([two_tokens], self.device)
+
+    # Sharded models
+
+    def with_full_parameters(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls the function where the parameters are gathered."""
+        return function(*args) if self.shards is None else self.shards.with_full_parameters(function, *args)
+
+    def reshard(self) -> None:
+        """Frees gathered parameters after passes without a backward pass."""
+        if self.shards is not None:
+            self.shards.reshard()
+
+    def in_lockstep(self, micro_batches: Sequence[T]) -> Iterator[T | None]:
+        """Yields the micro-batches, then None for each pass that other ranks make and this one has no samples for."""
+        return iter(micro_batches) if self.shards is None else self.shards.in_lockstep(micro_batches)
+
+    # Generation
 
     def generate(
         self,
@@ -262,165 +350,50 @@ class Learner:
         between_steps: BetweenSteps | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        """Answers with the sampler's weights, or with the `current` ones: the same, where it has none of its own.
-
-        `on_completion` may be told of answers before all are there.
-        """
-        if self.replica is not None and not (current and self.own_sampler):  # which is at work on another batch
-            if current or not self.replica.has_weights:
-                self.replica.refresh(self.weight_version)
-            return self.replica.generate(requests, sampling)
-        if self.shards is None:
-            runner = self.runner if current else self.sampler
-        elif self.own_sampler and not current:
-            runner = self.copies["sampler"]
-        else:
-            runner = self.copied("current")
-        if id(runner) not in self.engines:
-            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, reserved_bytes=memory_to_come)
-        return self.engines[id(runner)].generate(
-            requests, sampling, between_steps=between_steps, on_completion=on_completion
+        """See LocalGenerator.generate."""
+        return self.generator.generate(
+            requests, sampling, current=current, between_steps=between_steps, on_completion=on_completion
         )
 
+    def update_generator(self, version: WeightVersion) -> None:
+        """Generate with the current weights from now on, which are of this version."""
+        self.generator.update(version)
+
+    def stop_ids(self) -> list[int]:
+        """Returns the tokens that end a completion: the tokenizer's, and those that the model's files name."""
+        return stop_ids(self.tokenizer, self.model.generation_config)
+
     def close(self) -> None:
-        """End what would not end by itself."""
-        if self.replica is not None:
-            self.replica.close()
+        self.generator.close()
 
-    @torch.no_grad()
-    def update_sampler(self, version: WeightVersion) -> None:
-        """Copies the current weights, which are of this version, to the sampler, unless it shares the trainer's."""
-        self.weight_version = version
-        if self.replica is not None:
-            self.replica.refresh(version)
-            return
-        if self.shards is not None:
-            self.copied("sampler" if self.own_sampler else "current")
-        if self.sampler is self.runner:
-            return
-        ours, theirs = self.model.state_dict(), self.sampler.model.state_dict()
-        for name, tensor in theirs.items():
-            tensor.copy_(ours[name])
-
-    @torch.no_grad()
-    def copied(self, name: str) -> ModelRunner:
-        """A whole copy of the model with the weights of now; all processes that hold it call together."""
-        assert self.shards is not None and self.skeleton is not None, "a model with a score head does not generate"
-        if name not in self.copies:
-            model = materialize(self.skeleton, self.device, self.shards.dtype)
-            self.copies[name] = ModelRunner.from_model(model)
-        if name not in self.up_to_date:
-            theirs = module_tensors(self.copies[name].model)
-            for key, live in module_tensors(self.model).items():
-                theirs[key].copy_(full_tensor(local_shard(live).to(theirs[key].dtype), live))
-            self.up_to_date.add(name)
-        return self.copies[name]
+    # Weights and checkpoints
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by their names in Hugging Face files, adapters merged, always in the same order.
+        """Yields whole tensors under their names in Hugging Face files, adapters merged, always in the same order.
 
-        In the type that the model computes in. All processes that hold the model iterate together.
+        In the dtype that the model computes in. All processes that hold the model iterate together.
         """
         yield from export_tensors(self.model, self.dtype)
 
-    def accept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write what another learner's `weights` gives into this model, in place."""
-        assert self.shards is None and self.optimizer is None, "only a learner that looks takes weights of others"
+    def set_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Writes what another learner's `weights` yields into this model, in place."""
+        assert self.shards is None and self.optimizer is None, "only for a learner that is not trained"
         import_tensors(self.model, weights)
 
-    def stop_ids(self) -> list[int]:
-        """Tokens that end an answer: the tokenizer's, and those the model's files name."""
-        return stop_ids(self.tokenizer, self.model.generation_config)
+    def annotate(self, entries: dict[str, Any]) -> None:
+        """Writes entries into the model's config, with which they are saved."""
+        for key, value in entries.items():
+            setattr(self.model.config, key, value)
 
     def score_statistics(self) -> tuple[float, float]:
-        """Mean and deviation of a reward model's scores, as saved with it."""
+        """Returns mean and standard deviation of a reward model's scores, as saved with it."""
         mean, deviation = (getattr(self.model.config, name, None) for name in ("score_mean", "score_std"))
         if mean is None or not deviation:
             raise UsageError("rewards.normalize: the reward model was saved without score_mean and score_std")
         return float(mean), float(deviation)
 
-    def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """The score head's number for each sample."""
-        found: dict[int, float] = {}
-        for indices, out, _ in self.look(samples, ForwardRequest(names=frozenset({"scores"}))):
-            assert out.scores is not None
-            found |= dict(zip(indices, out.scores.tolist(), strict=True))
-        return [found[i] for i in range(len(samples))]
-
-    def streams(
-        self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
-    ) -> list[Floats]:
-        found: dict[int, Floats] = {}
-        for indices, out, batch in self.look(samples, request):
-            stream = read(out)
-            assert stream is not None
-            parts = np.split(stream.cpu().numpy().astype(np.float32), np.cumsum(batch.lengths)[:-1])
-            found |= dict(zip(indices, parts, strict=True))
-        return [found[i] for i in range(len(samples))]
-
-    @torch.no_grad()
-    def look(self, samples: Sequence[Sample], request: ForwardRequest) -> list[tuple[list[int], Outputs, MicroBatch]]:
-        """Forward passes only: (indices of the samples, outputs, batch) of each pack."""
-        was_training = self.model.training  # not so where answers are under way
-        self.model.eval()
-        seen = []
-        for indices in self.paced(
-            pack_into_micro_batches(samples, self.tokens_per_pack, min_shared_prefix=self.shared_tokens)
-        ):
-            if indices is None:
-                self.inside(forward, self.runner, self.company(), request)
-                continue
-            batch = collate([samples[i] for i in indices], self.device, self.shared_tokens)
-            seen.append((indices, self.inside(forward, self.runner, batch, request), batch))
-        self.let_go()
-        self.model.train(was_training)
-        return seen
-
-    def batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[MicroBatch | None]:
-        """Pack by pack, each laid out while the device is at work on the one before; None: see `paced`."""
-        share = self.shared_tokens
-        for indices in self.paced(pack_into_micro_batches(samples, self.tokens_per_pack, group_size, share)):
-            yield None if indices is None else collate([samples[i] for i in indices], self.device, share)
-
-    @property
-    def tokens_per_pack(self) -> int:
-        """Where context ranks divide packs, these are so much larger."""
-        ranks = 1 if self.shards is None else self.shards.layout.context_parallel
-        return self.update.micro_batch_tokens * ranks
-
-    # Keeping in step with others, where there are some
-
-    def inside(self, function: Callable[..., T], *args: Any) -> T:
-        """Call it where the parameters are whole."""
-        return function(*args) if self.shards is None else self.shards.with_full_parameters(function, *args)
-
-    def let_go(self) -> None:
-        """After passes that only looked: whole parameters are not kept."""
-        if self.shards is not None:
-            self.shards.reshard()
-
-    def paced(self, packs: Sequence[T]) -> Iterator[T | None]:
-        """The packs, then None for each pass that others make and this process has nothing for."""
-        return iter(packs) if self.shards is None else self.shards.in_lockstep(packs)
-
-    def company(self) -> MicroBatch:
-        """A pack that stands for none."""
-        two = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
-        return collate([two], self.device)
-
-    @property
-    def shared_tokens(self) -> int:
-        """How many tokens neighbours must have in common to compute them once; 0: a model here cannot share."""
-        able = self.runner.shares_prefixes and (self.teacher is None or self.teacher.shares_prefixes)
-        return SHARED_TOKENS if able else 0
-
-    def annotate(self, facts: dict[str, Any]) -> None:
-        """Write facts into the model's config, so that they are saved with it."""
-        for key, value in facts.items():
-            setattr(self.model.config, key, value)
-
     def save(self, folder: Path) -> None:
-        """model/ is a plain Hugging Face folder; beside it what training needs to go on."""
+        """Writes model/, a plain Hugging Face directory, and beside it what training needs to resume."""
         assert self.optimizer is not None
         save_model(self.model, self.tokenizer, folder / "model", self.shards)
         self.optimizer.save(folder)
@@ -430,17 +403,19 @@ class Learner:
                 save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
     def load(self, folder: Path) -> None:
-        """Of any number of processes, whatever number there is now."""
+        """Reads what `save` wrote, with any number of processes."""
         assert self.optimizer is not None
         load_weights(self.model, folder / "model")
         if self.runner.value_head is not None:
             weight = self.runner.value_head.weight
             local_shard(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][shard_slices(weight)])
         self.optimizer.load(folder)
-        self.up_to_date.clear()
+        self.generator.weights_changed()
+
+    # Host memory
 
     def offload(self, part: Part) -> None:
-        """Move a part to host memory until `onload`; on a CPU it is there already."""
+        """Moves a part to host memory until `onload`; on a CPU it is there already."""
         self.move(part, torch.device("cpu"))
 
     def onload(self, part: Part) -> None:
@@ -459,46 +434,15 @@ class Learner:
             self.optimizer.move(device)
 
 
-class Totals:
-    """Sums of metrics kept on the device until the step is over, so that no pack waits for the host."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.counts: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        total = total.detach().double()
-        if name.startswith(LARGEST):
-            self.sums[name] = torch.maximum(self.sums[name], total) if name in self.sums else total
-            self.counts[name] = torch.ones_like(total)
-            return
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
-        if count is not None:
-            count = count.detach().double()
-            self.counts[name] = self.counts[name] + count if name in self.counts else count
-
-    def add_all(self, metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
-            self.add(name, *value) if isinstance(value, tuple) else self.add(name, value)
-
-    def read(self) -> Sums:
-        """To the host, all at once."""
-        values = [*self.sums.values(), *self.counts.values()]
-        numbers = iter(torch.stack(values).tolist() if values else [])
-        sums = {name: next(numbers) for name in self.sums}
-        counts = {name: next(numbers) for name in self.counts}
-        return {name: (total, counts.get(name)) for name, total in sums.items()}
-
-
 LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
 
 
-def memory_to_come() -> int:
-    """Bytes that training will take beyond what it holds: gradients, Adam's averages, and one pass over a full pack."""
+def training_memory_bytes() -> int:
+    """Returns the bytes that training will allocate besides what it holds: gradients, Adam's moments, one full pass."""
     trained = [learner for learner in LEARNERS if learner.optimizer is not None]
     passes = [memory.max_pass_bytes(one.config, one.head, one.dtype, one.update.micro_batch_tokens) for one in trained]
-    wanted = [one.optimizer.missing_bytes(one.device) for one in trained if one.optimizer]
-    return sum(wanted) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
+    missing = [one.optimizer.missing_bytes(one.device) for one in trained if one.optimizer]
+    return sum(missing) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
 
 
 def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
@@ -511,7 +455,7 @@ def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
 
 
 def new_value_head(model: Any, seed: int) -> torch.nn.Linear:
-    """A value for every position, from the trunk's hidden state; small at first."""
+    """Returns a head that maps the trunk's hidden state to a value, with small initial weights."""
     size, like = model.config.get_text_config().hidden_size, next(model.parameters())
     head = torch.nn.Linear(size, 1, bias=False)
     head.weight.data.normal_(0.0, 1 / (size + 1), generator=torch.Generator().manual_seed(seed))

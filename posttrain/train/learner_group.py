@@ -9,7 +9,8 @@ from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
 from posttrain.core.types import Floats, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
-from posttrain.train.learner import LARGEST, PLAIN, Part, Sums
+from posttrain.train.learner import PLAIN, Part
+from posttrain.train.metric_sums import Sums, add_sums
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ class LearnerGroup:
         self.workers, self.alike = workers, alike
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
-        return add_up(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
+        return add_sums(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
 
     def step(self, learning_rate: float) -> dict[str, float]:
         return self.workers.call("step", learning_rate)[0]
@@ -35,7 +36,7 @@ class LearnerGroup:
         return self.workers.call("discard")[0]
 
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
-        return add_up(self.spread("evaluate", samples, objective.group_size, objective))
+        return add_sums(self.spread("evaluate", samples, objective.group_size, objective))
 
     def logprobs(
         self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
@@ -59,8 +60,8 @@ class LearnerGroup:
         )  # elsewhere all come at once
         return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
 
-    def update_sampler(self, version: WeightVersion) -> None:
-        self.workers.call("update_sampler", version)
+    def update_generator(self, version: WeightVersion) -> None:
+        self.workers.call("update_generator", version)
 
     def stop_ids(self) -> list[int]:
         return self.workers.call("stop_ids")[0]
@@ -108,30 +109,6 @@ class CurrentWeights:
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]:
         return self.policy.generate(requests, sampling, current=True)
-
-
-def add_up(parts: Sequence[Sums]) -> Sums:
-    """Sums of several workers as one."""
-    total: Sums = {}
-    for part in parts:
-        for name, (value, count) in part.items():
-            if name.startswith(LARGEST):
-                total[name] = (max(value, total.get(name, (value, 1.0))[0]), 1.0)
-                continue
-            value_before, count_before = total.get(name, (0.0, None if count is None else 0.0))
-            assert (count is None) == (count_before is None), f"{name} is counted in two ways"
-            total[name] = (value_before + value, None if count is None else (count_before or 0.0) + count)
-    return total
-
-
-def averages(sums: Sums, denominator: int) -> dict[str, float]:
-    """Each sum over its count, or over the objective's denominator; what was never counted is left out."""
-    means = {}
-    for name, (total, count) in sums.items():
-        by = denominator if count is None else count
-        if by:
-            means[name] = total / by
-    return means
 
 
 def joined(parts: Sequence[list[Any]]) -> list[Any]:

@@ -9,8 +9,8 @@ from posttrain.algorithms import Algorithm
 from posttrain.core.errors import DivergedError
 from posttrain.core.types import Objective, Sample, count
 from posttrain.data.dataset import ExampleStream
-from posttrain.train.learner import Sums
-from posttrain.train.learner_group import LearnerGroup, add_up, averages
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.metric_sums import Sums, add_sums, averages
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import closing_message
@@ -86,7 +86,7 @@ class OfflineLoop:
             samples = algorithm.assign_credit(samples)
             sums.append(self.policy.evaluate(samples, self.objective))
             denominator += count(samples, self.objective.unit)
-        means = averages(add_up(sums), denominator)
+        means = averages(add_sums(sums), denominator)
         if math.isfinite(means["loss"]) and (run.progress.best is None or means["loss"] < run.progress.best):
             run.progress.best, run.progress.best_step = means["loss"], self.step
         return {f"eval/{name}": value for name, value in means.items()}

@@ -68,7 +68,7 @@ class RolloutWorker:
         with self.lock.update():
             try:
                 if self.learner is not None:
-                    self.learner.accept(self.transfer.receive())
+                    self.learner.set_weights(self.transfer.receive())
                 else:
                     self.engine.load(self.transfer.receive(), version)
             except RuntimeError as error:
@@ -137,7 +137,7 @@ class WeightSender:
                 self.transfer = None  # closes the connection, so that the other receivers do not wait for the rest
         for _ in weights:  # the other processes need this one's part of each tensor
             pass
-        return TransferResult(sent, time.monotonic() - started, failure, self.learner.probed())
+        return TransferResult(sent, time.monotonic() - started, failure, self.learner.probe_logprobs())
 
     def abort(self) -> None:
         if self.transfer is not None:

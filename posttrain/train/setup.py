@@ -100,7 +100,7 @@ def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
             greedy_baseline=algorithm.greedy_baseline,
             episodes=episodes(generator, sampling),
             recorded=records.read_steps(Path(config.rollout.replay)) if config.rollout.replay else None,
-            update_weights=rollout_workers.update if rollout_workers else policy.update_sampler,
+            update_weights=rollout_workers.update if rollout_workers else policy.update_generator,
         )
         held_out = None
         if run.data.eval is not None:

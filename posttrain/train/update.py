@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from posttrain.core import ops
 from posttrain.core.errors import DataError, DivergedError
 from posttrain.core.types import Objective, Sample, count
-from posttrain.train.learner_group import LearnerGroup, averages
+from posttrain.train.learner_group import LearnerGroup
+from posttrain.train.metric_sums import averages
 from posttrain.train.run import Run
 
 BAD_STEPS_ALLOWED = 3

@@ -43,10 +43,10 @@ def outcome(case: str, folder: str, layout: ParallelLayout) -> dict[str, Any]:
     if case == "ragged kernel":
         torch.nn.attention.varlen.varlen_attn = twin_of_the_kernel(behind=True)
         learner.runner.varlen_kernel = True
-        learner.inside(layers.use_fused_layers, learner.model, reference)
+        learner.with_full_parameters(layers.use_fused_layers, learner.model, reference)
     made, wanted = samples(case), ForwardRequest(names=frozenset({"logprobs", "entropy"}))
     objective = Objective(request=wanted, loss=lambda out, _: Loss(total=-out.logprobs.sum()), unit="token")
-    assert learner.shared_tokens and learner.shared_tokens < 33
+    assert learner.min_shared_prefix and learner.min_shared_prefix < 33
     found: dict[str, Any] = {"logprobs": np.concatenate(learner.logprobs(made)).tolist(), "steps": []}
     for _ in range(2):
         sums = learner.forward_backward(made, objective, max(1, count(made, "token")), 1)

@@ -150,14 +150,14 @@ def weights_that_travel(folders: dict[str, str]) -> dict[str, Any]:
         target = Learner(plain, TrainConfig(), trainable=False, layout=None)
         before = answers(target)
         places = [parameter.data_ptr() for parameter in target.model.parameters()]
-        target.accept(source.learner.weights())
+        target.set_weights(source.learner.weights())
         assert places == [parameter.data_ptr() for parameter in target.model.parameters()]
         assert answers(target) == answers(source.learner) != before
         found[f"{case}: names"] = [name for name, _ in source.learner.weights()]
     tensors = list(source.learner.weights())
     for wrong in (tensors[:-1], [*tensors, tensors[0]], [*tensors, ("more", torch.zeros(1))]):
         try:
-            target.accept(wrong)
+            target.set_weights(wrong)
         except PosttrainError:
             continue
         raise AssertionError("every tensor must come once")
@@ -176,7 +176,7 @@ def sampler(folders: dict[str, str]) -> dict[str, Any]:
         trained.learn(2, 0.1)
     new = answers(shares)
     assert old != new and answers(keeps) == old and answers(keeps, current=True) == new
-    keeps.update_sampler(1)
+    keeps.update_generator(1)
     assert answers(keeps) == new
     return {}
 

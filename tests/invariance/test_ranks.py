@@ -106,7 +106,7 @@ def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks:
     options = {"head": head, "teacher": teacher, "value_head": "values" in algo.outputs(), "layout": layout}
     learner = Learner(model, TrainConfig(micro_batch_tokens=case.tokens, **case.update), **options)
     if case.fat:
-        assert learner.inside(layers.use_fused_layers, learner.model, plain_steps)
+        assert learner.with_full_parameters(layers.use_fused_layers, learner.model, plain_steps)
     policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
     request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_aux_loss_coef)

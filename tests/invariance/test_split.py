@@ -12,7 +12,7 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count
 from posttrain.nn import lm_head
 from posttrain.train.learner import Learner
-from posttrain.train.learner_group import add_up, averages
+from posttrain.train.metric_sums import add_sums, averages
 from tests.tiny import tiny_folder
 
 VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
@@ -99,7 +99,7 @@ def gradients(learner, objective, parts, samples):
     sums = [learner.forward_backward(part, objective, denominator, tokens) for part in parts]
     grads = {name: p.grad.clone() for name, p in learner.parameters().items() if p.grad is not None}
     learner.discard()
-    return averages(add_up(sums), denominator), grads
+    return averages(add_sums(sums), denominator), grads
 
 
 def every(variants):
@@ -148,7 +148,7 @@ def test_neither_does_sharing(folder, verb, options, model):
     learner.runner.shares_prefixes = True
     for budget in (100_000, 120, 60):
         learner.update = TrainConfig(micro_batch_tokens=budget)
-        batches = learner.batches(samples, objective.group_size)
+        batches = learner.micro_batches(samples, objective.group_size)
         assert any(batch.sharing is not None for batch in batches), budget
         assert_same(gradients(learner, objective, [samples], samples), (whole, expected))
 

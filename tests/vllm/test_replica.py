@@ -78,7 +78,7 @@ def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     def tokens(samples):
         return [sample.tokens.tolist() for sample in samples]
 
-    learner.update_sampler(0)
+    learner.update_generator(0)
     old = tokens(local.generate(ASKED, sampling))
     assert tokens(learner.generate(ASKED, sampling)) == old
     move(learner)
@@ -88,5 +88,5 @@ def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     assert tokens(learner.generate(ASKED, sampling, current=True)) == new
     if ahead:  # a batch in the making keeps the weights it was begun with
         assert tokens(learner.generate(ASKED, sampling)) == old
-    learner.update_sampler(1)
+    learner.update_generator(1)
     assert tokens(learner.generate(ASKED, sampling)) == new

@@ -105,9 +105,11 @@ def test_one_process_does_in_half_precision_what_many_do(tmp_path, group, option
     assert shared.runner.varlen_kernel == alone.runner.varlen_kernel
     seen = []
     shared.model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out.dtype))
-    shared.inside(lambda: shared.runner.logits(torch.zeros(1, 64, dtype=torch.bfloat16, device=shared.device)))
+    shared.with_full_parameters(
+        lambda: shared.runner.logits(torch.zeros(1, 64, dtype=torch.bfloat16, device=shared.device))
+    )
     assert seen == [torch.bfloat16]
-    shared.let_go()
+    shared.reshard()
     for (loss, norm), (wanted_loss, wanted_norm) in zip(learn(shared), learn(alone), strict=True):
         assert loss == pytest.approx(wanted_loss, rel=0.02) and norm == pytest.approx(wanted_norm, rel=0.1)
     for one, other in zip(shared.logprobs(samples()), alone.logprobs(samples()), strict=True):
@@ -155,7 +157,7 @@ def test_saved_by_parts_and_generated_with_a_whole(tmp_path, group):
     asked = [GenerationRequest(prompt=np.array([7, 8, 9], dtype=np.int32), seed=i) for i in range(4)]
     found = learner.generate(asked, Sampling(max_tokens=8))
     whole = Learner(ModelConfig(path=model.path), TrainConfig(), trainable=False, layout=None)
-    whole.accept(learner.weights())
+    whole.set_weights(learner.weights())
     assert [s.tokens.tolist() for s in found] == [
         s.tokens.tolist() for s in whole.generate(asked, Sampling(max_tokens=8))
     ]

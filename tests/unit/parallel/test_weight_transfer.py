@@ -78,7 +78,7 @@ def test_a_learner_follows_another(meeting):
         lambda: sender.connect(meeting), *[lambda rank=rank: Transfer(meeting, rank) for rank in (1, 2)]
     )
     assert refusal == ""
-    moved, *_ = together(sender.send, *[lambda i=i: behind[i].accept(places[i].receive()) for i in range(2)])
+    moved, *_ = together(sender.send, *[lambda i=i: behind[i].set_weights(places[i].receive()) for i in range(2)])
     assert moved.failure == "" and moved.bytes == sum(p.nbytes for p in dict(ahead.weights()).values())
     for learner in behind:
         for name, tensor in learner.model.state_dict().items():

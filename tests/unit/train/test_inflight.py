@@ -68,7 +68,7 @@ def test_answers_under_way_go_on_with_new_weights(place):
         assert work.is_alive() and time.monotonic() < until
         time.sleep(0.01)
     old = Learner(PICO, TrainConfig(), trainable=False, seed=1)
-    old.accept(learner.weights())
+    old.set_weights(learner.weights())
     change(learner)
     workers.update(4)
     work.join(SECONDS)

@@ -355,14 +355,14 @@ def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path)
 
 def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
     learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(), sampler_copy=True)
-    mine = [parameter.detach().clone() for parameter in learner.sampler.model.parameters()]
+    mine = [parameter.detach().clone() for parameter in learner.generator.copy.model.parameters()]
     made = samples()
     wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
     learner.forward_backward(made, wanted, count(made, "token"), 1)
     learner.step(1e-2)
-    theirs = list(learner.sampler.model.parameters())
+    theirs = list(learner.generator.copy.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    learner.update_sampler(1)
+    learner.update_generator(1)
     trained = list(learner.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(trained, theirs, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -401,18 +401,18 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     policy = Learner(model, update)
     pack = memory.max_pass_bytes(model, "token", torch.float32, 256)
     count_of = [sum(p.numel() for p in learner.model.parameters()) for learner in (policy,)]
-    assert pack > 0 and learners.memory_to_come() == 12 * count_of[0] + pack
+    assert pack > 0 and learners.training_memory_bytes() == 12 * count_of[0] + pack
     critic = Learner(model, update, head="score")
     Learner(model, update, trainable=False)
     count_of.append(sum(p.numel() for p in critic.model.parameters()))
     most = max(pack, memory.max_pass_bytes(model, "score", torch.float32, 256))
-    assert learners.memory_to_come() == 12 * sum(count_of) + most
+    assert learners.training_memory_bytes() == 12 * sum(count_of) + most
     learn(policy, 0)
-    assert learners.memory_to_come() == 4 * count_of[0] + 12 * count_of[1] + most
+    assert learners.training_memory_bytes() == 4 * count_of[0] + 12 * count_of[1] + most
     generate = policy.generate([GenerationRequest(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
     assert len(generate) == 1
-    (engine,) = policy.engines.values()
-    assert engine.leave() == learners.memory_to_come()
+    (engine,) = policy.generator.engines.values()
+    assert engine.leave() == learners.training_memory_bytes()
 
 
 @pytest.mark.parametrize("among_all", [False, True])
