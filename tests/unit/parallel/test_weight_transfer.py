@@ -94,7 +94,7 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(meeting):
                 self.taken += 1
                 yield name, tensor
 
-        def probed(self):
+        def probe_logprobs(self):
             return []
 
     holder = Holder()
