@@ -412,7 +412,7 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     generate = policy.generate([GenerationRequest(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
     assert len(generate) == 1
     (engine,) = policy.generator.engines.values()
-    assert engine.leave() == learners.training_memory_bytes()
+    assert engine.reserved_bytes() == learners.training_memory_bytes()
 
 
 @pytest.mark.parametrize("among_all", [False, True])
