@@ -1,4 +1,4 @@
-"""`pico`: a Llama of under a million parameters and its tokenizer, made by code, so that everything runs offline."""
+"""Builds `pico`: a Llama with under a million parameters and its tokenizer, so that everything can run offline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "
 CONTEXT = 512
 SEED = 20240229
 
-# The turn ends with <|end|>, which is also the end-of-sequence token: what stops a chat stops any generation.
+# A turn ends with <|end|>, which is also the end-of-sequence token, so that it stops chats and plain generation.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: every printable ASCII character is one token and no text is ever unknown."""
+    """One token per byte: every printable ASCII character is one token, and any text can be encoded."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -69,7 +69,7 @@ def build_model() -> LlamaForCausalLM:
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
-        attention_bias=True,  # lets a head look at a fixed distance, which sums are full of
+        attention_bias=True,  # lets a head attend at a fixed distance, which learning sums needs
         **special_ids,
     )
     with torch.random.fork_rng(devices=[]):
@@ -84,7 +84,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def pico_folder() -> Path:
-    """The folder of pico in the user's cache, written on first use; without a writable cache, for this process only."""
+    """The folder of pico in the user's cache, written on first use; a temporary one if the cache is not writable."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder = home / "posttrain" / f"pico-{_version()}"
     if (folder / "config.json").is_file():
@@ -106,13 +106,13 @@ def _temporary_folder() -> Path:
 
 
 def _version() -> str:
-    """Changes with this file and with the libraries that initialise and write the model."""
+    """A version that changes with this file and with the libraries that initialise and write the model."""
     parts = (Path(__file__).read_bytes(), torch.__version__.encode(), transformers.__version__.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
 def _write(folder: Path) -> None:
-    """Several processes may do this at once: each writes its own copy, and the first rename wins."""
+    """Write the model. Several processes may do this at once: each writes a copy, and the first rename wins."""
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         build_model().save_pretrained(unfinished)

@@ -1,7 +1,7 @@
 """Log-probabilities and divergences of tokens, computed without holding all logits.
 
 Logits are computed for one chunk of positions at a time and freed; the backward pass computes them again. So memory
-does not grow with tokens x vocabulary. nn/layers.py has a faster route for plain heads.
+does not grow with tokens x vocabulary. nn/lm_head.py has a faster route for plain heads.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
 from posttrain.models.loading import compute_dtype, read_config
 from posttrain.models.paths import base_model_path, resolve_path
-from posttrain.parallel.weight_transfer import Rendezvous, Transfer, TransferResult
+from posttrain.parallel.weight_transfer import Rendezvous, TransferResult, WeightTransfer
 from posttrain.train.learner import Learner
 
 log = logging.getLogger("posttrain")
@@ -36,7 +36,7 @@ class RolloutWorker:
 
     def __init__(self, model: ModelConfig, engine: Sequence[str], template: str, seed: int) -> None:
         """`engine`: see rollout.engine. With `inflight` new weights do not wait until completions are finished."""
-        self.transfer: Transfer | None = None
+        self.transfer: WeightTransfer | None = None
         self.version: WeightVersion = 0
         self.inflight = INFLIGHT in engine
         options = [option for option in engine[1:] if option != INFLIGHT]
@@ -57,7 +57,7 @@ class RolloutWorker:
     def connect(self, rendezvous: Rendezvous, rank: int) -> str:
         """Join the group of sender and receivers; returns why that failed, or an empty text."""
         try:
-            self.transfer = Transfer(rendezvous, rank + rank_in_engine())
+            self.transfer = WeightTransfer(rendezvous, rank + rank_in_engine())
         except RuntimeError as error:  # a member is gone; the controller replaces it
             return first_line(error)
         return ""
@@ -104,7 +104,7 @@ class WeightSender:
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        self.transfer: Transfer | None = None
+        self.transfer: WeightTransfer | None = None
         self.is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
     def connect(self, rendezvous: Rendezvous) -> str:
@@ -112,7 +112,7 @@ class WeightSender:
         self.transfer = None
         if self.is_first:
             try:
-                self.transfer = Transfer(rendezvous, 0)
+                self.transfer = WeightTransfer(rendezvous, 0)
             except RuntimeError as error:  # a receiver is gone; the controller replaces it
                 return first_line(error)
         return ""

@@ -8,13 +8,13 @@ import torch
 from posttrain.cluster.processes import RendezvousStore
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.parallel import weight_transfer
-from posttrain.parallel.weight_transfer import Rendezvous, Transfer
+from posttrain.parallel.weight_transfer import Rendezvous, WeightTransfer
 from posttrain.train.learner import Learner
 from posttrain.train.rollout_workers import WeightSender
 
 
 @pytest.fixture
-def meeting():
+def rendezvous():
     store = RendezvousStore(60.0)
     found = Rendezvous(3, store.address, store.new_group_name(), 60.0)
     yield found
@@ -36,8 +36,8 @@ def together(*works):
     return results
 
 
-def group(meeting):
-    return together(*[lambda rank=rank: Transfer(meeting, rank) for rank in range(meeting.size)])
+def group(rendezvous):
+    return together(*[lambda rank=rank: WeightTransfer(rendezvous, rank) for rank in range(rendezvous.size)])
 
 
 WEIGHTS = {
@@ -52,9 +52,9 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("bucket", [1, 100, 2**20])
-def test_every_tensor_arrives_as_it_was(meeting, bucket, monkeypatch):
+def test_every_tensor_arrives_as_it_was(rendezvous, bucket, monkeypatch):
     monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", bucket)
-    first, *others = group(meeting)
+    first, *others = group(rendezvous)
     for _ in range(2):  # the group is used again and again
         moved, *received = together(
             lambda: first.send(WEIGHTS.items()), *[lambda other=other: list(other.receive()) for other in others]
@@ -67,7 +67,7 @@ def test_every_tensor_arrives_as_it_was(meeting, bucket, monkeypatch):
                 assert torch.equal(tensor, sent), name
 
 
-def test_a_learner_follows_another(meeting):
+def test_a_learner_follows_another(rendezvous):
     ahead = Learner(ModelConfig(path="pico"), TrainConfig(), seed=1)
     with torch.no_grad():
         for parameter in ahead.model.parameters():
@@ -75,7 +75,7 @@ def test_a_learner_follows_another(meeting):
     behind = [Learner(ModelConfig(path="pico"), TrainConfig(), trainable=False, seed=1) for _ in range(2)]
     sender = WeightSender(ahead)
     refusal, *places = together(
-        lambda: sender.connect(meeting), *[lambda rank=rank: Transfer(meeting, rank) for rank in (1, 2)]
+        lambda: sender.connect(rendezvous), *[lambda rank=rank: WeightTransfer(rendezvous, rank) for rank in (1, 2)]
     )
     assert refusal == ""
     moved, *_ = together(sender.send, *[lambda i=i: behind[i].set_weights(places[i].receive()) for i in range(2)])
@@ -85,7 +85,7 @@ def test_a_learner_follows_another(meeting):
             assert torch.equal(tensor, ahead.model.state_dict()[name]), name
 
 
-def test_a_sender_without_receivers_says_so_and_takes_its_part(meeting):
+def test_a_sender_without_receivers_says_so_and_takes_its_part(rendezvous):
     class Holder:
         device, taken = torch.device("cpu"), 0
 
@@ -99,9 +99,9 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(meeting):
 
     holder = Holder()
     sender = WeightSender(holder)
-    hasty = Rendezvous(3, meeting.store, "another", 0.5)
+    hasty = Rendezvous(3, rendezvous.store, "another", 0.5)
     assert "timeout" in sender.connect(hasty)
-    sender.transfer, *others = group(meeting)
+    sender.transfer, *others = group(rendezvous)
     del others
     moved = sender.send()
     assert moved.failure and holder.taken == len(WEIGHTS), "the other ranks would wait for the rest"
