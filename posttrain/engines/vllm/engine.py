@@ -30,7 +30,7 @@ from posttrain.engines.vllm.environment import name_shared_memory, prepare_envir
 from posttrain.engines.vllm.options import OPTION, check_sampling, parse_options
 from posttrain.engines.vllm.weight_loading import load_adapter, load_weights, transfer_backend
 from posttrain.engines.weight_probe import mean_difference
-from posttrain.parallel.weight_transfer import Weights
+from posttrain.parallel.weight_transfer import NamedTensors
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
@@ -288,7 +288,7 @@ class VllmEngine:
 
     # Weights
 
-    def load(self, weights: Weights, version: WeightVersion) -> None:
+    def load(self, weights: NamedTensors, version: WeightVersion) -> None:
         """Load new weights, or new adapters; they take effect at once, and the prefix cache is cleared.
 
         Active requests continue with the keys and values that they have.

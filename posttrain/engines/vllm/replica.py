@@ -18,7 +18,7 @@ from posttrain.engines.vllm.options import OPTION
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe_sample
 from posttrain.models import adapters
 from posttrain.parallel.shards import full_tensor, local_shard
-from posttrain.parallel.weight_transfer import Weights
+from posttrain.parallel.weight_transfer import NamedTensors
 
 
 class VllmReplica:
@@ -30,7 +30,7 @@ class VllmReplica:
         model: PreTrainedModel,
         tokenizer: Any,
         dtype: torch.dtype,
-        weights: Callable[[], Weights],
+        weights: Callable[[], NamedTensors],
         logprobs: LogprobFunction,
     ) -> None:
         """`weights` and `logprobs`: of the trainer."""

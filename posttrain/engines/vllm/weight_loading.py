@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import WeightVersion
-from posttrain.parallel.weight_transfer import Weights
+from posttrain.parallel.weight_transfer import NamedTensors
 
 BACKEND = "posttrain"  # name of our backend among vLLM's weight-transfer backends
 
 
-def load_weights(llm: Any, weights: Weights, version: WeightVersion) -> None:
+def load_weights(llm: Any, weights: NamedTensors, version: WeightVersion) -> None:
     """Replace all weights; raises if one is missing."""
     llm.start_weight_update()
     llm.update_weights({"update_info": {"weights": ((name, tensor.detach()) for name, tensor in weights)}})
@@ -30,7 +30,7 @@ def load_weights(llm: Any, weights: Weights, version: WeightVersion) -> None:
 
 
 def load_adapter(
-    llm: Any, weights: Weights, version: WeightVersion, adapter: dict[str, Any], folder: Path, previous: Any
+    llm: Any, weights: NamedTensors, version: WeightVersion, adapter: dict[str, Any], folder: Path, previous: Any
 ) -> Any:
     """Replace the LoRA adapter; returns the new LoRARequest. vLLM reads adapters from a folder.
 
