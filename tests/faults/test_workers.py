@@ -1,4 +1,4 @@
-"""Runs that lose a worker: who it was is said, nothing is lost or done twice, and nobody is left behind."""
+"""Runs that lose a worker: it is named, nothing is lost or done twice, and no process is left behind."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def grpo(folder, rollout=(), **cluster):
     return GRPOTrainer("pico", score, rows, config, eval_data=rows)
 
 
-def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_same(tmp_path, caplog):
+def test_lost_rollout_workers_are_replaced_and_the_completions_stay_the_same(tmp_path, caplog):
     layout = {"devices": 3, "layout": ["rollout.devices=2"], "limits": [0, SECONDS]}
     with grpo(tmp_path / "alone") as alone, grpo(tmp_path / "apart", **layout) as apart:
         slots = apart._trainer.rollout_workers.slots
@@ -141,8 +141,8 @@ def test_rollout_workers_that_are_lost_are_replaced_and_the_answers_stay_the_sam
     assert "SIGKILL" in caplog.text and "does not answer a ping" in caplog.text
 
 
-def test_weights_in_the_middle_of_answers_and_a_worker_that_is_lost(tmp_path, caplog):
-    """When weights arrive is a matter of time; that no answer is older than it says, and none is missing, is not."""
+def test_inflight_updates_and_a_lost_worker(tmp_path, caplog):
+    """When weights arrive depends on timing; versions must be right and no completion may be missing."""
     layout = {"devices": 2, "layout": ["rollout.devices=1"], "limits": [0, SECONDS]}
     rollout = {"ahead": 1, "engine": ["local", "inflight"], "max_tokens": 60, "samples_per_prompt": 4}
     with grpo(tmp_path / "run", rollout, **layout) as trainer:

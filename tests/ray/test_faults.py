@@ -1,4 +1,4 @@
-"""Runs on Ray that lose a node or an actor: they say whom, and go on where they may, with the same numbers."""
+"""Runs on Ray that lose a node or an actor: they name it, and continue where allowed, with the same numbers."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ def test_a_lost_node_is_named(both, models, tmp_path):
     assert all(gone(int(process)) for process, _ in workers)
 
 
-def test_a_run_that_lost_a_node_goes_on_when_there_is_another(both, models, tmp_path):
+def test_a_run_that_lost_a_node_continues_when_there_is_another(both, models, tmp_path):
     options = ppo(models)
     assert posttrain(*options, "--out", tmp_path / "one") == 0
     run = Run(
@@ -66,7 +66,7 @@ class Disturbed(Placement):
             self.lose(*self.plan.pop(value))
 
     def lose(self, role, how):
-        """When it is next asked for something. Where weights are on their way the others' patience is tried too."""
+        """Lose the worker at its next call; for rollout workers at the next `generate`."""
         pool = self.slots[0].pool if role == "rollout" else self.pools[role]
         submit = pool.submit
 
@@ -89,7 +89,7 @@ def processes_in(log):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("transport", ["processes", "ray"])
 def test_a_worker_of_each_role_is_lost_in_turn(transport, how, both, models, tmp_path, monkeypatch, caplog, capsys):
-    """The run goes on after each, and ends when it may not go on any more."""
+    """The run continues after each loss, until max_restarts is used up."""
     steps = len(ROLES) + 2
     options = [*ppo(models, steps), "--save.every_steps", 1]
     assert posttrain(*options, "--steps", steps - 1, "--out", tmp_path / "one") == 0

@@ -1,4 +1,4 @@
-"""A file of answers from workers on Ray is that of one process; a worker that is killed changes nothing."""
+"""Workers on Ray write the same file of completions as one process, even if a worker is killed."""
 
 import importlib.util
 import os

@@ -24,7 +24,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def made(nodes, tmp_path_factory):
-    """Tiny models, and the answers of both actors; all cases in one start."""
+    """Tiny models, and the results of both actors; all cases in one start."""
     from posttrain.cluster.placement import Placement
 
     place = tmp_path_factory.mktemp("ranks")

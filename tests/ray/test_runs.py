@@ -23,7 +23,7 @@ VERBS = {
 
 
 def digits(completions, **columns):
-    """How many of an answer's characters are digits: a random model finds some."""
+    """The share of digits in a completion: a random model generates some."""
     return [sum(character.isdigit() for character in text) / 4 for text in completions]
 
 

@@ -88,7 +88,7 @@ def test_logprobs_are_the_trainers(both, settings):
         assert np.abs(sample.logprobs - logprobs).max() < 1e-4
 
 
-def test_new_weights_change_the_answers_and_the_version(both):
+def test_new_weights_change_the_completions_and_the_version(both):
     learner, engine = both.learner, both.engine
     sampling = Sampling(max_tokens=12, temperature=0.0)
     before = engine.generate(requests(each=1), sampling)
@@ -166,7 +166,7 @@ def test_repetition_penalty_equals_the_local_engine(both):
         assert np.abs(other.logprobs - mine.logprobs).max() < 1e-4
 
 
-def test_the_same_seeds_give_the_same_answers(both):
+def test_the_same_seeds_give_the_same_completions(both):
     first, second = (both.engine.generate(requests(), Sampling(max_tokens=10)) for _ in range(2))
     assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in second]
     (alone,) = both.engine.generate(requests()[3:4], Sampling(max_tokens=10))
@@ -229,7 +229,7 @@ def test_random_numbers_and_threads_are_left_alone():
     engine.close()
 
 
-def test_answers_of_a_group_share_their_prompt():
+def test_completions_of_a_group_share_their_prompt():
     learner = Learner(ModelConfig(path="pico"), TrainConfig())
     engine = VllmEngine(learner.model.config, learner.tokenizer, ["block_size=32"])
     engine.load(learner.weights(), 0)

@@ -1,4 +1,4 @@
-"""`posttrain generate` on vLLM: greedy answers are those of the local engine, with adapters and divided, too."""
+"""`posttrain generate` on vLLM: greedy completions equal the local engine's, also with adapters or tensor parallel."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ HEADS = {"hidden_size": 128, "intermediate_size": 96}  # 4 heads of 32, the smal
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, adapters for it, prompts, and the local engine's answers."""
+    """A model, adapters for it, prompts, and the local engine's completions."""
     folder = tmp_path_factory.mktemp("generate")
     tiny_folder("qwen2", folder, **HEADS).rename(folder / "model")
     adapted = Learner(ModelConfig(path=str(folder / "model"), lora_rank=4), TrainConfig(learning_rate=1e-2))
@@ -49,7 +49,7 @@ def asked(folder, model, out, *options):
     ],
     ids=["two", "divided", "adapters"],
 )
-def test_greedy_answers_are_those_of_the_local_engine(folder, model, options, request):
+def test_greedy_completions_are_those_of_the_local_engine(folder, model, options, request):
     out = request.node.callspec.id
     assert command(*asked(folder, model, out, *options)) == 0
     ours = rows_of(folder / f"{model.replace('/', '-')}-local.jsonl")
@@ -60,7 +60,7 @@ def test_greedy_answers_are_those_of_the_local_engine(folder, model, options, re
         assert other == {name: value for name, value in mine.items() if name != "logprob"}
 
 
-def test_adapters_change_the_answers(folder):
+def test_adapters_change_the_completions(folder):
     plain, adapted = (rows_of(folder / f"{name}-local.jsonl") for name in ("model", "run-model"))
     assert [row["tokens"] for row in plain] != [row["tokens"] for row in adapted]
 

@@ -1,4 +1,4 @@
-"""New weights in the middle of vLLM's answers: each token is of the weights that it says."""
+"""New weights while vLLM generates: each token is recorded with the version that sampled it."""
 
 import importlib.util
 
@@ -29,7 +29,7 @@ def changed(parameters):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_answers_under_way_go_on_with_new_weights(tmp_path):
+def test_active_requests_continue_with_new_weights(tmp_path):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
     learner, old = Learner(model, TrainConfig()), Learner(model, TrainConfig())
     # Two at a time: the third begins when one of the others has ended.

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def test_layouts_change_nothing(tmp_path):
-    """Answers are decided by their seeds, whoever gives them."""
+    """Completions depend on their seeds, not on the worker."""
     found = {}
     for name, (devices, layout, options) in {"one process": (1, [], []), **LAYOUTS}.items():
         folder = tmp_path / name.replace(" ", "-")
@@ -49,8 +49,8 @@ def test_layouts_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_weights_in_the_middle_of_answers(processes, tmp_path):
-    """An engine apart is checked after each update, whether answers are under way or not, and however it is held."""
+def test_weight_updates_during_generation(processes, tmp_path):
+    """An engine on its own devices is checked after each update, during generation too, with any tensor parallelism."""
     layout = [f"rollout.devices={processes}", f"rollout.tp={processes}"]
     engine = ["vllm", "inflight", "max_num_seqs=32"]
     metrics = run(

@@ -1,4 +1,4 @@
-"""The engine that follows a learner: always the newest weights, and adapters alone where there are some."""
+"""vLLM beside a learner: it has the newest weights; with adapters only those are sent."""
 
 import importlib.util
 
@@ -22,7 +22,7 @@ HEADS = {"hidden_size": 128, "intermediate_size": 96}
 ASKED = [GenerationRequest(prompt=np.arange(8, 8 + n, dtype=np.int32), seed=n) for n in (3, 9, 14)]
 
 
-def following(learner):
+def replica_of(learner):
     parts = (learner.model, learner.tokenizer, torch.float32, learner.weights, learner.logprobs)
     return VllmReplica(["max_num_seqs=8"], *parts)
 
@@ -33,8 +33,8 @@ def move(learner):
             parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
-def agree(learner, follower):
-    samples = follower.generate(ASKED, Sampling(max_tokens=12))
+def agree(learner, replica):
+    samples = replica.generate(ASKED, Sampling(max_tokens=12))
     pairs = zip(samples, learner.logprobs(samples), strict=True)
     return max(np.abs(sample.logprobs - logprobs).max() for sample, logprobs in pairs) < 2e-4
 
@@ -48,24 +48,24 @@ def test_it_has_the_weights_of_the_last_refresh(kind, tmp_path):
         path = str(tmp_path / "first")
         save_model(first.model, first.tokenizer, tmp_path / "first")
     learner = Learner(ModelConfig(path=path, lora_rank=0 if kind == "whole" else 4), TrainConfig())
-    follower = following(learner)
-    assert bool(follower.base) == (kind == "adapters")
-    assert not follower.has_weights
-    follower.refresh(0)
-    assert agree(learner, follower)
+    replica = replica_of(learner)
+    assert bool(replica.base) == (kind == "adapters")
+    assert not replica.has_weights
+    replica.refresh(0)
+    assert agree(learner, replica)
     for version in (1, 2):
         move(learner)
-        assert not agree(learner, follower)
-        follower.refresh(version)
-        assert agree(learner, follower)
+        assert not agree(learner, replica)
+        replica.refresh(version)
+        assert agree(learner, replica)
 
 
 def test_an_update_that_goes_wrong_is_an_error(tmp_path):
     learner = Learner(ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS))), TrainConfig())
-    follower = following(learner)
-    follower.weights = lambda: ((name, tensor * 0.9) for name, tensor in learner.weights())
+    replica = replica_of(learner)
+    replica.weights = lambda: ((name, tensor * 0.9) for name, tensor in learner.weights())
     with pytest.raises(PosttrainError, match="differ from the trainer's"):
-        follower.refresh(0)
+        replica.refresh(0)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -1,4 +1,4 @@
-"""One engine a process, and one engine that two processes hold together."""
+"""One engine per process, and one engine that two processes share."""
 
 import importlib.util
 import subprocess

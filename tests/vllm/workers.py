@@ -1,4 +1,4 @@
-"""Run by test_workers.py in several processes: each asks for answers of its own and compares log-probabilities."""
+"""Run by test_workers.py in several processes: each generates its own requests and compares log-probabilities."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, and an array costs no object each."""
+"""Messages arrive as they were sent."""
 
 import threading
 from dataclasses import fields
@@ -67,12 +67,12 @@ def test_arrays_and_nested_lists():
     assert nested[1][1] == 2
 
 
-def test_the_head_says_what_it_is():
+def test_the_header_describes_the_message():
     head, body = through(None, kind="ping", side=True)
     assert (head.kind, head.number, head.side, body) == ("ping", 7, True, None)
 
 
-def test_what_cannot_be_sent_leaves_the_connection_usable():
+def test_a_body_that_cannot_be_pickled_leaves_the_connection_usable():
     ours, theirs = Pipe()
     with pytest.raises(TypeError):
         messages.send(ours, "call", 1, threading.Lock())
@@ -82,13 +82,13 @@ def test_what_cannot_be_sent_leaves_the_connection_usable():
 
 
 class Strange:
-    """Can be written down, but not made again."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return int, ("not a number",)
 
 
-def test_what_cannot_be_read_is_named_and_the_next_message_comes():
+def test_a_body_that_cannot_be_unpickled_is_reported_and_the_next_message_arrives():
     ours, theirs = Pipe()
     messages.send(ours, "call", 1, (Strange(), [np.arange(4.0)]))
     messages.send(ours, "call", 2, "next")
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_named_and_the_next_message_comes():
     assert messages.receive(theirs)[1] == "next"
 
 
-def test_a_peer_that_reads_no_more_is_noticed():
+def test_a_peer_that_stops_reading_is_noticed():
     ours, _theirs = Pipe()
     messages.set_timeout(ours, 0.2)
     with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Workers as processes: calls, groups, logs; and whoever fails is named and leaves nobody behind."""
+"""Worker processes: calls, groups, logs; a failure names the worker and leaves no process behind."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ def light_pool(tmp_path_factory):
     found.close()
 
 
-def test_answers_come_by_rank(light_pool):
+def test_results_come_by_rank(light_pool):
     workers = light_pool.start("actor", Thing, "a")
     answers = workers.call("who", 1, key=[2])
     assert [answer[0] for answer in answers] == ["a", "a"]
@@ -102,7 +102,7 @@ def test_a_call_may_be_left_under_way(light_pool):
     assert two.result() == [2, 2] and one.result() == [1, 1]
 
 
-def test_closed_workers_are_forgotten(tmp_path):
+def test_closed_workers_are_removed(tmp_path):
     light_pool = light(tmp_path, 1)
     workers = light_pool.start("short", Thing, "s")
     workers.close()
@@ -110,7 +110,7 @@ def test_closed_workers_are_forgotten(tmp_path):
         workers.call("who")
 
 
-def test_pools_are_filled_at_the_same_time(tmp_path):
+def test_pools_load_in_parallel(tmp_path):
     (first, second) = pools = [light(tmp_path, 1) for _ in range(2)]
     workers = [first.start("a", Late, tmp_path, "one", "two"), second.start("b", Late, tmp_path, "two", "one")]
     assert [one.call("here") for one in workers] == [[True], [True]]
@@ -118,7 +118,7 @@ def test_pools_are_filled_at_the_same_time(tmp_path):
         light_pool.close()
 
 
-def test_what_cannot_be_made_is_said_by_the_first_call(tmp_path):
+def test_an_object_that_cannot_be_built_is_reported_by_the_first_call(tmp_path):
     light_pool = light(tmp_path, 2)
     first, second = light_pool.start("critic", Thing), light_pool.start("beside", Thing, "b")
     for workers in (second, first):  # the first to fail is named, whoever is asked
@@ -126,7 +126,7 @@ def test_what_cannot_be_made_is_said_by_the_first_call(tmp_path):
             workers.call("who")
 
 
-def test_a_pool_can_be_closed_while_it_is_filled(tmp_path):
+def test_a_pool_can_be_closed_while_it_loads(tmp_path):
     light_pool = light(tmp_path, 1)
     light_pool.start("a", Late, tmp_path, "one", "never")
     while not (tmp_path / "one").exists():
@@ -169,7 +169,7 @@ def test_the_first_to_fail_is_named_with_its_error_and_its_log(tmp_path):
         workers.call("who")
 
 
-def test_what_is_meant_for_users_comes_as_it_is(tmp_path):
+def test_errors_for_users_are_raised_unchanged(tmp_path):
     workers = light(tmp_path, 2).start("actor", Thing, "a")
     with pytest.raises(UsageError, match=r"^model.path: no such thing$"):
         workers.call("refuse")
@@ -189,7 +189,7 @@ def test_what_is_meant_for_users_comes_as_it_is(tmp_path):
         ("unsendable", (), "TypeError: cannot pickle"),
     ],
 )
-def test_a_worker_that_is_lost_ends_the_pool_in_time_and_leaves_nobody(tmp_path, method, args, words):
+def test_a_lost_worker_ends_the_pool_in_time_with_all_its_processes(tmp_path, method, args, words):
     light_pool = light(tmp_path, 2)
     workers = light_pool.start("actor", Thing, "a")
     children = workers.call("child")

@@ -1,4 +1,4 @@
-"""What can be known of workers on Ray without Ray; the rest is in tests/ray."""
+"""Parts of the Ray transport that need no Ray; the rest is in tests/ray."""
 
 import importlib.util
 import os
@@ -64,7 +64,7 @@ def test_a_cluster_that_is_gone_is_not_remembered():
     assert LocalCluster.running() is None, "a process that is no Ray has its number now"
 
 
-def test_what_workers_are_told(monkeypatch):
+def test_forwarded_environment_variables(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert forwarded_environment()["HF_HUB_OFFLINE"] == "1"
@@ -76,8 +76,8 @@ def test_interfaces():
     assert interface_of("192.0.2.77") == ""
 
 
-def test_strangers_at_the_door_are_sent_away():
-    """Whoever looks at open ports must not end a run that is starting."""
+def test_connections_without_the_key_are_refused():
+    """A port scan must not end a run that is starting."""
     actors = [ActorHandle(rank, Node("id", "127.0.0.1", "here", True), Path("log"), None, None) for rank in range(2)]
     with socket.socket() as listener, ThreadPoolExecutor(4) as at_once:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What workers of these tests hold; imports nothing heavy, so that they start at once."""
+"""Objects for the workers of these tests; imports nothing heavy, so that workers start quickly."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from posttrain.core.errors import UsageError
 
 
 class Thing:
-    """Answers, and misbehaves when asked to."""
+    """Returns values, and fails in several ways on request."""
 
     def __init__(self, name, other=None):
         self.name, self.other = name, other
@@ -30,7 +30,7 @@ class Thing:
         return self.other.name
 
     def generate(self):
-        """Comes back only if another call runs beside it."""
+        """Returns only if another call runs in parallel."""
         return self.released.wait(60)
 
     def release(self):
@@ -61,7 +61,7 @@ class Thing:
         return threading.Lock()
 
     def child(self):
-        """Starts a process that would outlive it."""
+        """Starts a child process that would outlive the worker."""
         pid = os.fork()
         if not pid:
             time.sleep(3600)
@@ -72,7 +72,7 @@ class Thing:
 
 
 class Late:
-    """Is there when another is: made one after the other they would wait for ever."""
+    """Is built only when another one is being built too: one after the other they would wait for ever."""
 
     def __init__(self, folder, mine, other):
         (folder / mine).touch()
@@ -109,7 +109,7 @@ class FakeRolloutWorker:
         self.folder, self.version = folder, None
 
     def misbehave(self, moment):
-        """A file says what goes wrong at which moment, once."""
+        """Fails once at a moment that a file names."""
         for fault in sorted(self.folder.glob(f"{moment}-*")):
             try:
                 fault.unlink()

@@ -1,4 +1,4 @@
-"""Beam search against trying out every answer."""
+"""Beam search against an exhaustive search."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def engine_for(runner, beams):
     return BeamEngine(runner, tiny_tokenizer(), beams, logprobs)
 
 
-def test_as_many_beams_as_tokens_find_the_likeliest_answers_of_all(runner):
+def test_as_many_beams_as_tokens_find_the_most_likely_completions(runner):
     words = runner.vocabulary_size
     pairs = [(first, second) for first in range(words) for second in range(words)]
     tokens = np.array([[*PROMPT, *pair] for pair in pairs], dtype=np.int32)
@@ -50,7 +50,7 @@ def test_as_many_beams_as_tokens_find_the_likeliest_answers_of_all(runner):
     assert runner.model.config._attn_implementation == attention.NAME, "training goes on with ours"
 
 
-def test_answers_end_at_their_end(runner):
+def test_completions_end_at_a_stop_token(runner):
     asked = Sampling(max_tokens=6, temperature=0.0)
     (longest,) = engine_for(runner, 2).generate([GenerationRequest(prompt=PROMPT)], asked)
     stop = int(longest.tokens[len(PROMPT) + 1])

@@ -1,4 +1,4 @@
-"""Random numbers, draws and the other small steps, against slow and obvious code."""
+"""Random numbers, sampling and attention kernels against slow, obvious code."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_attention_of_a_step_is_the_formula_row_by_row(kv_heads, group, window):
             assert all((found[row, head] - expected).abs().max() < 1e-6 for found in both)
 
 
-def test_a_draw_is_where_the_cumulative_probability_passes_the_random_number():
+def test_the_sampled_token_is_where_the_cumulative_probability_passes_the_random_number():
     rows, vocabulary = 200, 2 * BLOCK + 37  # several blocks, the last one not full
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
     seeds, places = torch.arange(rows), torch.arange(rows) * 3
@@ -80,7 +80,7 @@ def test_a_draw_is_where_the_cumulative_probability_passes_the_random_number():
         assert (logprobs - expected).abs().max() < 1e-5
 
 
-def test_nothing_is_drawn_that_has_no_probability():
+def test_impossible_tokens_are_never_sampled():
     logits = torch.full((4096, 3 * BLOCK), -torch.inf)
     logits[:, [1, 2 * BLOCK + 5]] = 0.5
     tokens, logprobs = draw(logits, 1.0, None, torch.arange(4096), torch.zeros(4096, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""The engine against transformers' generate, a teacher-forced forward pass, and itself in other company."""
+"""The engine against transformers' generate, a teacher-forced forward pass, and itself in other batches."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_plain_sampling_agrees_with_the_trainer():
     assert np.abs(out.logprobs.detach().numpy() - theirs).max() < 1e-5
 
 
-def test_an_answer_does_not_depend_on_its_company():
+def test_a_completion_does_not_depend_on_its_batch():
     model = tiny_model("llama").eval()
     requests = [
         GenerationRequest(prompt=p, group=i // 2, seed=100 + i)
@@ -130,7 +130,7 @@ def test_stop_text_and_streaming():
     assert stopped.finish == "stop" and answer == text[: text.index(stop) + len(stop)]
 
 
-def test_streaming_says_each_token_once_while_others_come_and_go():
+def test_streaming_reports_each_token_once_while_others_start_and_finish():
     engine = engine_for(tiny_model("llama").eval(), slots=3)
     requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts((5, 3, 9, 2, 7, 4, 6, 8, 1, 5)))]
     heard = {}
@@ -165,7 +165,7 @@ def test_repetition_penalty_equals_transformers():
 
 
 class AsOnAGPU(LocalEngine):
-    """The same steps without graphs: few sizes of a step, a look every few steps, prompts let in several at a time."""
+    """Runs on a CPU as on a GPU, without capture: few step sizes, a check every few steps, prefills of many prompts."""
 
     class Eager:
         def __init__(self):
@@ -189,7 +189,7 @@ class AsOnAGPU(LocalEngine):
 SOME_STOPS = (8, 9, 10)
 
 
-def test_rungs():
+def test_bucket_sizes():
     counts = (1, 2, 8, 9, 33, 64, 65, 129, 192, 193, 300, 385, 512, 513)
     assert [bucket_size(n) for n in counts] == [1, 8, 8, 32, 64, 64, 128, 192, 192, 256, 384, 512, 512, 768]
 
@@ -200,7 +200,7 @@ def test_rungs():
     [{}, {"top_p": 0.7}, {"temperature": 0.0}, {"repetition_penalty": 1.4}, {"stop_texts": ("e", "a", "xy")}],
     ids=str,
 )
-def test_answers_are_the_same_when_the_host_looks_rarely(name, settings):
+def test_completions_are_the_same_when_the_host_checks_rarely(name, settings):
     model = tiny_model(name).eval()
     asked = [p for p in prompts((5, 11, 3, 8, 20, 1, 9, 14, 2, 6), seed=3) for _ in range(6)]
     requests = [GenerationRequest(prompt=p, group=i // 6, seed=i) for i, p in enumerate(asked)]
@@ -219,7 +219,7 @@ def test_answers_are_the_same_when_the_host_looks_rarely(name, settings):
 
 
 def test_an_optimizer_step_changes_what_is_generated():
-    """Weights that lie end to end for the engine are still the ones that the optimizer writes and autograd reads."""
+    """Weights that the engine joins in storage are still those that the optimizer writes and autograd reads."""
     model = tiny_model("qwen2").eval()
     engine = engine_for(model)
     requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
@@ -267,7 +267,7 @@ def is_packed(engine):
     return engine.decoder.packed
 
 
-def test_what_never_changes_is_packed_once(monkeypatch):
+def test_frozen_weights_are_packed_once(monkeypatch):
     monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
     model = tiny_model("llama").eval()
     engine = engine_for(model)
@@ -302,7 +302,7 @@ def test_weights_that_change_are_packed_again(monkeypatch):
         assert error[-1] < 1e-5 and (error[:-1].max() < 1e-5) == (between is None)
 
 
-def test_packing_leaves_memory_to_others(monkeypatch):
+def test_packing_respects_host_memory(monkeypatch):
     monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
     engine = engine_for(tiny_model("llama").eval())
     size = sum(parameter.nbytes for parameter in engine.runner.model.parameters())
@@ -345,16 +345,16 @@ def test_adapters_take_part():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_which_models_are_walked_by_our_own_code(name):
+def test_which_models_the_fused_decoder_supports(name):
     assert FusedDecoder.supports(tiny_model(name)) == (name in ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"))
 
 
-def test_frequencies_that_depend_on_the_length_are_left_to_the_model():
+def test_dynamic_rope_is_not_supported_by_the_fused_decoder():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not FusedDecoder.supports(tiny_model("llama", rope_parameters=rope))
 
 
-def test_answers_are_told_of_as_soon_as_they_are_complete():
+def test_completions_are_reported_as_soon_as_they_are_finished():
     model = tiny_model("llama").eval()
     requests = [GenerationRequest(prompt=prompt, group=i, seed=i) for i, prompt in enumerate(prompts())]
     sampling = Sampling(max_tokens=8, temperature=1.0)

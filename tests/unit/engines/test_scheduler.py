@@ -1,4 +1,4 @@
-"""Requests that come while others run, each with settings of its own, and go before they are answered."""
+"""Requests that arrive while others run, each with its own settings, and requests that are cancelled."""
 
 import numpy as np
 import pytest
@@ -36,8 +36,8 @@ def asked():
     ]
 
 
-def run_in_company(engine, work, arrive_every=2):
-    """All of them in one session, one more every few steps: answers by number, and what was heard of each."""
+def run_together(engine, work, arrive_every=2):
+    """Submit one request every few steps to one scheduler; returns samples, and the streamed tokens, by number."""
     heard, ended, waiting = {}, {}, list(work)
 
     def hear(answer):
@@ -61,12 +61,12 @@ def as_on_a_gpu(model, slots):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(("on_gpu", "slots"), [(False, 5), (True, 8), (True, 5)])  # memory may allow any number
-def test_each_answer_is_the_one_that_it_would_be_alone(name, on_gpu, slots):
+def test_each_completion_is_the_same_as_alone(name, on_gpu, slots):
     model = tiny_model(name)
     alone = engine_for(model, slots=1)
     expected = [alone.generate([request], sampling)[0] for request, sampling in asked()]
     engine = as_on_a_gpu(model, slots) if on_gpu else engine_for(model, slots=slots)
-    ended, heard = run_in_company(engine, asked())
+    ended, heard = run_together(engine, asked())
     assert sorted(ended) == list(range(len(expected)))
     for index, sample in enumerate(expected):
         assert ended[index].tokens.tolist() == sample.tokens.tolist()
@@ -78,7 +78,7 @@ def test_each_answer_is_the_one_that_it_would_be_alone(name, on_gpu, slots):
     assert {sample.finish for sample in ended.values()} == {"stop", "length"}
 
 
-def test_a_request_longer_than_the_room_makes_room():
+def test_the_cache_grows_for_a_longer_request():
     """The cache starts small; sequences under way keep their keys and values when it grows."""
     engine = engine_for(tiny_model("llama", max_position_embeddings=1024), slots=3)
     (long,) = prompts((400,))
@@ -123,7 +123,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next():
         assert ended[index].tokens.tolist() == alone.tokens.tolist()
 
 
-def test_a_session_that_has_nothing_left_goes_on_with_the_next_request():
+def test_an_idle_scheduler_takes_the_next_request():
     engine = engine_for(tiny_model("llama"), slots=2)
     request, sampling = GenerationRequest(prompt=prompts((4,))[0]), Sampling(max_tokens=5)
     with torch.inference_mode():
@@ -140,7 +140,7 @@ def test_a_session_that_has_nothing_left_goes_on_with_the_next_request():
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "top_k": 3}, {"repetition_penalty": 1.5}], ids=str)
-def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings):
+def test_top_logprobs_are_of_the_distribution_that_is_sampled(settings):
     engine = engine_for(tiny_model("llama"))
     told = {}
     request = GenerationRequest(prompt=prompts((6,))[0], seed=5, top_logprobs=4)
@@ -168,7 +168,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(settings)
         assert chosen is None or abs(chosen - answer.logprobs[place]) < 1e-5
 
 
-def test_ways_to_draw_do_not_pile_up():
+def test_sampling_groups_are_limited():
     engine = engine_for(tiny_model("llama"), slots=2)
     with torch.inference_mode():
         session = engine.open_scheduler(max_length=64, max_tokens=32, on_new_token=lambda _: None)
@@ -184,13 +184,13 @@ def test_ways_to_draw_do_not_pile_up():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_a_session_on_a_gpu(name):
+def test_a_scheduler_on_a_gpu(name):
     model = tiny_model(name).to("cuda")
     model.set_attn_implementation(attention.NAME)
     engine = LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), slots=8)
     expected = [engine.generate([request], sampling)[0] for request, sampling in asked()]
     for arrive_every in (1, 3):
-        ended, _ = run_in_company(engine, asked(), arrive_every)
+        ended, _ = run_together(engine, asked(), arrive_every)
         same = [
             index for index, sample in enumerate(expected) if ended[index].tokens.tolist() == sample.tokens.tolist()
         ]
@@ -213,7 +213,7 @@ PIECES = ["Hello a", " Hello", "\n\n", "你好", "é", "🙂", "x = 1", "<|im_en
 @given(st.data())
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_stop_text_is_seen_with_the_token_that_completes_it(name, data):
-    """As if all that was said were read again after each token."""
+    """Equal to decoding the tail again after each token."""
     tokenizer = TOKENIZERS[name]
     some = st.sampled_from(PIECES).map(lambda text: tokenizer.encode(text, add_special_tokens=False))
     any_token = st.integers(0, len(tokenizer) - 1).map(lambda token: [token])

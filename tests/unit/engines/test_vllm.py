@@ -1,4 +1,4 @@
-"""What can be known of the vLLM engine without vLLM; the rest is in tests/vllm."""
+"""Parts of the vLLM engine that need no vLLM; the rest is in tests/vllm."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ def test_without_vllm_the_error_says_how_to_get_it():
         Learner(ModelConfig(path="pico"), TrainConfig(), engine=("vllm",))
 
 
-def test_cutting_by_min_p_and_top_p_at_once_is_refused():
+def test_min_p_with_top_p_is_refused():
     with pytest.raises(UsageError, match="another order than the trainer"):
         check_sampling(Sampling(top_p=0.9, min_p=0.1))
     for fine in (
@@ -29,7 +29,7 @@ def test_cutting_by_min_p_and_top_p_at_once_is_refused():
         check_sampling(Sampling(**fine))
 
 
-def test_processes_that_are_asked_the_same_are_asked_once():
+def test_equal_prompts_of_several_processes_run_once():
     one, other = [([1, 2], 3), ([1, 2], 4)], [([5], 6)]
     assert distinct([one, one, other, other]) == [one, other]
     assert distinct([[], one, []]) == [[], one]

@@ -1,4 +1,4 @@
-"""Prompts, a policy that says what it is told to, and configurations, for the tests of rollouts."""
+"""Prompts, a generator with given completions, and configurations, for the tests of rollouts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def prompt(text, **columns):
     )
 
 
-class Speaker:
-    """Answers with a function of (request, how many answers the conversation has); keeps what it was asked."""
+class FakeGenerator:
+    """Completes each request with the text that a function returns for it; records requests and sampling settings."""
 
     def __init__(self, words):
         self.words = words
-        self.asked = []
+        self.requests = []
         self.samplings = []
         self.versions = []
 
     def generate(self, requests, sampling, *, on_completion=None):
-        self.asked += requests
+        self.requests += requests
         self.samplings.append(sampling)
         found = [self.answer(request, sampling) for request in requests]
         for index, sample in enumerate(found) if on_completion else ():

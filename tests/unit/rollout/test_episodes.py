@@ -18,7 +18,7 @@ from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.rollouts import generate_rollouts
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
-from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, Speaker, ids, online, prompt
+from tests.unit.rollout.made import END, SAMPLING, TOKENIZER, FakeGenerator, ids, online, prompt
 
 CODE = textwrap.dedent(
     """
@@ -65,14 +65,16 @@ def policy():
     return LearnerGroup(learner)
 
 
-def runner(environments, speaker, tokenizer=TOKENIZER, **sampling):
-    return EpisodeRunner(environments, speaker, online(data__max_length=100), replace(SAMPLING, **sampling), tokenizer)
+def runner(environments, generator, tokenizer=TOKENIZER, **sampling):
+    return EpisodeRunner(
+        environments, generator, online(data__max_length=100), replace(SAMPLING, **sampling), tokenizer
+    )
 
 
 def test_tokens_are_those_of_the_whole_conversation(environments):
     said = iter(["one", "two", "three"])
-    speaker = Speaker(lambda _: next(said) + "<|end|>")
-    [rollout] = runner(environments, speaker).play([(4, prompt("go", turns=3))], [9])
+    generator = FakeGenerator(lambda _: next(said) + "<|end|>")
+    [rollout] = runner(environments, generator).play([(4, prompt("go", turns=3))], [9])
     sample = rollout.sample
     environment = ["<|end|>2", "<|end|>1"]
     roles = [message["role"] for message in rollout.messages]
@@ -98,9 +100,9 @@ def test_tokens_are_those_of_the_whole_conversation(environments):
 
 def test_each_turn_has_a_seed_for_its_own_that_company_does_not_change(environments):
     def seeds(prompts, of):
-        speaker = Speaker(lambda _: "a<|end|>")
-        runner(environments, speaker).play(prompts, of)
-        return [request.seed for request in speaker.asked]
+        generator = FakeGenerator(lambda _: "a<|end|>")
+        runner(environments, generator).play(prompts, of)
+        return [request.seed for request in generator.requests]
 
     alone = seeds([(0, prompt("a", turns=3))], [11])
     assert alone == [11, seed_for(11, 1, 0), seed_for(11, 2, 0)] and len(set(alone)) == 3
@@ -110,9 +112,9 @@ def test_each_turn_has_a_seed_for_its_own_that_company_does_not_change(environme
 
 @pytest.mark.parametrize("limit", range(1, 40))
 def test_all_turns_together_stay_within_the_limit(environments, limit):
-    speaker = Speaker(lambda _: "four<|end|>")
+    generator = FakeGenerator(lambda _: "four<|end|>")
     asked = [(0, prompt("go", turns=3)), (1, prompt("go", turns=1))]
-    long, short = runner(environments, speaker, max_tokens=limit).play(asked, [1, 2])
+    long, short = runner(environments, generator, max_tokens=limit).play(asked, [1, 2])
     reply, between = 5, len(ids("<|user|>")) + len("<|end|>2") + len(ids("<|end|><|assistant|>"))
     lengths = [len(rollout.sample) - len(rollout.prompt.tokens) for rollout in (long, short)]
     whole = 3 * reply + 2 * between
@@ -123,7 +125,7 @@ def test_all_turns_together_stay_within_the_limit(environments, limit):
     assert long.sample.finish == ("stop" if limit >= whole else "length")
     assert short.sample.finish == ("stop" if limit >= reply else "length")
     assert long.sample.mask[-1] and long.turns == len(fits)
-    assert all(sampling.max_tokens <= limit for sampling in speaker.samplings)
+    assert all(sampling.max_tokens <= limit for sampling in generator.samplings)
 
 
 def test_each_has_its_own_room_left(environments):
@@ -136,7 +138,7 @@ def test_each_has_its_own_room_left(environments):
         return opened["long" if "long" in text else "short"] if first else "z" * 60
 
     asked = [(0, prompt("long", turns=2)), (1, prompt("short", turns=2))]
-    rollouts = runner(environments, Speaker(words), max_tokens=64).play(asked, [1, 2])
+    rollouts = runner(environments, FakeGenerator(words), max_tokens=64).play(asked, [1, 2])
     for rollout, first in zip(rollouts, (31, 2), strict=True):
         assert len(rollout.sample) - len(rollout.prompt.tokens) == 64 and rollout.sample.finish == "length"
         second = rollout.completion_tokens - first
@@ -146,8 +148,8 @@ def test_each_has_its_own_room_left(environments):
 
 def test_a_reply_that_a_text_ended_is_ended_by_the_template(environments):
     said = iter(["x STOP", "y<|end|>"])
-    speaker = Speaker(lambda _: next(said))
-    [rollout] = runner(environments, speaker).play([(0, prompt("go", turns=2))], [1])
+    generator = FakeGenerator(lambda _: next(said))
+    [rollout] = runner(environments, generator).play([(0, prompt("go", turns=2))], [1])
     whole = TOKENIZER.decode(rollout.sample.tokens)
     assert whole == "<s><|user|>go<|end|><|assistant|>x STOP<|end|><|user|><|end|>1<|end|><|assistant|>y<|end|>"
 
@@ -156,33 +158,33 @@ def test_without_a_template_texts_follow_each_other(environments):
     plain = build_tokenizer()
     plain.chat_template = None
     said = iter(["one", "two"])
-    speaker = Speaker(lambda _: next(said) + "STOP")
-    [rollout] = runner(environments, speaker, plain).play([(0, prompt("go", turns=2))], [1])
+    generator = FakeGenerator(lambda _: next(said) + "STOP")
+    [rollout] = runner(environments, generator, plain).play([(0, prompt("go", turns=2))], [1])
     assert plain.decode(rollout.sample.tokens) == "goone" + "STOP" + "<|end|>1" + "two" + "STOP"
     assert END not in rollout.sample.tokens
 
 
 def test_a_failure_is_marked_and_left_out(environments):
     said = iter(["a", "fail", "b", "c"])
-    speaker = Speaker(lambda _: next(said) + "<|end|>")
+    generator = FakeGenerator(lambda _: next(said) + "<|end|>")
     asked = [(0, prompt("a", turns=2)), (0, prompt("b", turns=2))]
-    good, bad = runner(environments, speaker).play(asked, [1, 2])
+    good, bad = runner(environments, generator).play(asked, [1, 2])
     assert not good.failure and good.turns == 2
     assert bad.failure.startswith("environment: ") and "ValueError: no" in bad.failure
     assert bad.sample.finish == "error" and bad.text == "fail"
     with pytest.raises(RewardError, match="failed in 2 of 2"):
-        runner(environments, Speaker(lambda _: "fail")).play(asked, [1, 2])
+        runner(environments, FakeGenerator(lambda _: "fail")).play(asked, [1, 2])
 
 
 def test_openings_that_cannot_be_are_failures(file):
     with Environments(f"{file}:Long", workers=1, max_failure_rate=1.0) as environments:
-        play = runner(environments, Speaker(lambda _: "a<|end|>"))
+        play = runner(environments, FakeGenerator(lambda _: "a<|end|>"))
         sizes = (96, 97)  # and 4 control tokens; data.max_length is 100
         first, second = play.play([(0, prompt("q", turns=1, size=size)) for size in sizes], [1, 2])
         assert second.failure == "environment: the messages that start returned have 101 tokens; data.max_length is 100"
         assert "self.left" in first.failure or "AttributeError" in first.failure  # it was asked, and then failed
     with Environments(f"{file}:Tool", workers=1, max_failure_rate=1.0) as environments:
-        [rollout] = runner(environments, Speaker(lambda _: "a<|end|>")).play([(0, prompt("q", turns=1))], [1])
+        [rollout] = runner(environments, FakeGenerator(lambda _: "a<|end|>")).play([(0, prompt("q", turns=1))], [1])
         assert "pico knows the roles" in rollout.failure
 
 

@@ -1,4 +1,4 @@
-"""A rollout as a line of a file and back; files that were torn by a kill; what a replay forgets."""
+"""Rollouts as lines of a file and back; files that a kill left incomplete; what a replay computes again."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def plain(value):
 
 @settings(max_examples=150, deadline=None)
 @given(rollouts(), st.integers(0, 10**6))
-def test_there_and_back(rollout, step):
+def test_round_trip(rollout, step):
     quick = records.line_of(records.without_streams(rollout, step), records.streams(rollout.sample))
     for text in (as_line(as_row(rollout, step)), quick):
         [line] = text.encode().decode().split("\n")[:-1]
@@ -115,13 +115,13 @@ def test_batches_come_back_step_by_step(run):
 
 
 @pytest.mark.parametrize("lost", [1, 100])
-def test_a_batch_that_is_not_whole_is_left_out(run, lost):
+def test_an_incomplete_batch_is_left_out(run, lost):
     file = run / records.FILE
     file.write_bytes(file.read_bytes()[:-lost])
     assert steps(run) == [(1, [0, 1]), (2, [0, 1])]
 
 
-def test_going_on_drops_what_is_done_again(run):
+def test_resuming_drops_steps_that_are_done_again(run):
     file = run / records.FILE
     file.write_bytes(file.read_bytes()[:-50])  # a kill
     going_on = records.RolloutWriter(run, 1)
@@ -131,7 +131,7 @@ def test_going_on_drops_what_is_done_again(run):
     assert [row["step"] for _, row in records.read_rows(file)] == [1, 1, 2]
 
 
-def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
+def test_samples_may_change_and_a_full_disk_is_reported(tmp_path):
     written, rollout = records.RolloutWriter(tmp_path, 0), made(1)
     written.add([rollout], 1)
     rollout.sample.reward, rollout.text = 5.0, "later"
@@ -145,7 +145,7 @@ def test_samples_may_change_and_a_full_disk_is_heard_of(tmp_path):
             written.flush()
 
 
-def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
+def test_a_line_that_is_no_rollout_is_reported_with_its_number(run, tmp_path):
     file = run / records.FILE
     for line, complaint in ((b"{}\n", "no step"), (b"hello\n", "Expecting value"), (b'{"step": 4}\n', "KeyError")):
         whole = file.read_bytes()
@@ -157,7 +157,7 @@ def test_what_is_no_record_is_refused_with_its_place(run, tmp_path):
         steps(tmp_path / "elsewhere")
 
 
-def test_a_replay_forgets_what_is_to_be_found_out_again():
+def test_a_replay_drops_what_is_computed_again():
     rollout = made(1, rewards={"old": 1.0, "environment": 0.5, "overlong": -1.0}, failure="old: error: no")
     ones = np.ones(3, dtype=np.float32)
     for name in STREAMS:
@@ -171,7 +171,7 @@ def test_a_replay_forgets_what_is_to_be_found_out_again():
     assert unscored(made(1, failure="environment: no")).failure == "environment: no"
 
 
-def test_a_recorded_answer_is_one_line_for_every_reader():
+def test_a_recorded_rollout_is_one_line_for_every_reader():
     sample = Sample(tokens=np.array([1, 2], dtype=np.int32), mask=np.array([False, True]))
     said = "one\u2028two\x85three\x0bfour"
     rollout = Rollout(sample=sample, prompt=Prompt(tokens=np.array([1], dtype=np.int32), messages=[]), text=said)

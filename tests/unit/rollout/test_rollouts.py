@@ -1,4 +1,4 @@
-"""Batches of judged answers: groups, seeds, dynamic sampling, failures, baselines, batches ahead, and their state."""
+"""Batches of scored rollouts: groups, seeds, dynamic sampling, failures, baselines, batches ahead, and their state."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from posttrain.engines.base import seed_for
 from posttrain.rewards.base import Rewards
 from posttrain.rollout.rollouts import Rollouts, by_group, has_signal
 from posttrain.rollout.scoring import RolloutScorer
-from tests.unit.rollout.made import SAMPLING, TOKENIZER, Speaker, online, prompt
+from tests.unit.rollout.made import SAMPLING, TOKENIZER, FakeGenerator, online, prompt
 
 CODE = """
 def number(text):
@@ -43,14 +43,14 @@ def digit(request):
     return f"{request.seed % 4}<|end|>"
 
 
-def rollouts(rewards, speaker=None, rows=10, reward="number", update=None, **options):
+def rollouts(rewards, generator=None, rows=10, reward="number", update=None, **options):
     given = {"train__batch_size": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
     config = online(**given | options)
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
-    speaker = speaker or Speaker(digit)
+    generator = generator or FakeGenerator(digit)
     return Rollouts(
-        speaker, scorer, stream, config, SAMPLING, TOKENIZER, update_weights=update or speaker.update_weights
+        generator, scorer, stream, config, SAMPLING, TOKENIZER, update_weights=update or generator.update_weights
     )
 
 
@@ -62,24 +62,24 @@ def asked(batch):
     return [rollout.prompt.messages[0]["content"] for rollout in batch]
 
 
-def test_groups_are_neighbours_and_every_answer_has_its_own_seed(rewards):
-    speaker = Speaker(digit)
-    made = rollouts(rewards, speaker)
+def test_groups_are_neighbours_and_every_completion_has_its_own_seed(rewards):
+    generator = FakeGenerator(digit)
+    made = rollouts(rewards, generator)
     first, second = made.next_batch(0), made.next_batch(0)
     assert groups(first) == [0, 0, 0, 1, 1, 1] and groups(second) == [2, 2, 2, 3, 3, 3]
     assert asked(first) == ["0", "0", "0", "1", "1", "1"]
     assert [rollout.sample.origin for rollout in second] == ["rows.jsonl:2"] * 3 + ["rows.jsonl:3"] * 3
-    seeds = [request.seed for request in speaker.asked]
+    seeds = [request.seed for request in generator.requests]
     assert len(set(seeds)) == 12
     assert seeds == [seed_for(0, position, k) for position in range(4) for k in range(3)]
     assert [rollout.sample.reward for rollout in first + second] == [seed % 4 for seed in seeds]
-    assert speaker.versions == [0, 0]
+    assert generator.versions == [0, 0]
 
 
-def test_answers_are_judged_while_others_are_still_written(rewards):
-    """The last answer is written only when the first ones have been judged."""
-    speaker, early = Speaker(digit), []
-    generate = speaker.generate
+def test_completions_are_scored_while_others_are_generated(rewards):
+    """The last completion is finished only when the first ones have been scored."""
+    generator, early = FakeGenerator(digit), []
+    generate = generator.generate
 
     def slow(requests, sampling, on_completion):
         samples = generate(requests, sampling)
@@ -91,8 +91,8 @@ def test_answers_are_judged_while_others_are_still_written(rewards):
         assert [rollout.early_verdicts is not None for rollout in early] == [True] * 6 + [False]
         return samples
 
-    speaker.generate = slow
-    made = rollouts(rewards, speaker, rollout__samples_per_prompt=4)
+    generator.generate = slow
+    made = rollouts(rewards, generator, rollout__samples_per_prompt=4)
     begin = made.scorer.score_early
 
     @contextmanager
@@ -116,26 +116,26 @@ def test_another_seed_of_the_run_gives_other_seeds():
 
 
 def test_dynamic_sampling_keeps_groups_with_signal(rewards):
-    """Odd questions are worth 0 whatever is said."""
-    speaker = Speaker(digit)
-    made = rollouts(rewards, speaker, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
+    """Every completion of an odd prompt has reward 0."""
+    generator = FakeGenerator(digit)
+    made = rollouts(rewards, generator, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
     batch = made.next_batch(0)
     assert all(has_signal(group) for group in by_group(batch))
     assert {int(question) % 2 for question in asked(batch)} == {0}
     assert len(list(by_group(batch))) == 2 and groups(batch) == sorted(groups(batch))
-    assert made.stream.position == len(speaker.asked) // 4  # prompts that were asked are used up
+    assert made.stream.position == len(generator.requests) // 4  # prompts that were asked are used up
 
 
 def test_dynamic_sampling_gives_up(rewards):
-    speaker = Speaker(lambda _: "1<|end|>")
-    made = rollouts(rewards, speaker, rollout__dynamic_sampling=3)
+    generator = FakeGenerator(lambda _: "1<|end|>")
+    made = rollouts(rewards, generator, rollout__dynamic_sampling=3)
     batch = made.next_batch(0)
-    assert len(speaker.asked) == 3 * 2 * 3  # three batches of two prompts with three answers
+    assert len(generator.requests) == 3 * 2 * 3  # three batches of two prompts with three answers
     assert groups(batch) == [4, 4, 4, 5, 5, 5]  # the last, so that the log can say that there is no signal
 
 
 def test_without_dynamic_sampling_groups_stay(rewards):
-    batch = rollouts(rewards, Speaker(lambda _: "1<|end|>")).next_batch(0)
+    batch = rollouts(rewards, FakeGenerator(lambda _: "1<|end|>")).next_batch(0)
     assert len(batch) == 6 and not any(has_signal(group) for group in by_group(batch))
 
 
@@ -150,22 +150,22 @@ def test_failures_are_marked_and_no_signal(rewards):
     assert not has_signal(failed_or_one) and has_signal([r for r in batch if r.sample.group == 0])
 
 
-def test_the_greedy_answer_is_the_baseline(rewards):
+def test_the_greedy_completion_is_the_baseline(rewards):
     def words(request):
-        return f"{9 - request.group}<|end|>" if speaker.samplings[-1].temperature == 0 else digit(request)
+        return f"{9 - request.group}<|end|>" if generator.samplings[-1].temperature == 0 else digit(request)
 
-    speaker = Speaker(words)
-    made = rollouts(rewards, speaker)
+    generator = FakeGenerator(words)
+    made = rollouts(rewards, generator)
     made.greedy_baseline = True
     batch = made.next_batch(0)
     assert [rollout.sample.baseline for rollout in batch] == [9, 9, 9, 8, 8, 8]
-    assert len(batch) == 6 and len(speaker.asked) == 6 + 2
-    assert [sampling.temperature for sampling in speaker.samplings] == [1.0, 0.0]
+    assert len(batch) == 6 and len(generator.requests) == 6 + 2
+    assert [sampling.temperature for sampling in generator.samplings] == [1.0, 0.0]
 
 
 def test_a_group_without_baseline_has_failed(rewards):
-    speaker = Speaker(lambda request: "3<|end|>" if speaker.samplings[-1].temperature == 0 else "2<|end|>")
-    made = rollouts(rewards, speaker, reward="hard")
+    generator = FakeGenerator(lambda request: "3<|end|>" if generator.samplings[-1].temperature == 0 else "2<|end|>")
+    made = rollouts(rewards, generator, reward="hard")
     made.greedy_baseline = True
     assert all("three is too much" in rollout.failure for rollout in made.next_batch(0))
 
@@ -180,7 +180,7 @@ def trained(made, steps):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_batches_ahead_are_as_old_as_agreed(rewards, ahead):
-    weights = Speaker(digit)
+    weights = FakeGenerator(digit)
     seen = []
     made = rollouts(rewards, weights, update=seen.append, rollout__ahead=ahead)
     batches = trained(made, 6)
@@ -193,11 +193,11 @@ def test_batches_ahead_are_as_old_as_agreed(rewards, ahead):
     assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6, 8, 10]
 
 
-def test_one_batch_is_made_at_a_time(rewards):
+def test_batches_are_generated_one_at_a_time(rewards):
     """They share the sampler's weights, which must not change while it works, and the stream of prompts."""
-    speaker = Speaker(digit)
+    generator = FakeGenerator(digit)
     busy, never = threading.Lock(), threading.Event()
-    generate = speaker.generate
+    generate = generator.generate
 
     def alone(requests, sampling, **told):
         with busy:
@@ -207,15 +207,15 @@ def test_one_batch_is_made_at_a_time(rewards):
     def update(version):
         assert not busy.locked()
 
-    speaker.generate = alone
-    batches = trained(rollouts(rewards, speaker, update=update, rollout__ahead=2), 4)
+    generator.generate = alone
+    batches = trained(rollouts(rewards, generator, update=update, rollout__ahead=2), 4)
     assert [groups(batch)[0] for batch in batches] == [0, 2, 4, 6]
 
 
-def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
+def test_a_batch_in_progress_takes_the_newest_weights(rewards):
     """Batch n is complete only after weights of version n came, which are brought before it is waited for."""
-    speaker, news, brought, made_so_far = Speaker(digit), threading.Condition(), [], iter(range(9))
-    generate = speaker.generate
+    generator, news, brought, made_so_far = FakeGenerator(digit), threading.Condition(), [], iter(range(9))
+    generate = generator.generate
 
     def slow(requests, sampling, on_completion):
         number = next(made_so_far)
@@ -231,8 +231,8 @@ def test_a_batch_that_is_being_made_takes_the_newest_weights(rewards):
             brought.append(version)
             news.notify_all()
 
-    speaker.generate = slow
-    made = rollouts(rewards, speaker, update=update, rollout__ahead=1, rollout__engine=("local", "inflight"))
+    generator.generate = slow
+    made = rollouts(rewards, generator, update=update, rollout__ahead=1, rollout__engine=("local", "inflight"))
     batches = trained(made, 4)
     update(4)
     made.wait()  # the one that nobody takes
@@ -269,13 +269,13 @@ def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
             assert (one.text, one.rewards, one.prompt.columns) == (other.text, other.rewards, other.prompt.columns)
 
 
-def test_an_error_made_ahead_is_raised_where_the_batch_is_taken(rewards):
+def test_an_error_of_a_batch_ahead_is_raised_by_next_batch(rewards):
     def words(request):
         if request.group >= 2:
             raise DataError("the engine is broken")
         return digit(request)
 
-    made = rollouts(rewards, Speaker(words), rollout__ahead=1)
+    made = rollouts(rewards, FakeGenerator(words), rollout__ahead=1)
     assert len(made.next_batch(0)) == 6
     with pytest.raises(DataError, match="the engine is broken"):
         made.next_batch(0)
@@ -285,11 +285,11 @@ def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
     recorded = rollouts(rewards)
     batch = recorded.next_batch(0)
     batch[0].sample.advantages = np.ones(len(batch[0].sample), dtype=np.float32)
-    speaker = Speaker(digit)
-    again = rollouts(rewards, speaker, reward="hard", rollout__replay="elsewhere")
+    generator = FakeGenerator(digit)
+    again = rollouts(rewards, generator, reward="hard", rollout__replay="elsewhere")
     again.recorded = iter([(1, batch)])
     replayed = again.next_batch(0)
-    assert not speaker.asked
+    assert not generator.requests
     for old, new in zip(batch, replayed, strict=True):
         assert old.sample.tokens is new.sample.tokens and list(new.rewards) in (["r.hard"], [])
         even = new.prompt.messages[0]["content"] == "0"
@@ -300,7 +300,7 @@ def test_a_replay_is_scored_again_and_ends_with_its_record(rewards):
 
 
 class Environment:
-    """Plays as the speaker speaks, and notes who was greedy."""
+    """Generates with another Rollouts, and records which calls were greedy."""
 
     def __init__(self):
         self.played = []
@@ -309,15 +309,15 @@ class Environment:
         self.played.append((len(prompts), greedy))
         return [
             replace(rollout, rewards={"environment": 0.5})
-            for rollout in self.asker.generate(prompts, seeds, greedy=greedy)
+            for rollout in self.rollouts.generate(prompts, seeds, greedy=greedy)
         ]
 
 
-def test_an_environment_plays_all_answers_the_greedy_too(rewards):
+def test_an_environment_plays_all_episodes_including_greedy_ones(rewards):
     made, environment = rollouts(rewards), Environment()
-    environment.asker = rollouts(rewards, Speaker(lambda _: "2<|end|>"))
+    environment.rollouts = rollouts(rewards, FakeGenerator(lambda _: "2<|end|>"))
     made.episodes, made.greedy_baseline = environment, True
     batch = made.next_batch(0)
     assert environment.played == [(6, False), (2, True)]
     assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
-    assert not made.generator.asked
+    assert not made.generator.requests

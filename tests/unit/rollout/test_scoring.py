@@ -1,4 +1,4 @@
-"""Rewards in numbers: weights, the clip, the penalty of long answers; a failure is never a 0."""
+"""Rewards: weights, clipping, the overlong penalty; a failure is never reward 0."""
 
 import json
 
@@ -53,8 +53,8 @@ def test_a_weighted_sum_and_its_parts(rewards):
     assert all(r.seconds > 0 and not r.failure for r in rollouts)
 
 
-def test_a_function_that_combines_what_the_others_said(tmp_path):
-    """It is asked last, is given each by name, those of reward models too, and its number alone is the reward."""
+def test_a_combining_function(tmp_path):
+    """It runs last, gets all other rewards by name, including those of reward models, and its value is the reward."""
     file = tmp_path / "r.py"
     file.write_text(CODE + "def gated(rewards, text): return min(rewards.values()) if text != 'no' else -1\n")
     specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
@@ -156,7 +156,7 @@ def test_a_failure_is_never_a_zero(rewards):
     assert "no letters" in stopped.value.rollouts[0].failure  # to be recorded
 
 
-def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):
+def test_functions_get_the_columns_and_the_completion(tmp_path):
     (tmp_path / "r.py").write_text(CODE)
     with Rewards([f"{tmp_path / 'r.py'}:wanted"], workers=1) as rewards:
         asked = rollout("abc")
@@ -165,7 +165,7 @@ def test_functions_are_told_what_the_row_and_the_answer_are(tmp_path):
 
 
 @given(st.integers(1, 300), st.integers(1, 100), st.floats(0.1, 4), st.integers(0, 400))
-def test_long_answers_cost_what_dapo_says(longest, buffer, whole, tokens):
+def test_the_overlong_penalty_is_that_of_dapo(longest, buffer, whole, tokens):
     """arXiv:2503.14476, eq. 13, times the penalty factor."""
     buffer = min(buffer, longest)
     tokens = min(tokens, longest)
@@ -180,7 +180,7 @@ def test_long_answers_cost_what_dapo_says(longest, buffer, whole, tokens):
         assert RolloutScorer(none, {}, config, TOKENIZER).overlong_penalty(tokens) == pytest.approx(-expected * whole)
 
 
-def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
+def test_the_penalty_is_a_reward_of_its_own_and_counts_the_tokens_of_the_environment(rewards):
     rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
     rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
     scorer(rewards, rewards__overlong=(10, 2.0)).score(rollouts)
@@ -189,7 +189,7 @@ def test_the_penalty_is_a_part_and_counts_what_the_environment_said(rewards):
     assert rollouts[1].sample.reward == 1 + 14 - 1
 
 
-def test_judging_beside_ends_where_drawing_fails(rewards):
+def test_early_scoring_ends_if_generation_fails(rewards):
     with pytest.raises(MemoryError), scorer(rewards).score_early(4) as early:
         early.add(rollout("a b"))
         raise MemoryError("no room")

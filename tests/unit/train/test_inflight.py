@@ -1,4 +1,4 @@
-"""Real rollout workers: weights that come in the middle of answers, and weights that do not arrive as sent."""
+"""Real rollout workers: weight updates during generation, and weights that do not arrive as sent."""
 
 import threading
 import time
@@ -57,7 +57,7 @@ def change(learner):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_answers_under_way_go_on_with_new_weights(place):
+def test_active_requests_continue_with_new_weights(place):
     folder, learner, workers = place
     workers.update(3)
     found = []

@@ -49,7 +49,7 @@ def asked(folder):
     return sorted(int(line) for line in (folder / "asked").read_text().split())
 
 
-def test_answers_come_in_order_with_the_newest_weights(workers, tmp_path):
+def test_samples_come_in_order_with_the_newest_weights(workers, tmp_path):
     group = workers(2)
     for version in range(2):
         group.update(version)
@@ -59,7 +59,7 @@ def test_answers_come_in_order_with_the_newest_weights(workers, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_one_that_is_lost_while_it_generates(workers, tmp_path, how, caplog):
+def test_a_worker_that_is_lost_during_generation(workers, tmp_path, how, caplog):
     group = workers(2)
     group.update(0)
     group.slots[0].pool.timeout_seconds = 2.0 if how == "stop" else SECONDS
@@ -77,7 +77,7 @@ def test_one_that_is_lost_while_it_generates(workers, tmp_path, how, caplog):
     assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
 
 
-def test_the_only_one_is_replaced_at_once(workers, tmp_path):
+def test_the_only_worker_is_replaced_at_once(workers, tmp_path):
     group = workers(1)
     group.update(0)
     (tmp_path / "generate-kill").touch()
@@ -86,7 +86,7 @@ def test_the_only_one_is_replaced_at_once(workers, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["connect", "receive", "check"])
-def test_one_that_is_lost_while_weights_come(workers, tmp_path, moment):
+def test_a_worker_that_is_lost_during_a_weight_update(workers, tmp_path, moment):
     group = workers(2)
     (tmp_path / f"{moment}-kill").touch()
     group.update(0)
@@ -95,7 +95,7 @@ def test_one_that_is_lost_while_weights_come(workers, tmp_path, moment):
     assert {version for _, version in answers} == {group.version}, "all have the same weights"
 
 
-def test_it_gives_up_when_they_are_lost_again_and_again(workers, tmp_path):
+def test_it_gives_up_after_three_attempts(workers, tmp_path):
     group = workers(1)
     for number in range(9):
         (tmp_path / f"receive-{number}-kill").touch()
@@ -103,8 +103,8 @@ def test_it_gives_up_when_they_are_lost_again_and_again(workers, tmp_path):
         group.update(0)
 
 
-def test_one_that_is_lost_while_answers_are_under_way_and_weights_come(workers, tmp_path):
-    """Two threads find out at once; its place is taken once, and what it was asked is asked again."""
+def test_a_worker_that_is_lost_during_generation_and_a_weight_update(workers, tmp_path):
+    """Two threads notice at once; the worker is replaced once, and its requests are sent again."""
     group = workers(2)
     group.update(0)
     (tmp_path / "slow").touch()
@@ -140,7 +140,7 @@ def test_weights_that_did_not_arrive_end_the_run(workers, tmp_path):
         group.update(7)
 
 
-def test_who_generates_lets_visitors_in_between_two_steps():
+def test_updates_run_between_decode_steps():
     lock, story = ModelLock(), []
 
     def visitor(number, half):
@@ -161,8 +161,8 @@ def test_who_generates_lets_visitors_in_between_two_steps():
     assert story == ["step 1", "visit 1", "visit 2", "step 2"]
 
 
-def test_processes_that_hold_a_model_together_let_visitors_in_at_the_same_step():
-    """Visits and steps both need all of them at once, as a broadcast and a divided layer do."""
+def test_processes_that_share_a_model_let_updates_run_at_the_same_step():
+    """Updates and steps both need all processes at once, as a broadcast and a tensor-parallel layer do."""
     ranks, calls, visits, steps = 3, 6, 40, 7
     given, meeting = [0] * ranks, threading.Barrier(ranks, timeout=SECONDS)
     together = {"visit": threading.Barrier(ranks, timeout=SECONDS), "step": threading.Barrier(ranks, timeout=SECONDS)}
