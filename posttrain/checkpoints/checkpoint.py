@@ -285,14 +285,14 @@ def _is_entry(name: str, entry: Any) -> bool:
 # Deleting
 
 
-def retain(
-    checkpoints: Path, keep: int, keep_gigabytes: float, best_step: int | None, newest: Path | None = None
+def delete_old_checkpoints(
+    checkpoints: Path, max_checkpoints: int, max_gigabytes: float, best_step: int | None, newest: Path | None = None
 ) -> list[Path]:
-    """Delete the oldest beyond `keep` and `keep_gigabytes` (0: no limit), never the best nor the newest valid one.
+    """Delete the oldest beyond `max_checkpoints` and `max_gigabytes` (0: no limit), and return them.
 
+    The best and the newest valid checkpoint are never deleted.
     `newest` is a checkpoint that has just been written, which need not be verified again. Checkpoints newer than the
     newest valid one are damaged; they are kept for inspection and replaced when the run reaches their step again.
-    Returns the deleted ones.
     """
     found = list_checkpoints(checkpoints)
     newest = newest or next((path for path in found if is_valid(path)), None)
@@ -308,7 +308,7 @@ def retain(
         complete = looks_complete(path)
         if complete:  # an incomplete one cannot be resumed from and does not count
             count, size = count + 1, size + _size(path)
-            full = full or count > keep or 0 < keep_gigabytes * 1e9 < size
+            full = full or count > max_checkpoints or 0 < max_gigabytes * 1e9 < size
         if (full or not complete) and _try_to_delete(path):
             deleted.append(path)
     return deleted

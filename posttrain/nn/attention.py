@@ -427,7 +427,7 @@ class GatherKeys(torch.autograd.Function):
 
 @cache
 def needs_enable_gqa() -> bool:
-    """Newer torch must be told that keys have fewer heads than queries; older torch has no such argument."""
+    """Whether varlen_attn has the argument that says that keys have fewer heads than queries; older torch has not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

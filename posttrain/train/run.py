@@ -185,7 +185,7 @@ class Run:
 
         path = checkpoint.write_checkpoint(self.folder.checkpoints, step, write)
         save = self.config.save
-        checkpoint.retain(
+        checkpoint.delete_old_checkpoints(
             self.folder.checkpoints, save.max_checkpoints, save.max_gigabytes, self.progress.best_step, newest=path
         )
         self.saved_step = step

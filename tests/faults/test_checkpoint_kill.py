@@ -20,11 +20,11 @@ from typing import Any
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
+    delete_old_checkpoints,
     is_valid,
     list_checkpoints,
     newest_valid,
     remove_temporaries,
-    retain,
     step_of,
     write_checkpoint,
 )
@@ -185,7 +185,12 @@ def deletion(work: Path) -> int:
         if finished:
             assert len(left) == 2
 
-    return kill_everywhere(work, prepare, lambda folder: retain(folder, keep=1, keep_gigabytes=0, best_step=1), check)
+    return kill_everywhere(
+        work,
+        prepare,
+        lambda folder: delete_old_checkpoints(folder, max_checkpoints=1, max_gigabytes=0, best_step=1),
+        check,
+    )
 
 
 def torn_write(work: Path) -> int:
@@ -215,7 +220,7 @@ SCENARIOS = {run.__name__: run for run in (new_step, same_step, same_step_again,
 
 
 if __name__ == "__main__":
-    os.fsync = lambda descriptor: None  # a kill cannot undo what the kernel was told; power cuts are not on trial here
+    os.fsync = lambda descriptor: None  # a kill cannot undo a completed write; power cuts are not tested here
     place = Path(sys.argv[2])
     place.mkdir()
     print(SCENARIOS[sys.argv[1]](place))

@@ -14,6 +14,7 @@ import torch
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
+    delete_old_checkpoints,
     is_run_directory,
     is_valid,
     list_checkpoints,
@@ -21,7 +22,6 @@ from posttrain.checkpoints.checkpoint import (
     newest_valid,
     remove_temporaries,
     resolve_model_folder,
-    retain,
     step_of,
     verify,
     write_checkpoint,
@@ -249,7 +249,9 @@ def test_temporaries_of_the_living_stay(tmp_path):
 def test_retention_by_count(tmp_path):
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    assert [step_of(path) for path in retain(tmp_path, keep=3, keep_gigabytes=0, best_step=None)] == [20, 10]
+    assert [
+        step_of(path) for path in delete_old_checkpoints(tmp_path, max_checkpoints=3, max_gigabytes=0, best_step=None)
+    ] == [20, 10]
     assert steps(tmp_path) == [50, 40, 30]
     assert temporaries(tmp_path) == []
 
@@ -257,20 +259,20 @@ def test_retention_by_count(tmp_path):
 def test_retention_keeps_the_best_as_one_of_the_count(tmp_path):
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    retain(tmp_path, keep=3, keep_gigabytes=0, best_step=20)
+    delete_old_checkpoints(tmp_path, max_checkpoints=3, max_gigabytes=0, best_step=20)
     assert steps(tmp_path) == [50, 40, 20]
-    retain(tmp_path, keep=1, keep_gigabytes=0, best_step=20)
+    delete_old_checkpoints(tmp_path, max_checkpoints=1, max_gigabytes=0, best_step=20)
     assert steps(tmp_path) == [50, 20]
-    retain(tmp_path, keep=0, keep_gigabytes=0, best_step=None)
+    delete_old_checkpoints(tmp_path, max_checkpoints=0, max_gigabytes=0, best_step=None)
     assert steps(tmp_path) == [50]
 
 
 def test_retention_by_bytes(tmp_path):
     for step in (10, 20, 30, 40):
         save(tmp_path, step, size=10_000)
-    retain(tmp_path, keep=10, keep_gigabytes=25_000 / 1e9, best_step=None)
+    delete_old_checkpoints(tmp_path, max_checkpoints=10, max_gigabytes=25_000 / 1e9, best_step=None)
     assert steps(tmp_path) == [40, 30]
-    retain(tmp_path, keep=10, keep_gigabytes=1 / 1e9, best_step=None)
+    delete_old_checkpoints(tmp_path, max_checkpoints=10, max_gigabytes=1 / 1e9, best_step=None)
     assert steps(tmp_path) == [40]
 
 
@@ -279,26 +281,26 @@ def test_retention_never_deletes_the_only_valid_one(tmp_path):
         save(tmp_path, step)
     flip_bit(tmp_path / "step-00000040" / "model" / "weights.bin", 0)
     (tmp_path / "step-00000030" / "manifest.json").unlink()
-    retain(tmp_path, keep=1, keep_gigabytes=0, best_step=None)
+    delete_old_checkpoints(tmp_path, max_checkpoints=1, max_gigabytes=0, best_step=None)
     assert newest_valid(tmp_path) == tmp_path / "step-00000020"
     flip_bit(tmp_path / "step-00000020" / "model" / "weights.bin", 0)
     save(tmp_path, 15)
-    assert retain(tmp_path, keep=1, keep_gigabytes=0, best_step=None) == []
+    assert delete_old_checkpoints(tmp_path, max_checkpoints=1, max_gigabytes=0, best_step=None) == []
     assert newest_valid(tmp_path) == tmp_path / "step-00000015"
 
 
 def test_retention_deletes_nothing_where_nothing_is_valid(tmp_path):
     for step in (10, 20):
         flip_bit(save(tmp_path, step) / "state.json", 0)
-    assert retain(tmp_path, keep=0, keep_gigabytes=0, best_step=None) == []
+    assert delete_old_checkpoints(tmp_path, max_checkpoints=0, max_gigabytes=0, best_step=None) == []
     assert steps(tmp_path) == [20, 10]
 
 
-def test_an_incomplete_one_takes_nobodys_place(tmp_path):
+def test_an_incomplete_checkpoint_does_not_count(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     (tmp_path / "step-00000020" / "state.json").unlink()
-    retain(tmp_path, keep=2, keep_gigabytes=0, best_step=None)
+    delete_old_checkpoints(tmp_path, max_checkpoints=2, max_gigabytes=0, best_step=None)
     assert steps(tmp_path) == [30, 10]
 
 
@@ -307,7 +309,7 @@ def test_retention_trusts_the_one_just_written(tmp_path):
         save(tmp_path, step)
     flip_bit(save(tmp_path, 30) / "state.json", 0)  # a run resumed from 20 leaves it, and saves at 25
     newest = save(tmp_path, 25)
-    retain(tmp_path, keep=1, keep_gigabytes=0, best_step=None, newest=newest)
+    delete_old_checkpoints(tmp_path, max_checkpoints=1, max_gigabytes=0, best_step=None, newest=newest)
     assert steps(tmp_path) == [30, 25]
     assert newest_valid(tmp_path) == newest
 

@@ -245,31 +245,35 @@ def test_the_padding_token_learns_like_any_other(tmp_path):
 
 @pytest.mark.parametrize("head", ["token", "score"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_skeleton_and_its_parts_are_the_model(name, head, tmp_path):
+def test_a_meta_model_and_its_shards_are_the_model(name, head, tmp_path):
     """What processes read of a model each for itself: nothing of it but the weights is missing at first."""
     folder = tiny_folder(name, tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         torch.default_generator.manual_seed(3)
         whole = loading.read_model(str(folder), head, dtype)
         torch.default_generator.manual_seed(3)
-        skeleton, found = loading.load_meta_model(str(folder), head, dtype)
-        absent = {name for name, tensor in skeleton.named_parameters() if tensor.is_meta}
-        assert found == folder and absent == dict(skeleton.named_parameters()).keys() - {"score.weight"}
-        filled = skeleton._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
-        filled.tie_weights()
-        buffers = tensors.module_tensors(filled).keys() - dict(filled.named_parameters()).keys()
-        tensors.read_shards(filled, folder, absent | buffers)
+        meta_model, found = loading.load_meta_model(str(folder), head, dtype)
+        absent = {name for name, tensor in meta_model.named_parameters() if tensor.is_meta}
+        assert found == folder and absent == dict(meta_model.named_parameters()).keys() - {"score.weight"}
+        materialized = meta_model._apply(
+            lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+        )
+        materialized.tie_weights()
+        buffers = tensors.module_tensors(materialized).keys() - dict(materialized.named_parameters()).keys()
+        tensors.read_shards(materialized, folder, absent | buffers)
         for kind in ("named_parameters", "named_buffers"):
-            one, other = (dict(getattr(model, kind)()) for model in (whole, filled))
+            one, other = (dict(getattr(model, kind)()) for model in (whole, materialized))
             assert one.keys() == other.keys()
             for key, tensor in one.items():
                 assert tensor.dtype == other[key].dtype and torch.equal(tensor, other[key]), key
-        assert whole.config.to_dict() == filled.config.to_dict() and whole.name_or_path == filled.name_or_path
+        assert (
+            whole.config.to_dict() == materialized.config.to_dict() and whole.name_or_path == materialized.name_or_path
+        )
         if head == "token":
-            assert whole.generation_config.to_dict() == filled.generation_config.to_dict()
+            assert whole.generation_config.to_dict() == materialized.generation_config.to_dict()
 
 
-def test_a_skeleton_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
+def test_a_meta_model_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
     place = tmp_path / "models--some--model"
     (place / "refs").mkdir(parents=True)
     (place / "refs/main").write_text("0" * 40)
@@ -279,11 +283,11 @@ def test_a_skeleton_of_the_hub_reads_from_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(paths.hub, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(loading, "read_config", lambda _, head: config)
     config = AutoConfig.from_pretrained(place / "snapshots" / ("0" * 40))
-    skeleton, folder = loading.load_meta_model("some/model", "token", torch.float32)
-    assert folder == place / "snapshots" / ("0" * 40) and skeleton.model.embed_tokens.weight.is_meta
+    meta_model, folder = loading.load_meta_model("some/model", "token", torch.float32)
+    assert folder == place / "snapshots" / ("0" * 40) and meta_model.model.embed_tokens.weight.is_meta
 
 
-def test_a_skeleton_needs_tensors_of_its_own_names(tmp_path):
+def test_a_meta_model_needs_tensors_of_its_own_names(tmp_path):
     folder = tiny_folder("llama", tmp_path)
     rewrite(folder, lambda saved: saved.update(other=saved.pop("model.norm.weight")))
     assert loading.load_meta_model(str(folder), "token", torch.float32)[0] is None

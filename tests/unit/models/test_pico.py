@@ -66,7 +66,7 @@ def test_processes_that_build_it_at_once_leave_one_whole_folder(tmp_path):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    (folder,) = (tmp_path / "posttrain").iterdir()  # no unfinished copies beside it
+    (folder,) = (tmp_path / "posttrain").iterdir()  # no unfinished copies are left
     AutoModelForCausalLM.from_pretrained(folder)
     pico._write(folder)  # one that comes late finds it there, and is content
     assert [path.name for path in (tmp_path / "posttrain").iterdir()] == [folder.name]

@@ -84,22 +84,22 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_proof_accepts_supported_architectures(name):
+def test_verification_accepts_supported_architectures(name):
     verify_against_stock(packed(tiny_model(name)))
 
 
-def test_proof_refuses_a_leak(monkeypatch):
+def test_verification_refuses_a_leak(monkeypatch):
     runner = packed(tiny_model("llama"))
-    monkeypatch.setattr(attention, "pad_by_length", lambda lengths, *_: one_rectangle(sum(lengths)))
+    monkeypatch.setattr(attention, "pad_by_length", lambda lengths, *_: one_padded_row(sum(lengths)))
     with pytest.raises(PosttrainError, match="packed forward pass differs"):
         verify_against_stock(runner)
 
 
-def one_rectangle(total):
+def one_padded_row(total):
     return [attention.PaddedGroup(1, total, None, None)], None
 
 
-def test_proof_refuses_an_unknown_scaling_of_the_head():
+def test_verification_refuses_an_unknown_scaling_of_the_head():
     model = tiny_model("llama")
     runner = packed(model)
     stock = model.forward
@@ -116,7 +116,7 @@ def test_proof_refuses_an_unknown_scaling_of_the_head():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 50])
-def test_the_newer_kernel_gives_what_torchs_gives(window):
+def test_flash_attn_4_gives_what_torchs_kernel_gives(window):
     """Where flash-attn-4 is installed; also for pieces that see more keys than they have queries."""
     pytest.importorskip("flash_attn.cute")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -165,7 +165,7 @@ def test_what_a_kernel_leaves_behind_the_last_key_is_not_compared(monkeypatch):
     assert attention.kernels_agree(*[torch.ones(4, 2, 8)] * 3, (starts, starts, 3, 3), None, None)
 
 
-def test_the_newer_kernel_is_tried_again_where_samples_are_longer(monkeypatch):
+def test_flash_attn_4_is_verified_again_where_samples_are_longer(monkeypatch):
     tried = []
 
     def kernels_agree(q, k, v, ranges, scaling, window):

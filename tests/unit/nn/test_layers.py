@@ -119,7 +119,7 @@ def test_adapters_keep_their_own_code(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_go_to_the_masters_where_there_are_some(family: str) -> None:
-    """Twice, as two packs do: they add up there, also those that come by way of autograd."""
+    """Twice, as for two micro-batches: gradients accumulate there, also those that autograd computes."""
     model = model_of(family)
     expected = gradients(model)
     layers.use_fused_layers(model, reference)

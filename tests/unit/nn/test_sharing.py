@@ -16,7 +16,7 @@ from posttrain.nn.forward import ModelRunner, forward, kernel_shares_prefixes, v
 from tests.tiny import NAMES, tiny_model
 
 # Prompts shorter and longer than the windows of the tiny models (8), a group of one, an answer that is empty,
-# neighbouring answers of equal length, and pieces of one rectangle that are padded by more than a window.
+# neighbouring answers of equal length, and pieces of one padded group that are padded by more than a window.
 GROUPS = [(20, (5, 12, 1)), (3, (9, 9)), (30, (4,)), (6, (0, 7, 16)), (11, (6, 6)), (40, (17, 17)), (20, (32, 32))]
 
 
@@ -92,7 +92,7 @@ def test_attention_sinks_are_kept():
     ]
     plain, shared = collate(samples), collate(samples, min_shared_prefix=1)
     at = shared.sharing.place.new_empty(len(shared.sharing.tokens))
-    at[shared.sharing.place] = torch.arange(9)  # one of a shared token's places in the plain pack
+    at[shared.sharing.place] = torch.arange(9)  # one of a shared token's places in the plain micro-batch
     q, k, v = (stream[:, :, shared.sharing.place] for stream in (q, k, v))
     sinks = torch.tensor([0.5, -1.0])
     for window in (None, 2):
@@ -184,7 +184,7 @@ def twin_of_the_kernel(behind):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_what_the_ragged_kernel_is_told(name, monkeypatch):
+def test_the_arguments_of_the_varlen_kernel(name, monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", twin_of_the_kernel(behind=True))
     runner = packed(tiny_model(name))
     runner.varlen_kernel = True

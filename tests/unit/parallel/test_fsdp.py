@@ -22,7 +22,7 @@ def test_parts_are_those_of_torch(size, parts):
     numbers = torch.arange(size)
     cut = [numbers[slice(*chunk_bounds((0, size), parts, index))].tolist() for index in range(parts)]
     assert cut == [part.tolist() for part in numbers.chunk(parts)] + [[]] * (parts - len(numbers.chunk(parts)))
-    assert shard_slices(torch.empty(size, 3)) == (slice(0, size), slice(0, 3))  # nobody else has a part
+    assert shard_slices(torch.empty(size, 3)) == (slice(0, size), slice(0, 3))  # no other process has a part
 
 
 def test_layouts_that_are_none():
