@@ -181,8 +181,9 @@ def test_everything_shown_runs(document, workplace, servers):
             assert run_words(words, servers) == 0, f"{document}: {shlex.join(words)}"
 
 
-def test_every_trainer_and_tool_is_shown_in_the_readme():
-    shown = {words[1] for _, body in blocks("README.md", "bash") for words in commands(body) if words[0] == "posttrain"}
+def test_every_trainer_and_tool_is_shown():
+    bodies = [body for _, body in blocks("docs/tasks.md", "bash")]
+    shown = {words[1] for body in bodies for words in commands(body) if words[0] == "posttrain"}
     assert shown == {*ALGORITHMS, *PIPELINES, *TOOLS} - {"demo"}
     assert "make demo" in text_of("README.md") and "make test" in text_of("README.md")
 
