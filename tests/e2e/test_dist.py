@@ -81,5 +81,5 @@ def test_the_wheel_trains_from_an_empty_folder(programs, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
     # A named chat template is read from templates.yaml, the package's data file.
     options = ["--data.chat_template", "chatml", "--steps", 2, "--out", "run"]
-    run(programs / "posttrain", "sft", "--model.path", "pico", "--data.train", "chat.jsonl", *options, cwd=tmp_path)
+    run(programs / "posttrain", "sft", "--model", "pico", "--data", "chat.jsonl", *options, cwd=tmp_path)
     assert [row["step"] for row in rows_of(tmp_path / "run/metrics.jsonl")] == [1, 2]

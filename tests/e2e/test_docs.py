@@ -38,6 +38,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Not run here: they install, test or build this very repository, or take minutes and have a test of their own.
 LEFT_OUT = re.compile(r"(make|pip install|\S*ruff|\S*python -m pytest|posttrain demo)\b")
 ASSIGNMENT = re.compile(r"\w+=\S*")
+STEPS = "--train.max_steps"
 FEW_STEPS = 10
 
 
@@ -66,11 +67,11 @@ def commands(body, console=False):
 def shortened(arguments):
     """The same command with few steps, if it trains."""
     if arguments[0] in PIPELINES:
-        return [*arguments, "--quiet", "--steps", "1"]
+        return [*arguments, "--quiet", STEPS, "1"]
     if arguments[0] not in ALGORITHMS or "--help" in arguments:
         return arguments
-    steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 0
-    return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", "--steps", "2"])]
+    steps = int(arguments[arguments.index(STEPS) + 1]) if STEPS in arguments else 0
+    return [*arguments, *(["--quiet"] if 0 < steps <= FEW_STEPS else ["--quiet", STEPS, "2"])]
 
 
 class Servers:
@@ -193,7 +194,7 @@ def test_presets_run(name, workplace):
     preset = Path(f"configs/{name}.yaml")
     verb = verb_of_file(preset)
     assert verb == name.split("-")[-1]
-    assert command(verb, preset, "--steps", 2, "--quiet", "--out", "run") == 0
+    assert command(verb, preset, STEPS, 2, "--quiet", "--output_dir", "run") == 0
     rows = rows_of(Path("run/metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 2]
     assert "reward" in rows[-1] if ALGORITHMS[verb].online else "eval/loss" in rows[-1]
@@ -202,7 +203,7 @@ def test_presets_run(name, workplace):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_presets_of_pipelines_run(name, workplace):
     assert verb_of_file(Path(f"configs/{name}.yaml")) == name
-    assert command(name, f"configs/{name}.yaml", "--steps", 1, "--iterations", 1, "--quiet", "--out", "run") == 0
+    assert command(name, f"configs/{name}.yaml", STEPS, 1, "--iterations", 1, "--quiet", "--output_dir", "run") == 0
     assert [row["iteration"] for row in json.loads(Path("run/report.json").read_text())] == [0, 1]
 
 
@@ -211,11 +212,11 @@ def test_there_is_a_preset_for_each_trainer_and_pipeline():
 
 
 def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
-    options = ["--model.path", "pico", "--data.train", "examples/data/chat.jsonl", "--steps", "2", "--quiet"]
-    script = [sys.executable, "examples/custom_algorithm.py", *options, "--algo.power", "0", "--out", "custom"]
+    options = ["--model", "pico", "--data", "examples/data/chat.jsonl", STEPS, "2", "--quiet"]
+    script = [sys.executable, "examples/custom_algorithm.py", *options, "--algo.power", "0", "--output_dir", "custom"]
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert command("sft", *options, "--out", "plain") == 0
+    assert command("sft", *options, "--output_dir", "plain") == 0
     custom, plain = rows_of(Path("custom/metrics.jsonl")), rows_of(Path("plain/metrics.jsonl"))
     assert [row["loss"] for row in custom] == pytest.approx([row["loss"] for row in plain])
     assert [row["weight"] for row in custom] == [1, 1]
