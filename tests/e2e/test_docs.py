@@ -33,6 +33,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
 ]
+SAVED_AS = re.compile(r"Save this[\w\s]* as `(\w+\.py)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Not run here: they install, test or build this very repository, or take minutes and have a test of their own.
@@ -49,6 +50,14 @@ def text_of(document):
 def blocks(document, *languages):
     """(language, text) of the fenced blocks, in order."""
     return [(language, body) for language, body in FENCE.findall(text_of(document)) if language in languages]
+
+
+def file_names(document, language):
+    """For each block of a language the name that the text before it gives the file (`Save this ... as `name.py``)."""
+    text = text_of(document)
+    found = [match for match in FENCE.finditer(text) if match[1] == language]
+    names = [SAVED_AS.findall(text[: match.start()].rpartition("```")[2]) for match in found]
+    return [name[-1] if name else f"block_{number}.py" for number, name in enumerate(names)]
 
 
 def commands(body, console=False):
@@ -172,9 +181,10 @@ def write_stand_ins(folder):
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "bash", "console", "python")])
 def test_everything_shown_runs(document, workplace, servers):
-    for number, (language, body) in enumerate(blocks(document, "bash", "console", "python")):
+    names = iter(file_names(document, "python"))
+    for language, body in blocks(document, "bash", "console", "python"):
         if language == "python":
-            file = workplace / f"block_{number}.py"  # reward functions are found by their file
+            file = workplace / next(names)  # reward functions are found by their file
             file.write_text(servers.translate(body), encoding="utf-8")
             runpy.run_path(str(file), run_name="__main__")
             continue
