@@ -278,7 +278,7 @@ def test_options_named_in_the_documentation_exist():
     end = r"(?=[`\s,;.)])(?!\.\d)"  # the last: not model.layers.1
     named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+){end}")
     found = 0
-    for document in DOCUMENTS:
+    for document in sorted({*DOCUMENTS} - {"CHANGELOG.md"}):  # which lists previous names
         for match in named.finditer(text_of(document)):
             key = match.group(1).replace(".no_", ".")
             assert key in known, f"{document}: {match.group(1)}"
