@@ -28,7 +28,7 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.train.launch import train
 from posttrain.train.learner import Learner
-from posttrain.train.run_directory import RunFolder
+from posttrain.train.run_directory import RunDirectory
 
 HELD_OUT = 500
 PROMPT = {"add_generation_prompt": True, "return_dict": False}
@@ -63,7 +63,7 @@ def run_demo(out: str, seed: int) -> int:
     torch.set_num_threads(1)  # pico is too small to share; two threads on two busy cores are many times slower
     started = time.monotonic()
     console = Console()
-    with RunFolder.open(out, "demo", resume=False) as folder:
+    with RunDirectory.open(out, "demo", resume=False) as folder:
         root = folder.path
         rng = random.Random(seed)
         sums = [Sum(a, b) for a in range(10, 100) for b in range(10, 100)]

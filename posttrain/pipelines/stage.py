@@ -21,7 +21,7 @@ from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import atomic_write_json, file_sha256, read_json
 from posttrain.models.paths import resolve_path
 from posttrain.train.run import fingerprint
-from posttrain.train.run_directory import RunFolder, find_run
+from posttrain.train.run_directory import RunDirectory, find_run
 
 Figures = dict[str, float]
 REPORT = "report.json"  # in the folder of a command that is done
@@ -60,7 +60,7 @@ def run_stages(
     out: str | Path, stages: Sequence[Stage], *, quiet: bool = False, say: Callable[[str], None] = print
 ) -> list[Figures]:
     """Run what is not done yet, in order; the figures of all stages."""
-    with RunFolder.open(str(out), "pipeline", resume=is_run_directory(Path(out))) as folder:
+    with RunDirectory.open(str(out), "pipeline", resume=is_run_directory(Path(out))) as folder:
         return run_in(folder.path, stages, quiet=quiet, say=say)
 
 
@@ -98,7 +98,7 @@ def run_in(
 # The folder
 
 
-def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, ...] = ()) -> RunFolder:
+def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, ...] = ()) -> RunDirectory:
     """The folder that is named; else the last one, if this command was begun there and not finished; else a new one.
 
     Settings whose names begin with one of `free` may differ from what the folder was begun with.
@@ -111,7 +111,7 @@ def open_folder(verb: str, out: str, settings: dict[str, Any], free: tuple[str, 
     there = bool(out) and is_run_directory(Path(out))
     if there and (other := stored_settings(Path(out)).get("verb")) != verb:
         raise UsageError(f"{out}: holds a run of `posttrain {other}`. Name another --output_dir.")
-    folder = RunFolder.open(out, verb, resume=there)
+    folder = RunDirectory.open(out, verb, resume=there)
     if there and any(folder.path.rglob("*.done.json")) and (changed := changes(folder.path, settings, free)):
         folder.close()
         raise UsageError(

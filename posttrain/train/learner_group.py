@@ -1,4 +1,4 @@
-"""The learners of all workers as one object with the methods of a learner."""
+"""The learners of all workers of a role, called as one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class LearnerGroup:
-    """The learners of all workers as one: the same methods as learner.Learner.
+    """Calls a method of learner.Learner on all workers, each with its part of the samples, and joins the results.
 
-    `alike` workers one after the other are given the same samples and give the same answers, of which the first is
-    taken: those that divide heads or tokens of the same samples, see parallel/fsdp.py.
+    Consecutive `ranks_per_sample` workers, which divide the heads or tokens of the same samples (parallel/fsdp.py), get
+    the same samples; the result of the first is taken.
     """
 
-    def __init__(self, workers: Workers, alike: int = 1) -> None:
-        assert workers.size % alike == 0, f"{workers.size} workers in groups of {alike}"
-        self.workers, self.alike = workers, alike
+    def __init__(self, workers: Workers, ranks_per_sample: int = 1) -> None:
+        assert workers.size % ranks_per_sample == 0, f"{workers.size} workers in groups of {ranks_per_sample}"
+        self.workers, self.ranks_per_sample = workers, ranks_per_sample
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         return add_sums(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
@@ -55,10 +55,10 @@ class LearnerGroup:
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
         shards = split_evenly(requests, self.workers.size)  # every worker generates with a whole model
-        told = (
-            {"on_completion": on_completion} if isinstance(self.workers, LocalWorkers) else {}
-        )  # elsewhere all come at once
-        return joined(self.workers.scatter("generate", shards, sampling, current=current, **told))
+        options: dict[str, Any] = {"current": current}
+        if isinstance(self.workers, LocalWorkers):  # other workers return all samples at once
+            options["on_completion"] = on_completion
+        return joined(self.workers.scatter("generate", shards, sampling, **options))
 
     def update_generator(self, version: WeightVersion) -> None:
         self.workers.call("update_generator", version)
@@ -78,8 +78,8 @@ class LearnerGroup:
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         return joined(self.spread("scores", samples))
 
-    def annotate(self, facts: dict[str, Any]) -> None:
-        self.workers.call("annotate", facts)
+    def annotate(self, entries: dict[str, Any]) -> None:
+        self.workers.call("annotate", entries)
 
     def save(self, folder: Any) -> None:
         self.workers.call("save", folder)
@@ -90,13 +90,13 @@ class LearnerGroup:
     def spread(
         self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call with a part of the samples for each data rank; one answer of each."""
-        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.alike)]
-        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.alike]
+        """Calls the method with each data rank's part of the samples; returns one result per data rank."""
+        repeated = [part for part in self.shards(samples, group_size) for _ in range(self.ranks_per_sample)]
+        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.ranks_per_sample]
 
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
-        """The part of each data rank."""
-        return split_evenly(samples, self.workers.size // self.alike, group_size)
+        """Divides the samples among the data ranks."""
+        return split_evenly(samples, self.workers.size // self.ranks_per_sample, group_size)
 
 
 class CurrentWeights:

@@ -18,7 +18,7 @@ from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.reference import ReferenceModel
-from posttrain.train.reward_model import RewardModel
+from posttrain.train.reward_model import RolloutRewardModel
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run import Run
 
@@ -79,13 +79,13 @@ class ModelLoader:
         learners = self.load(model, role="critic", head="score", trainable=True)
         return Critic(learners, settings, self.offloader, router_loss)
 
-    def reward_model(self, path: str, place: int, *, normalize: bool) -> RewardModel:
+    def reward_model(self, path: str, place: int, *, normalize: bool) -> RolloutRewardModel:
         """Loads a reward model; `place`: its index among the run's rewards."""
         model = replace(self.run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_aux_loss_coef=0.0)
         tokenizer: Any = load_tokenizer(model)
         same_tokens = tokenizer.get_vocab() == self.run.tokenizer.get_vocab()
         learners = self.load(model, role=f"reward-{place}", head="score", trainable=False)
-        return RewardModel(learners, tokenizer, self.offloader, same_tokens=same_tokens, normalize=normalize)
+        return RolloutRewardModel(learners, tokenizer, self.offloader, same_tokens=same_tokens, normalize=normalize)
 
     def rollout_workers(self) -> RolloutWorkers | None:
         """Starts engines on devices of their own, which receive the policy's weights; None: the policy generates."""

@@ -16,8 +16,8 @@ from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 
 
-class RewardModel:
-    """Scores completions by a model that `posttrain reward` trained, or any model with a score head."""
+class RolloutRewardModel:
+    """Scores rollouts by a model that `posttrain reward` trained, or any model with a score head."""
 
     def __init__(
         self, model: LearnerGroup, tokenizer: Any, offloader: Offloader, *, same_tokens: bool, normalize: bool

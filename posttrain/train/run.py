@@ -29,7 +29,7 @@ from posttrain.models.paths import resolve_path
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
-from posttrain.train.run_directory import RunFolder, StopSignals
+from posttrain.train.run_directory import RunDirectory, StopSignals
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Run:
     verb: str
     config: Config
     model: ModelConfig  # as configured, with its path resolved once: a run directory's newest checkpoint may change
-    folder: RunFolder
+    folder: RunDirectory
     signals: StopSignals
     log: logs.Log
     tokenizer: Any
@@ -88,7 +88,7 @@ class Run:
             models = {"model": resolve_path(config.model.path)} | helper_model_paths(algorithm)
             model = config.model if config.model.path == "pico" else replace(config.model, path=models["model"])
             tokenizer = load_tokenizer(model)
-            folder = stack.enter_context(RunFolder.open(config.output_dir, verb, config.resume))
+            folder = stack.enter_context(RunDirectory.open(config.output_dir, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
             data = load_data(config, algorithm, tokenizer, vocabulary, folder.path)
             too_long = check_lengths(models["model"], data, config)

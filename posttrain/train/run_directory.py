@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock, its files; and the signals that ask a run to stop."""
+"""The run directory: its name, its lock, its files; and the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RUNS = Path("runs")
 log = logging.getLogger("posttrain")
 
 
-class RunFolder:
-    """A run's folder, locked as long as it is open. Subfolders are made by whoever writes the first file there."""
+class RunDirectory:
+    """A run directory, locked while it is open. Subdirectories are created when the first file is written to them."""
 
     def __init__(self, path: Path, lock: BinaryIO) -> None:
         self.path = path
@@ -34,8 +34,8 @@ class RunFolder:
         _open_folders.add(self)
 
     @classmethod
-    def open(cls, out: str, verb: str, resume: bool) -> RunFolder:
-        """Open `out`, or by default a new runs/<verb>-NNN (with `resume`: the newest run there)."""
+    def open(cls, out: str, verb: str, resume: bool) -> RunDirectory:
+        """Opens `out`, or by default a new runs/<verb>-NNN (with `resume`: the newest run there)."""
         if resume:
             path = find_run(out, verb)
         else:
@@ -46,9 +46,9 @@ class RunFolder:
             lock = _lock(path / "lock")
         except OSError as error:
             raise UsageError(
-                f"{path}: cannot be used as run folder: {error.strerror}. Give another --output_dir."
+                f"{path}: cannot be used as run directory: {error.strerror}. Give another --output_dir."
             ) from error
-        # Only whoever holds the lock may look: another process could be making a run of it at this moment.
+        # Checked only with the lock held: another process may be starting a run here at this moment.
         if not resume and is_run_directory(path):
             lock.close()
             raise UsageError(
@@ -59,14 +59,14 @@ class RunFolder:
         return folder
 
     def close(self) -> None:
-        """Give the lock back. A start that failed before it wrote anything leaves no folder behind."""
+        """Releases the lock. Removes the directory again if the start failed before anything was written."""
         lock = self.path / "lock"
         if list(self.path.iterdir()) == [lock]:
             lock.unlink()
             self.path.rmdir()
         self._lock.close()
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,11 +97,11 @@ class RunFolder:
         return self.path / "bad-batches"
 
     def write_config(self, text: str) -> None:
-        """Write config.yaml; from then on the folder holds a run."""
+        """Writes config.yaml, which makes the directory that of a run."""
         atomic_write_text(self.config_file, text)
 
     def write_bad_batch(self, step: int, rows: list[dict[str, Any]]) -> Path:
-        """Keep the rows of a step that went wrong, one JSON object a line."""
+        """Writes the samples of a step that was skipped, one JSON object per line."""
         path = self.bad_batches / f"step-{step:08d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -109,14 +109,14 @@ class RunFolder:
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish, `received`, and the second into an end at once."""
+    """The first SIGINT or SIGTERM sets a stop flag, `received`; a second signal exits immediately."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -129,9 +129,9 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
-            # Not print: it may be what the signal has just interrupted, and it cannot be entered twice.
+            # Not print, which is not reentrant: the signal may have interrupted it.
             with contextlib.suppress(OSError):
-                os.write(2, b"\nstopping after this step; again to stop at once\n")
+                os.write(2, b"\nstopping after this step; send the signal again to stop immediately\n")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
@@ -139,18 +139,18 @@ class StopSignals:
 
 
 def find_run(out: str, verb: str) -> Path:
-    """The folder of an existing run: `out`, or by default the one of runs/<verb>-NNN with the highest number."""
+    """Returns the directory of an existing run: `out`, or by default the runs/<verb>-NNN with the highest number."""
     if out:
         path = Path(out).expanduser()
         if not is_run_directory(path):
             raise UsageError(
-                f"{path}: no run to resume in this folder. Start one without --resume, or correct --output_dir."
+                f"{path}: no run to resume in this directory. Start one without --resume, or correct --output_dir."
             )
         return path
     runs = {number: path for number, path in _numbered(verb).items() if is_run_directory(path)}
     if not runs:
         raise UsageError(
-            f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its folder with --output_dir."
+            f"no run to resume in {RUNS}/{verb}-*. Start one without --resume, or name its directory with --output_dir."
         )
     return runs[max(runs)]
 
@@ -171,17 +171,17 @@ def _new_numbered(verb: str) -> Path:
             path.mkdir()
         except FileExistsError:  # another process was quicker
             if not RUNS.is_dir():
-                raise UsageError(f"{RUNS}: not a folder. Give another place with --output_dir.") from None
+                raise UsageError(f"{RUNS}: not a directory. Give another place with --output_dir.") from None
         except OSError as error:
             raise UsageError(
-                f"{path}: cannot be made: {error.strerror}. Give another place with --output_dir."
+                f"{path}: cannot be created: {error.strerror}. Give another place with --output_dir."
             ) from error
         else:
             return path
 
 
 def _lock(path: Path) -> BinaryIO:
-    """Lock a file until it is closed. The system takes the lock away from a process that dies."""
+    """Locks a file until it is closed; the system releases the lock of a process that dies."""
     lock = path.open("a+b")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,14 +193,14 @@ def _lock(path: Path) -> BinaryIO:
             f"{path.parent}: in use by {owner}. Wait for it or stop it, or give another --output_dir."
         ) from None
     except OSError as error:  # some network file systems have no locks
-        log.warning("%s: no lock (%s): make sure yourself that no second run uses this folder", path, error.strerror)
+        log.warning("%s: cannot be locked (%s): make sure that no second run uses this directory", path, error.strerror)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     lock.flush()
     return lock
 
 
-_open_folders: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+_open_folders: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:

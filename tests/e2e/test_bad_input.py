@@ -126,7 +126,7 @@ def test_a_row_longer_than_the_model_has_seen_is_a_warning(tmp_path, capsys):
 
 def test_missing_files(refused):
     refused(2, ["nofile.jsonl: no such file"], *sft(train="nofile.jsonl"))
-    refused(2, ["chat.jsonl", "cannot be used as run folder"], *sft("--output_dir", "chat.jsonl"))
+    refused(2, ["chat.jsonl", "cannot be used as run directory"], *sft("--output_dir", "chat.jsonl"))
 
 
 def test_pairs_are_wanted(refused):

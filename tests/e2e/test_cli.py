@@ -233,8 +233,8 @@ def test_python_is_the_same_as_the_command(tmp_path):
 
 HOLDER = """
 import sys
-from posttrain.train.run_directory import RunFolder
-folder = RunFolder.open("run", "sft", resume=True)
+from posttrain.train.run_directory import RunDirectory
+folder = RunDirectory.open("run", "sft", resume=True)
 print("open", flush=True)
 sys.stdin.read()
 """
