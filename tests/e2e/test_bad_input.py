@@ -79,7 +79,11 @@ ROWS = {
     "an empty file": ([], (), ["d.jsonl: the file has no examples"]),
     "a broken line": ([GOOD, '{"messages": [{"role"\n', GOOD], (), ["d.jsonl:2: broken JSON"]),
     "a line that was cut off": ([GOOD, '{"messages"'], (), ["d.jsonl:2: broken JSON", "is it truncated?"]),
-    "a truncated response": ([GOOD, LONG], ("--data.max_length", 32), ["d.jsonl:2: nothing of the response", "= 32"]),
+    "a truncated response": (
+        [GOOD, LONG],
+        ("--data.max_length", 32),
+        ["d.jsonl:2: no token of the completion", "= 32"],
+    ),
     "a long row": ([LONG], ("--data.max_length", 32, "--data.on_overlong", "error"), ["d.jsonl:1: 66 tokens", "= 32"]),
     "only long rows": (
         [LONG],
@@ -224,7 +228,7 @@ CONFIGS = {
     ),
     "an unknown choice": ("model: {dtype: float8}\n", ["c.yaml:1: model.dtype is 'float8'", "'bfloat16'"]),
     "a foreign tag": ("seed: !!python/object:os.system x\n", ["c.yaml:1: seed: cannot be read", "python/object"]),
-    "no YAML": ("model:\n  path: [\n", ["c.yaml: cannot be read as YAML"]),
+    "no YAML": ("model:\n  path: [\n", ["c.yaml: not valid YAML"]),
     "a list": ("- a\n", ["c.yaml", "not a sequence"]),
     "another verb": ("verb: dpo\n", ["c.yaml: is for `posttrain dpo`, not for `posttrain sft`"]),
 }

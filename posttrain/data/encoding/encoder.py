@@ -1,4 +1,4 @@
-"""Examples -> samples: tokens, and a mask of those that count; limits on length and checks of both."""
+"""Encode examples as samples: tokens, and a mask of those to train on; apply length limits and check both."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from posttrain.data.reading.examples import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHARACTERS = 2**23  # of a sequence; tokenizers take more than a hundred bytes for each
-MOST_MESSAGES = 4096  # of a conversation; the time to find the mask grows with their square
+MAX_CHARACTERS = 2**23  # per sequence; tokenizers need more than a hundred bytes for each
+MAX_MESSAGES = 4096  # per conversation; the time to find the mask is quadratic in it
 
 
 @dataclass(slots=True)
 class Encoded:
-    """What became of one example."""
+    """The result of encoding one example."""
 
-    samples: list[Any]  # of type Sample; for rows of kind prompt the Prompt
+    samples: list[Any]  # Sample; for examples of kind prompt, Prompt
     truncated: bool = False
     dropped: bool = False
     quoted: bool = False  # text that looks like a control token was kept as text
 
 
 class Encoder:
-    """Turns examples into samples: tokens, and a mask of those that count."""
+    """Encodes examples of one kind as samples."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class Encoder:
         self.bos_id = tokenizer.bos_token_id
 
     def encode(self, example: Example) -> list[Sample]:
-        """Its samples: one; chosen and rejected of a pair; the parts of a long text; none if dropped for length."""
+        """Return the samples of an example: one; two for a pair; the parts of a long text; none if it is dropped."""
         return self.encode_all([example])[0].samples
 
     def encode_all(self, examples: Sequence[Example]) -> list[Encoded]:
-        """The same for many, which is faster."""
+        """Encode many examples, which is faster than one by one."""
         if self.kind == "prompt":
-            asked = [example for example in examples if isinstance(example, PromptExample)]
-            assert len(asked) == len(examples), "rows of kind prompt are questions"
-            return [Encoded([prompt] if prompt else [], dropped=prompt is None) for prompt in self.prompts(asked)]
+            prompts = [example for example in examples if isinstance(example, PromptExample)]
+            assert len(prompts) == len(examples), "examples of kind prompt must be PromptExamples"
+            return [Encoded([prompt] if prompt else [], dropped=prompt is None) for prompt in self.prompts(prompts)]
         sequences = [self._sequences(example) for example in examples]
         for example, of_example in zip(examples, sequences, strict=True):
             self._check_size(example, of_example)
@@ -89,73 +89,75 @@ class Encoder:
             for example, of_example in zip(examples, sequences, strict=True)
         ]
 
-    def prompts(self, questions: Sequence[PromptExample]) -> list[Prompt | None]:
-        """What the model is asked, for rows of kind prompt; None for one that is dropped for its length."""
-        segments = [self.chat.prompt(q.prompt, q.plain, q.origin, q.tools) for q in questions]
+    def prompts(self, examples: Sequence[PromptExample]) -> list[Prompt | None]:
+        """Encode prompts; None for one that is dropped for its length."""
+        segments = [self.chat.prompt(e.prompt, e.plain, e.origin, e.tools) for e in examples]
         encoded = self.tokens.encode(segments)
         return [
-            self.prompt(question, np.array([token for of_segment in ids for token in of_segment], dtype=np.int64))
-            for question, ids in zip(questions, encoded, strict=True)
+            self.prompt(example, np.array([token for of_segment in ids for token in of_segment], dtype=np.int64))
+            for example, ids in zip(examples, encoded, strict=True)
         ]
 
-    def prompt(self, question: PromptExample, tokens: npt.NDArray[np.int64]) -> Prompt | None:
-        """A question whose tokens are known, checked."""
-        origin, limit = question.origin, self.config.max_length
+    def prompt(self, example: PromptExample, tokens: npt.NDArray[np.int64]) -> Prompt | None:
+        """Check the tokens of a prompt; None if it is dropped for its length."""
+        origin, limit = example.origin, self.config.max_length
         if not len(tokens):
             raise DataError(f"{origin}: the tokenizer has no tokens for the prompt")
         self._check_vocabulary(tokens, origin)
         if len(tokens) > limit and self.config.on_overlong == "drop":
             return None
-        if len(tokens) > limit:  # without its end a question is another question
+        if len(tokens) > limit:  # a truncated prompt would be another prompt
             raise DataError(
                 f"{origin}: the prompt has {len(tokens)} tokens, more than data.max_length = {limit}, and cannot be "
                 "truncated: raise data.max_length, or set data.on_overlong to drop"
             )
-        return Prompt(tokens=tokens.astype(np.int32), messages=question.prompt, columns=question.columns, origin=origin)
+        return Prompt(tokens=tokens.astype(np.int32), messages=example.prompt, columns=example.columns, origin=origin)
 
     def _sequences(self, example: Example) -> list[list[Segment]]:
         match example:
             case TextExample(text=text):
                 return [[Segment((TextPart(text, False),), trained=True, end=True)]]
             case ChatExample(messages=messages):
-                return [self._answered([], messages, example.plain, example.origin, example.tools)]
+                return [self._conversation([], messages, example.plain, example.origin, example.tools)]
             case PairExample(prompt=prompt):
-                answers = (example.chosen, example.rejected)
-                return [self._answered(prompt, answer, example.plain, example.origin) for answer in answers]
+                completions = (example.chosen, example.rejected)
+                return [
+                    self._conversation(prompt, completion, example.plain, example.origin) for completion in completions
+                ]
             case LabelledExample():
-                return [self._answered(example.prompt, example.completion, example.plain, example.origin)]
+                return [self._conversation(example.prompt, example.completion, example.plain, example.origin)]
             case StepwiseExample():
                 return [self._steps(example)]
         raise AssertionError(f"unknown kind of example: {example}")
 
-    def _answered(
+    def _conversation(
         self,
         prompt: list[Message],
-        answer: list[Message],
+        completion: list[Message],
         plain: bool,
         origin: str,
         tools: list[Any] | None = None,
     ) -> list[Segment]:
-        messages = prompt + answer
-        if len(messages) > MOST_MESSAGES:
-            raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have {MOST_MESSAGES:,}")
+        messages = prompt + completion
+        if len(messages) > MAX_MESSAGES:
+            raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have at most {MAX_MESSAGES:,}")
         return self.chat.segments(messages, len(prompt), plain, origin, tools)
 
     def _check_size(self, example: Example, sequences: list[list[Segment]]) -> None:
         for segments in sequences:
             size = sum(len(part.text) for segment in segments for part in segment.parts)
-            if size > MOST_CHARACTERS:
+            if size > MAX_CHARACTERS:
                 raise DataError(
-                    f"{example.origin}: {size:,} characters; at most {MOST_CHARACTERS:,} can be encoded as one row: "
-                    "divide it into several"
+                    f"{example.origin}: {size:,} characters; an example may have at most {MAX_CHARACTERS:,}: "
+                    "split it into several"
                 )
 
     def _steps(self, example: StepwiseExample) -> list[Segment]:
-        """The prompt, then steps, each with its placeholder: the placeholders are the trained segments."""
+        """Return the prompt and the steps, each followed by its placeholder; the placeholders are trained on."""
         segments = self.chat.prompt(example.prompt, example.plain, example.origin) if example.prompt else []
         steps = list(example.steps)
         if segments and not segments[-1].text[-1:].isspace() and not steps[0][:1].isspace() and self.chat.is_plain:
-            steps[0] = "\n" + steps[0]  # mere strings, set apart by nothing
+            steps[0] = "\n" + steps[0]  # plain strings have no separator
         for step in steps:
             segments.append(Segment((TextPart(step, False),)))
             segments.append(Segment((TextPart(self.placeholder, True),), trained=True))
@@ -189,7 +191,7 @@ class Encoder:
         ends = np.cumsum([len(of_segment) for of_segment in ids])
         for segment, of_segment, end in zip(segments, ids, ends, strict=True):
             if segment.trained:
-                self._check_filled(segment, of_segment, origin)
+                self._check_has_tokens(segment, of_segment, origin)
                 mask[end - len(of_segment) : end] = True
         if isinstance(example, StepwiseExample):
             last_of_placeholders = ends[[segment.trained for segment in segments]] - 1
@@ -200,7 +202,7 @@ class Encoder:
         elif isinstance(example, TextExample):
             mask[0] = False
         if mask[0]:
-            raise DataError(f"{origin}: the prompt has no tokens, so nothing comes before the response")
+            raise DataError(f"{origin}: the prompt has no tokens, so that no token comes before the completion")
         self._check_vocabulary(tokens, origin)
         return Sample(
             tokens=tokens.astype(np.int32),
@@ -211,11 +213,11 @@ class Encoder:
             origin=origin,
         )
 
-    def _check_filled(self, segment: Segment, ids: list[int], origin: str) -> None:
-        """Words that a tokenizer knows nothing of may leave no token but the end-of-turn."""
-        said = any(part.text and not part.from_template and not part.text.isspace() for part in segment.parts)
-        if not ids or (said and all(token in self.tokens.special_ids for token in ids)):
-            raise DataError(f"{origin}: the tokenizer has no tokens for the response {segment.text[:40]!r}")
+    def _check_has_tokens(self, segment: Segment, ids: list[int], origin: str) -> None:
+        """Check that a trained segment has tokens: text unknown to the tokenizer may leave only the end-of-turn."""
+        has_text = any(part.text and not part.from_template and not part.text.isspace() for part in segment.parts)
+        if not ids or (has_text and all(token in self.tokens.special_ids for token in ids)):
+            raise DataError(f"{origin}: the tokenizer has no tokens for the completion {segment.text[:40]!r}")
 
     def _check_vocabulary(self, tokens: npt.NDArray[np.int64], origin: str) -> None:
         if tokens.min() >= 0 and tokens.max() < self.vocab_size:
@@ -230,10 +232,10 @@ class Encoder:
     def _truncate(self, sample: Sample) -> Sample:
         limit = self.config.max_length
         if not sample.mask[:limit].any():
-            what = "first step" if self.kind == "stepwise" else "response"
+            what = "first step" if self.kind == "stepwise" else "completion"
             start = int(sample.mask.argmax())
             raise DataError(
-                f"{sample.origin}: nothing of the {what} is left within data.max_length = {limit}: it "
+                f"{sample.origin}: no token of the {what} is within data.max_length = {limit}: it "
                 f"{'ends' if self.kind == 'stepwise' else 'begins'} at token {start + 1}. "
                 "Raise data.max_length, or set data.on_overlong to drop"
             )
@@ -241,7 +243,7 @@ class Encoder:
         return replace(sample, tokens=sample.tokens[:limit], mask=sample.mask[:limit], targets=targets)
 
     def _split(self, sample: Sample) -> Iterator[Sample]:
-        """Parts of a text. Each begins with one token that does not count: BOS, or else the last of the part before."""
+        """Split a text. Each part begins with a token not trained on: BOS, or the last token of the part before."""
         room = self.config.max_length - 1
         for start in range(1, len(sample), room):
             first = sample.tokens[:1] if self.bos_id is not None else sample.tokens[start - 1 : start]

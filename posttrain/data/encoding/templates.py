@@ -1,4 +1,4 @@
-"""Chat templates by name or from a file, put into a tokenizer so that they are saved, and used, with the model."""
+"""Load chat templates by name or from a file and set them in a tokenizer, so that they are saved with the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from posttrain.data.encoding.tokens import whole_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUESTION = """
+SINGLE_TURN = """
 {%- for message in messages %}
   {%- if message.role != ('user', 'assistant')[loop.index0 % 2] %}
-    {{- raise_exception("message " ~ loop.index0 ~ " is the " ~ message.role ~ "'s; data.chat_template has a place "
-      ~ "only for questions of the user and answers of the assistant in turn. Use a chat template") }}
+    {{- raise_exception("message " ~ loop.index0 ~ " has the role " ~ message.role ~ "; this data.chat_template "
+      ~ "supports only alternating messages of user and assistant. Use a full chat template") }}
   {%- elif message.role == 'user' %}
     {{- BEFORE + message.content + AFTER }}
   {%- else %}
@@ -31,12 +31,12 @@ QUESTION = """
   {%- endif %}
 {%- endfor %}"""
 FIELDS = ("template", "end_of_turn", "stop", "system")
-ENDS = re.compile(r"\A\{#- turns end with: (\[.*?\]) #\}")
+ENDS_COMMENT = re.compile(r"\A\{#- turns end with: (\[.*?\]) #\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and the texts at which the assistant's turn ends, where that is not the end token."""
+    """A chat template and the texts that end the assistant's turn, where that is not the EOS token."""
 
     name: str
     template: str
@@ -46,57 +46,60 @@ class Template:
 
     @property
     def jinja(self) -> str:
-        """All of it as one Jinja text: it stands alone, and a comment tells `turn_ends` what it says of ends."""
+        """The template as one Jinja text; a comment in it holds the end-of-turn texts for `turn_ends`."""
         ends = [text for text in (self.end_of_turn, *self.stop) if text]
         comment = "{#- turns end with: " + json.dumps(ends, ensure_ascii=False) + " #}" if ends else ""
-        system = "{%- set default_system = " + literal(self.system) + " %}" if self.system else ""
+        system = "{%- set default_system = " + jinja_literal(self.system) + " %}" if self.system else ""
         return comment + system + self.template
 
 
 def turn_ends(chat_template: Any) -> tuple[str, ...]:
-    """The texts that end a turn, if the chat template is one of these; the tokenizer need not have tokens for them."""
-    found = ENDS.match(chat_template) if isinstance(chat_template, str) else None
+    """Return the texts that end a turn, if the chat template names any; they need not be tokens."""
+    found = ENDS_COMMENT.match(chat_template) if isinstance(chat_template, str) else None
     return tuple(json.loads(found.group(1))) if found else ()
 
 
 def load_template(name: str) -> Template:
-    """By name, from `FILE.yaml:NAME`, a file that holds one Jinja template, such a template, or a text with {}."""
-    known = shipped()
+    """Load a template by name, from `FILE.yaml:NAME`, a file with one template, a Jinja text, or a text with {}."""
+    known = shipped_templates()
     if name in known:
         return known[name]
     if "{%" in name:
         return Template("given", name)
     if "{}" in name:
-        return question_template(name)
+        return template_from_text(name)
     file, _, entry = name.rpartition(":")
     if file and Path(file).is_file():
-        return chosen(read_templates(Path(file)), entry, file)
+        return choose(read_templates(Path(file)), entry, file)
     if not Path(name).is_file():
-        raise unknown(name, known, "data.chat_template")
+        raise unknown_template(name, known, "data.chat_template")
     if Path(name).suffix not in (".yaml", ".yml"):
         return Template(name, read_text(Path(name)))
     inside = read_templates(Path(name))
     if len(inside) != 1:
-        raise UsageError(f"data.chat_template {name}: which one? Say {name}:NAME; there are {', '.join(inside)}")
+        raise UsageError(
+            f"data.chat_template {name}: the file has several templates; choose one with {name}:NAME, "
+            f"from {', '.join(inside)}"
+        )
     return next(iter(inside.values()))
 
 
-def question_template(text: str) -> Template:
-    """A text with {} as a chat template: each question in it, each answer ended by EOS."""
-    before, *rest = text.replace("\\n", "\n").split("{}")  # a shell passes "\n" as two characters; nobody means these
+def template_from_text(text: str) -> Template:
+    """Make a chat template of a text with {}: each user message is inserted, each completion ends with EOS."""
+    before, *rest = text.replace("\\n", "\n").split("{}")  # a shell passes "\n" as two characters
     if len(rest) != 1:
         example = '"Human: {}\\nAssistant: "'
-        raise UsageError(f"data.chat_template {text!r} needs {{}} once, for the question, as in {example}")
-    return Template(text, QUESTION.replace("BEFORE", literal(before)).replace("AFTER", literal(rest[0])))
+        raise UsageError(f"data.chat_template {text!r} needs {{}} exactly once, for the user message, as in {example}")
+    return Template(text, SINGLE_TURN.replace("BEFORE", jinja_literal(before)).replace("AFTER", jinja_literal(rest[0])))
 
 
-def literal(text: str) -> str:
-    """The text as Jinja writes it; JSON's escapes are Jinja's too, but not those of letters."""
+def jinja_literal(text: str) -> str:
+    """Return a text as a Jinja literal; Jinja has JSON's escapes, except those of letters."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Make `name` the tokenizer's chat template, and its end-of-turn the end token; without a name nothing changes."""
+    """Set the tokenizer's chat template, and its EOS token to the end-of-turn; an empty name changes nothing."""
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
     if not name:
@@ -110,11 +113,11 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     except TemplateSyntaxError as error:
         raise UsageError(f"data.chat_template {name}: line {error.lineno}: {error.message}") from None
     except TemplateError:
-        pass  # it may want other messages than this one
+        pass  # the template may require other messages
 
 
 def template_stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens at which generation must stop: the end token, and those that the chat template names."""
+    """Return the tokens that stop generation: EOS, and those that the chat template names."""
     tokens = whole_tokens(tokenizer)
     texts = [text for text in turn_ends(tokenizer.chat_template) if text in tokens]
     ids = [tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(text) for text in texts)]
@@ -125,15 +128,15 @@ def template_stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 @cache
-def shipped() -> dict[str, Template]:
-    """The templates that come with the package."""
+def shipped_templates() -> dict[str, Template]:
+    """Return the templates that come with the package."""
     file = resources.files("posttrain.data.encoding").joinpath("templates.yaml")
-    return parse(file.read_text(encoding="utf-8"), "templates.yaml")
+    return parse_templates(file.read_text(encoding="utf-8"), "templates.yaml")
 
 
 def read_templates(file: Path) -> dict[str, Template]:
-    """The templates of a user's YAML file."""
-    return parse(read_text(file), str(file))
+    """Read the templates of a user's YAML file."""
+    return parse_templates(read_text(file), str(file))
 
 
 def read_text(file: Path) -> str:
@@ -143,25 +146,25 @@ def read_text(file: Path) -> str:
         raise UsageError(f"data.chat_template {file}: cannot be read: {error}") from None
 
 
-def parse(text: str, where: str) -> dict[str, Template]:
-    """`name: {template: ..., end_of_turn: ...}`; whatever else is there is refused."""
+def parse_templates(text: str, where: str) -> dict[str, Template]:
+    """Parse `name: {template: ..., end_of_turn: ...}`; other fields are refused."""
     try:
         entries = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UsageError(f"data.chat_template {where}: cannot be read as YAML: {error}") from None
+        raise UsageError(f"data.chat_template {where}: not valid YAML: {error}") from None
     if not isinstance(entries, dict) or not entries:
         raise UsageError(f"data.chat_template {where}: expected `NAME:` with `template:` under it")
-    return {str(name): template_of(str(name), fields, f"{where}:{name}") for name, fields in entries.items()}
+    return {str(name): parse_template(str(name), fields, f"{where}:{name}") for name, fields in entries.items()}
 
 
-def template_of(name: str, fields: Any, where: str) -> Template:
+def parse_template(name: str, fields: Any, where: str) -> Template:
     if not isinstance(fields, dict) or not isinstance(fields.get("template"), str):
-        raise UsageError(f"data.chat_template {where}: has no text `template:`")
+        raise UsageError(f"data.chat_template {where}: has no `template:` text")
     for field, value in fields.items():
         if field not in FIELDS:
             near = difflib.get_close_matches(str(field), FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
-            raise UsageError(f"data.chat_template {where}: no such field {field!r}; {hint}")
+            raise UsageError(f"data.chat_template {where}: unknown field {field!r}; {hint}")
         texts = value if field == "stop" and isinstance(value, list) else [value]
         if not all(isinstance(text, str) and text for text in texts):
             raise UsageError(f"data.chat_template {where}: {field}: expected text, found {value!r}")
@@ -169,13 +172,13 @@ def template_of(name: str, fields: Any, where: str) -> Template:
     return Template(**{**fields, "name": name, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
 
 
-def chosen(templates: dict[str, Template], name: str, file: str) -> Template:
+def choose(templates: dict[str, Template], name: str, file: str) -> Template:
     if name not in templates:
-        raise unknown(name, templates, f"data.chat_template {file}")
+        raise unknown_template(name, templates, f"data.chat_template {file}")
     return templates[name]
 
 
-def unknown(name: str, known: dict[str, Template], where: str) -> UsageError:
+def unknown_template(name: str, known: dict[str, Template], where: str) -> UsageError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return UsageError(f"{where}: no template and no file {name!r}.{hint} There are: {', '.join(known)}")
+    return UsageError(f"{where}: no template and no file {name!r}.{hint} The templates are {', '.join(known)}")

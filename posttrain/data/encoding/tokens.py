@@ -1,4 +1,4 @@
-"""Text -> token ids, piece by piece: where a prompt ends the ids end too, and quoted control tokens stay text."""
+"""Encode text segment by segment: no token crosses the end of a prompt, and quoted control tokens stay text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANCHORS = ("\n", ":", "a")
 
 
 class TextPart(NamedTuple):
-    """A piece of text and who wrote it: control tokens are such only where the template wrote them."""
+    """A text and its source: control tokens are recognised only in text of the template."""
 
     text: str
     from_template: bool
@@ -27,11 +27,11 @@ class TextPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text that is encoded by itself, so that no token reaches across its edges."""
+    """Text that is encoded separately, so that no token crosses its ends."""
 
     parts: tuple[TextPart, ...]
     trained: bool = False
-    end: bool = False  # the end-of-sequence token follows, though the text does not show it
+    end: bool = False  # append the EOS token, which is not in the text
 
     @property
     def text(self) -> str:
@@ -39,7 +39,7 @@ class Segment:
 
 
 class TokenEncoder:
-    """A tokenizer that encodes segments one after the other as if each continued the text before it."""
+    """Encodes consecutive segments, each as a continuation of the text before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -49,9 +49,9 @@ class TokenEncoder:
         self.words = WordCache.of(tokenizer)
         with_specials = tokenizer("a")["input_ids"]
         self.adds_bos = tokenizer.bos_token_id is not None and with_specials[:1] == [tokenizer.bos_token_id]
-        # Some tokenizers put a space before every text they are given. Inside a sequence that would be wrong: there
-        # texts are encoded behind an anchor, and the anchor's ids are taken off again.
-        self.needs_anchor = any(self._ids([text])[0] != self._behind_anchor(text) for text in PROBES)
+        # Some tokenizers put a space before every text. Inside a sequence that would be wrong: there a text is encoded
+        # after an anchor, and the anchor's ids are removed.
+        self.needs_anchor = any(self._ids([text])[0] != self._after_anchor(text) for text in PROBES)
 
     @cached_property
     def eos_id(self) -> int:
@@ -60,22 +60,26 @@ class TokenEncoder:
         return self.tokenizer.eos_token_id
 
     def quotes_control(self, segment: Segment) -> bool:
-        """Whether text in it, not from the template, looks like a control token."""
+        """Whether the segment quotes a control token in text that is not from the template."""
         return any(self.control.search(part.text) for part in segment.parts if not part.from_template)
 
     def encode(self, sequences: Sequence[Sequence[Segment]]) -> list[list[list[int]]]:
-        """Ids of each segment of each sequence; a sequence begins with a BOS if the tokenizer adds one."""
-        ids_of: dict[tuple[str, bool], list[int]] = {}  # equal texts once: the two answers of a pair share a prompt
+        """Return the ids of each segment of each sequence; a sequence begins with BOS if the tokenizer adds one."""
+        ids_of: dict[
+            tuple[str, bool], list[int]
+        ] = {}  # equal texts are encoded once: the sides of a pair share a prompt
         for segments in sequences:
             ids_of.update(((segment.text, index == 0), []) for index, segment in enumerate(segments))
         for first in (True, False):
             texts = [text for text, is_first in ids_of if is_first == first and text]
-            ids_of.update(((text, first), ids) for text, ids in zip(texts, self._plain(texts, first), strict=True))
+            ids_of.update(
+                ((text, first), ids) for text, ids in zip(texts, self._encode_texts(texts, first), strict=True)
+            )
         return [
             self._finish(
                 segments,
                 [
-                    self._quoting(segment, index == 0)
+                    self._encode_quoting(segment, index == 0)
                     if self.quotes_control(segment)
                     else ids_of[segment.text, index == 0]
                     for index, segment in enumerate(segments)
@@ -96,7 +100,7 @@ class TokenEncoder:
         if not self.tokenizer.is_fast:
             options = {"add_special_tokens": False, "split_special_tokens": control_as_text, "verbose": False}
             return self.tokenizer(list(texts), **options)["input_ids"]
-        backend = self.tokenizer.backend_tokenizer  # directly, and without offsets: a third faster
+        backend = self.tokenizer.backend_tokenizer  # calling it directly, without offsets, is a third faster
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = control_as_text
@@ -104,7 +108,7 @@ class TokenEncoder:
             return self.words.encode(texts)
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def _plain(self, texts: Sequence[str], first: bool, control_as_text: bool = False) -> list[list[int]]:
+    def _encode_texts(self, texts: Sequence[str], first: bool, control_as_text: bool = False) -> list[list[int]]:
         if first or not self.needs_anchor:
             return self._ids(texts, control_as_text)
         anchor = ANCHORS[0]
@@ -113,44 +117,44 @@ class TokenEncoder:
         return [
             ids[len(anchor_ids) :]
             if ids[: len(anchor_ids)] == anchor_ids
-            else self._behind_anchor(text, control_as_text)
+            else self._after_anchor(text, control_as_text)
             for text, ids in zip(texts, encoded, strict=True)
         ]
 
-    def _behind_anchor(self, text: str, control_as_text: bool = False) -> list[int]:
+    def _after_anchor(self, text: str, control_as_text: bool = False) -> list[int]:
         for anchor in ANCHORS:
             anchor_ids, ids = self._ids([anchor, anchor + text], control_as_text)
             if ids[: len(anchor_ids)] == anchor_ids:
                 return ids[len(anchor_ids) :]
         raise UsageError(f"this tokenizer cannot encode {text[:40]!r} in the middle of a sequence")
 
-    def _quoting(self, segment: Segment, first: bool) -> list[int]:
-        """Control tokens of the template become ids; all between them is encoded as mere text."""
+    def _encode_quoting(self, segment: Segment, first: bool) -> list[int]:
+        """Encode control tokens of the template as ids and everything between them as plain text."""
         ids: list[int] = []
-        run = ""
+        pending = ""
         for text, from_template in segment.parts:
             if not from_template:
-                run += text
+                pending += text
                 continue
             at = 0
             for token in self.control.finditer(text):
-                ids += self._run(run + text[at : token.start()], first and not ids)
+                ids += self._encode_plain(pending + text[at : token.start()], first and not ids)
                 ids.append(self.tokenizer.convert_tokens_to_ids(token.group()))
-                run, at = "", token.end()
-            run += text[at:]
-        return ids + self._run(run, first and not ids)
+                pending, at = "", token.end()
+            pending += text[at:]
+        return ids + self._encode_plain(pending, first and not ids)
 
-    def _run(self, text: str, first: bool) -> list[int]:
-        return self._plain([text], first, control_as_text=True)[0] if text else []
+    def _encode_plain(self, text: str, first: bool) -> list[int]:
+        return self._encode_texts([text], first, control_as_text=True)[0] if text else []
 
 
 def whole_tokens(tokenizer: PreTrainedTokenizerBase, control_only: bool = False) -> set[str]:
-    """Texts that are always one token: control tokens, and others that were added to the vocabulary."""
+    """Return the texts that are always one token: control tokens and other added tokens."""
     added = tokenizer.added_tokens_decoder.values()
     return {t.content for t in added if t.special or not control_only} | set(tokenizer.all_special_tokens)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest first; nothing at all if there are none."""
+    """Return a pattern that matches any of the texts, the longest first; it never matches if there are none."""
     ordered = sorted((text for text in texts if text), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -1,9 +1,9 @@
-"""A cache of words in front of byte-level BPE tokenizers: the same ids, several times faster.
+"""Cache the ids of words for byte-level BPE tokenizers: the same ids, several times faster.
 
-Such a tokenizer first cuts a text by a pattern and then encodes each piece by itself. No pattern listed here puts into
-one piece a space between two visible characters and the one before it, nor a line break between two visible characters
-and the one after it. So a text may be cut there, and the ids of its words put together are the ids of the text. Words
-come again and again, and the tokenizer is asked once for each.
+Such a tokenizer splits a text by a pattern and encodes each piece separately. With the patterns listed here, a space
+between two visible characters is never in one piece with the character before it, and a line break between two visible
+characters never with the character after it. So a text can be split there, and the concatenated ids of its words are
+the ids of the text. Words repeat often, and the tokenizer encodes each only once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What is looked for comes first in a pattern: to search for one letter is quick.
+# The character to find comes first in a pattern, as searching for a single character is fast.
 SPACE = re.compile(r" (?<=[!-~] )(?=[!-~])")
 LINE_BREAK = re.compile(r"\n(?<=[!-~]\n)(?=[!-~])")
-FIRST = "\n"  # marks the first word of a line; no other word begins so
-MOST_WORDS = 2**18  # about 80 MB; then the cache begins anew
+FIRST = "\n"  # prefix of the first word of a line; no other word begins with it
+MAX_WORDS = 2**18  # about 80 MB; then the cache is emptied
 
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -36,7 +36,7 @@ PATTERNS = {
 
 
 class WordCache:
-    """Ids of texts, word by word."""
+    """Encodes texts word by word with a cache."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.backend = tokenizer.backend_tokenizer
@@ -44,15 +44,15 @@ class WordCache:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> WordCache | None:
-        """A cache for the tokenizer; None where the words of a text may not be encoded apart."""
-        if not tokenizer.is_fast or not encodes_words_apart(tokenizer.backend_tokenizer):
+        """Return a cache for the tokenizer; None if words cannot be encoded separately."""
+        if not tokenizer.is_fast or not encodes_words_separately(tokenizer.backend_tokenizer):
             return None
         return cls(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens before and after it."""
+        """Return the ids of each text, without special tokens around it."""
         words = [words_of(text) for text in texts]
-        if len(self.ids) > MOST_WORDS:
+        if len(self.ids) > MAX_WORDS:
             self.ids = {}
         new = sorted(set(filterfalse(self.ids.__contains__, chain.from_iterable(words))))
         written = [word[1:] if word[0] == FIRST else f" {word}" for word in new]
@@ -62,7 +62,7 @@ class WordCache:
 
 
 def words_of(text: str) -> list[str]:
-    """The words without the space before them; those that have none, at the start of a line, are marked."""
+    """Split a text into words without the space before them; the first word of a line is marked."""
     words: list[str] = []
     lines = LINE_BREAK.split(text)
     last = len(lines) - 1
@@ -72,8 +72,8 @@ def words_of(text: str) -> list[str]:
     return words
 
 
-def encodes_words_apart(backend: Any) -> bool:
-    """Whether the ids of a text are those of its words put together, for certain."""
+def encodes_words_separately(backend: Any) -> bool:
+    """Whether the ids of a text are certain to be the concatenated ids of its words."""
     from tokenizers import models, normalizers
 
     if not isinstance(backend.model, models.BPE) or backend.model.dropout is not None:
@@ -83,22 +83,22 @@ def encodes_words_apart(backend: Any) -> bool:
     added = backend.get_added_tokens_decoder().values()
     if any(" " in token.content or token.lstrip or token.rstrip or token.single_word for token in added):
         return False
-    return backend.pre_tokenizer is not None and _cuts_at_spaces(json.loads(backend.pre_tokenizer.__getstate__()))
+    return backend.pre_tokenizer is not None and _splits_at_spaces(json.loads(backend.pre_tokenizer.__getstate__()))
 
 
-def _cuts_at_spaces(step: dict[str, Any]) -> bool:
+def _splits_at_spaces(step: dict[str, Any]) -> bool:
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    cuts = False
+    splits = False
     for step in steps:
         match step:
             case {"type": "ByteLevel", "add_prefix_space": False}:
-                cuts = cuts or step["use_regex"]
+                splits = splits or step["use_regex"]
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 if pattern not in PATTERNS:
                     return False
-                cuts = True
+                splits = True
             case {"type": "Digits"}:
                 pass
             case _:
                 return False
-    return cuts and steps[-1]["type"] == "ByteLevel"
+    return splits and steps[-1]["type"] == "ByteLevel"

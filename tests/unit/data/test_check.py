@@ -81,7 +81,7 @@ def test_lengths_against_the_limit(tmp_path):
     file = write(tmp_path, [CHAT, {"messages": long}, {"messages": lost}])
     report = check_source(file, maker(max_length=200), limit=200)
     assert report.too_long == 2 and max(report.lengths) > 400
-    assert report.bad == 1 and report.problems[0].startswith(f"{file}:3: nothing of the response is left")
+    assert report.bad == 1 and report.problems[0].startswith(f"{file}:3: no token of the completion")
     assert check_source(file, maker(max_length=200)).bad == 0  # the tokens are not those of the model
     assert check_source(file, maker(max_length=200, on_overlong="drop"), limit=200).bad == 0
     assert check_source(file, maker(max_length=200, on_overlong="error"), limit=200).bad == 2

@@ -153,9 +153,7 @@ def test_truncate_cuts_the_end():
 def test_a_response_truncated_away_is_refused():
     start = int(encoder("pair").encode(PAIR)[0].mask.argmax())
     assert len(encoder("pair", max_length=start + 1).encode(PAIR)) == 2
-    with pytest.raises(
-        DataError, match=rf"^f:7: nothing of the response is left .*token {start + 1}. Raise data.max_len"
-    ):
+    with pytest.raises(DataError, match=rf"^f:7: no token of the completion .*token {start + 1}. Raise data.max_len"):
         encoder("pair", max_length=start).encode(PAIR)
     [encoded] = encoder("pair", max_length=start, on_overlong="drop").encode_all([PAIR])
     assert encoded.dropped and encoded.samples == []
@@ -169,7 +167,7 @@ def test_truncated_steps_keep_the_placeholders_that_fit():
     ends = np.flatnonzero(full.mask)
     [cut] = encoder("stepwise", max_length=int(ends[1]) + 1).encode(example)
     assert cut.targets[cut.mask].tolist() == [1.0, 0.5]
-    with pytest.raises(DataError, match="f:7: nothing of the first step"):
+    with pytest.raises(DataError, match="f:7: no token of the first step"):
         encoder("stepwise", max_length=int(ends[0])).encode(example)
 
 
@@ -189,7 +187,7 @@ def test_a_response_without_tokens_is_refused():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>")
     made = encoder("chat", tokenizer=tokenizer)
     messages = [{"role": "user", "content": "Hello"}, *bot("unheard")]
-    with pytest.raises(DataError, match=r"^f:1: the tokenizer has no tokens for the response 'unheard'"):
+    with pytest.raises(DataError, match=r"^f:1: the tokenizer has no tokens for the completion 'unheard'"):
         made.encode(ChatExample(origin="f:1", messages=messages, plain=True))
 
 
@@ -261,7 +259,7 @@ def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
     kept = {int(row["origin"].rpartition(":")[2]): row for row in map(json.loads, aside.read_text().splitlines())}
     assert sorted(kept) == [2, 3, 5, 6, 7]
     assert kept[3]["reason"] == "completion: null" and kept[3]["row"] == {"prompt": "a", "completion": None}
-    assert "missing column" in kept[2]["reason"] and "nothing of the response is left" in kept[5]["reason"]
+    assert "missing column" in kept[2]["reason"] and "no token of the completion" in kept[5]["reason"]
     assert kept[6]["row"] == '{"a": "\\xff"}\n' and kept[7]["row"] == '{"prompt": "cut'
     assert "UTF-8" in kept[6]["reason"] and "is it truncated?" in kept[7]["reason"]
     only_counted = load_dataset([file], encoder("chat", max_length=60, on_bad_example="quarantine"))
@@ -334,10 +332,10 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
     plain = made.encode_all
     monkeypatch.setattr(made, "encode_all", lambda examples: sizes.append(len(examples)) or plain(examples))
     assert len(load_dataset([file], made).rows) == 7 and max(sizes) == 2
-    monkeypatch.setattr(encoding, "MOST_CHARACTERS", 100)
-    with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; at most 100 can be encoded as one row"):
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 100)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; an example may have at most 100"):
         load_dataset([file], made)
-    monkeypatch.setattr(encoding, "MOST_MESSAGES", 3)
+    monkeypatch.setattr(encoding, "MAX_MESSAGES", 3)
     with pytest.raises(DataError, match="4 messages; a conversation may have 3"):
         made.encode(ChatExample(origin="f:1", messages=(QUESTION + bot("a")) * 2))
 

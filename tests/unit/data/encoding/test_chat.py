@@ -178,17 +178,17 @@ BODY = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + 'X' }}{% end
 @pytest.mark.parametrize(
     ("template", "error", "reason"),
     [
-        (BODY.replace("X", "\n"), UsageError, "no end-of-turn token after the assistant's message 1"),
+        (BODY.replace("X", "\n"), UsageError, "no end-of-turn token after message 1 of the assistant"),
         (BODY.replace("m['content'] + 'X'", "eos_token"), DataError, "leaves out message 0 .role user."),
-        (BODY.replace("'X'", "m['content'] + eos_token"), UsageError, "message 1 more than once"),
+        (BODY.replace("'X'", "m['content'] + eos_token"), UsageError, "message 1 of the assistant more than once"),
         (BODY.replace("m['content'] + 'X'", "m['content'] | upper + eos_token"), DataError, "leaves out message 0"),
         (
             BODY.replace("'X'", "eos_token") + "{% if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}",
             UsageError,
-            "asked to answer after .*assistant: <think>', but in a conversation the answer comes after .*assistant: '",
+            "generation prompt .* ends with .*assistant: <think>', but in a conversation the completion comes after .*assistant: '",
         ),
-        ("{{ raise_exception('No, thank you') }}", DataError, "refuses the conversation: No, thank you"),
-        ("{{ messages[7]['content'] }}", DataError, "refuses the conversation"),
+        ("{{ raise_exception('No, thank you') }}", DataError, "rejects the conversation: No, thank you"),
+        ("{{ messages[7]['content'] }}", DataError, "rejects the conversation"),
     ],
 )
 def test_templates_without_an_exact_mask_are_refused(template, error, reason):
@@ -239,9 +239,9 @@ def test_a_text_with_a_place_for_the_question():
     texts = [(s.text, s.trained) for s in renderer.segments(dialogue, 3, False, "f:1")]
     assert texts == [(f"{asked}a</s>{again}", False), ("b</s>", True)]
     assert [s.text for s in renderer.prompt([user("{q}")], True, "f:1")] == [asked]
-    with pytest.raises(DataError, match=r"f:1: .*message 0 is the system's; data.chat_template has a place only"):
+    with pytest.raises(DataError, match=r"f:1: .*message 0 has the role system; this data.chat_template supports only"):
         renderer.segments([{"role": "system", "content": "s"}, *dialogue], 0, False, "f:1")
-    with pytest.raises(UsageError, match=r"needs \{\} once"):
+    with pytest.raises(UsageError, match=r"needs \{\} exactly once"):
         asked_with("Human: {} {}")
 
 
@@ -259,9 +259,9 @@ def test_without_any_template():
     renderer = renderer_for(None)
     segments = renderer.segments([user("2 + 2 ="), bot(" 4")], 0, True, "f:1")
     assert [(s.text, s.trained, s.end) for s in segments] == [("2 + 2 =", False, False), (" 4", True, True)]
-    with pytest.raises(DataError, match=r"f:1: .*give data.chat_template .*Human: "):
+    with pytest.raises(DataError, match=r"f:1: .*set data.chat_template .*Human: "):
         renderer.segments([user("q"), bot("a"), user("r"), bot("b")], 0, False, "f:1")
-    with pytest.raises(DataError, match=r"f:1: .*give data.chat_template .*Human: "):
+    with pytest.raises(DataError, match=r"f:1: .*set data.chat_template .*Human: "):
         renderer.prompt([user("q")], False, "f:1")
 
 
@@ -303,9 +303,9 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them():
 
 def test_tools_that_the_template_has_no_place_for_are_refused():
     for renderer in (renderer_for(CHATML), asked_with("Human: {}"), renderer_for(None)):
-        with pytest.raises(DataError, match="f:1: tools: the chat template has no place"):
+        with pytest.raises(DataError, match="f:1: tools: not supported by the chat template"):
             renderer.segments([user("q"), bot("a")], 0, False, "f:1", [ADD])
-        with pytest.raises(DataError, match="f:1: message 1: tool_calls: the chat template has no place"):
+        with pytest.raises(DataError, match="f:1: message 1: tool_calls: not supported"):
             renderer.segments([user("q"), call(a=1), bot("a")], 0, False, "f:1")
-        with pytest.raises(DataError, match="f:1: tools: the chat template has no place"):
+        with pytest.raises(DataError, match="f:1: tools: not supported by the chat template"):
             renderer.prompt([user("q")], False, "f:1", [ADD])

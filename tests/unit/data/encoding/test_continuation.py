@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import DataError
 from posttrain.data.encoding.chat import ChatRenderer
-from posttrain.data.encoding.templates import apply_template, shipped
+from posttrain.data.encoding.templates import apply_template, shipped_templates
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.models.pico import build_tokenizer
 from tests.unit.data.made import CHATML, LLAMA2, THINKING, TRIMMING, byte_level
@@ -44,7 +44,7 @@ def around(chat):
     return next(segment for segment in segments if segment.trained).text.split("@")
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_templates())
 def test_turn_by_turn_gives_the_tokens_of_the_whole(name):
     tokenizer = build_tokenizer()  # one token a byte: text that is cut anywhere has the same tokens
     apply_template(tokenizer, name)

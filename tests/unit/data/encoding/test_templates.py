@@ -10,12 +10,18 @@ from transformers import AutoTokenizer
 
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.chat import ChatRenderer
-from posttrain.data.encoding.templates import apply_template, load_template, shipped, template_stop_ids, turn_ends
+from posttrain.data.encoding.templates import (
+    apply_template,
+    load_template,
+    shipped_templates,
+    template_stop_ids,
+    turn_ends,
+)
 from posttrain.data.encoding.tokens import TokenEncoder
 from tests.unit.data.encoding.test_chat import bot, user, written
 from tests.unit.data.made import byte_level, sentencepiece
 
-NAMES = list(shipped())
+NAMES = list(shipped_templates())
 CONTROL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
     "<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant｜>", "<reserved_106>", "<reserved_107>", "[gMASK]",
@@ -300,7 +306,7 @@ def test_without_a_name_nothing_changes():
 
 def test_a_text_with_a_place_for_the_question_is_a_template():
     assert '"Q: " + message.content' in load_template("Q: {}").template
-    with pytest.raises(UsageError, match=r"data.chat_template 'Q: \{\} \{\}' needs \{\} once"):
+    with pytest.raises(UsageError, match=r"data.chat_template 'Q: \{\} \{\}' needs \{\} exactly once"):
         load_template("Q: {} {}")
 
 
@@ -319,14 +325,18 @@ def test_users_own_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "entry", "message"),
     [
-        (None, "chatm", r"no template and no file 'chatm'. Did you mean chatml\? There are: default, empty, .*phi3"),
+        (
+            None,
+            "chatm",
+            r"no template and no file 'chatm'. Did you mean chatml\? The templates are default, empty, .*phi3",
+        ),
         (None, "", "no template and no file ''"),
-        ("a: {template: x}\nb: {template: y}", "f.yaml", "which one.*there are a, b"),
+        ("a: {template: x}\nb: {template: y}", "f.yaml", "choose one .*from a, b"),
         ("abc: {template: x}", "f.yaml:abd", r"f.yaml: no template and no file 'abd'. Did you mean abc\?"),
-        ("a: {template: x, stops: y}", "f.yaml:a", r"no such field 'stops'; did you mean stop\?"),
+        ("a: {template: x, stops: y}", "f.yaml:a", r"unknown field 'stops'; did you mean stop\?"),
         ("a: {template: x, stop: [1]}", "f.yaml:a", "stop: expected text, found"),
-        ("a: {end_of_turn: x}", "f.yaml:a", "has no text `template:`"),
-        ("a: [", "f.yaml:a", "cannot be read as YAML"),
+        ("a: {end_of_turn: x}", "f.yaml:a", "has no `template:` text"),
+        ("a: [", "f.yaml:a", "not valid YAML"),
         ("- a", "f.yaml:a", "expected `NAME:`"),
         ("{% for m in messages %}\n{{ m.content }", "f.jinja", "f.jinja: line 2: "),
     ],

@@ -73,7 +73,7 @@ def test_the_patterns_are_those_of_the_tokenizers():
 
 
 def test_words_are_learned_once_and_forgotten_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("posttrain.data.encoding.word_cache.MOST_WORDS", 4)
+    monkeypatch.setattr("posttrain.data.encoding.word_cache.MAX_WORDS", 4)
     tokenizer = tokenizer_of(GPT2)
     cache = WordCache.of(tokenizer)
     assert cache.encode(["a b a b", "a\nb"]) == [
