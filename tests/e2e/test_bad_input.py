@@ -228,7 +228,7 @@ CONFIGS = {
     ),
     "an unknown choice": ("model: {dtype: float8}\n", ["c.yaml:1: model.dtype is 'float8'", "'bfloat16'"]),
     "a foreign tag": ("seed: !!python/object:os.system x\n", ["c.yaml:1: seed: cannot be read", "python/object"]),
-    "no YAML": ("model:\n  path: [\n", ["c.yaml: not valid YAML"]),
+    "no YAML": ("model:\n  path: [\n", ["c.yaml: cannot be read as YAML"]),
     "a list": ("- a\n", ["c.yaml", "not a sequence"]),
     "another verb": ("verb: dpo\n", ["c.yaml: is for `posttrain dpo`, not for `posttrain sft`"]),
 }

@@ -336,7 +336,7 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
     with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; an example may have at most 100"):
         load_dataset([file], made)
     monkeypatch.setattr(encoding, "MAX_MESSAGES", 3)
-    with pytest.raises(DataError, match="4 messages; a conversation may have 3"):
+    with pytest.raises(DataError, match="4 messages; a conversation may have at most 3"):
         made.encode(ChatExample(origin="f:1", messages=(QUESTION + bot("a")) * 2))
 
 

@@ -185,7 +185,7 @@ BODY = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + 'X' }}{% end
         (
             BODY.replace("'X'", "eos_token") + "{% if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}",
             UsageError,
-            "generation prompt .* ends with .*assistant: <think>', but in a conversation the completion comes after .*assistant: '",
+            "ends with .*assistant: <think>', but in a conversation the completion comes after .*assistant: '",
         ),
         ("{{ raise_exception('No, thank you') }}", DataError, "rejects the conversation: No, thank you"),
         ("{{ messages[7]['content'] }}", DataError, "rejects the conversation"),
