@@ -20,7 +20,7 @@ LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: nothing that trains comes near it
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL(policy || reference) from tokens that the policy drew; `log_ratio` is log(policy / reference) of each.
+    """Estimates KL(policy || reference) from sampled tokens; `log_ratio` is log(policy / reference) of each.
 
     k1 is unbiased but may be negative, k2 is biased, k3 is unbiased and never negative
     (http://joschu.net/blog/kl-approx.html).
@@ -35,12 +35,12 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """A ratio of probabilities that cannot overflow: infinity times an advantage of 0 would be no number."""
+    """Returns a ratio of probabilities that cannot overflow: infinity times an advantage of 0 would be NaN."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def discounted(rewards: Doubles, discount: float) -> Doubles:
-    """What is still to come at each token, the token's own included: g[t] = rewards[t] + discount * g[t + 1]."""
+    """Returns the discounted reward to go of each token: g[t] = rewards[t] + discount * g[t + 1]."""
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
     backwards: list[float] = []
@@ -52,9 +52,9 @@ def discounted(rewards: Doubles, discount: float) -> Doubles:
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, gae_lambda: float) -> Doubles:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over an answer; after its last token nothing comes.
+    """Computes generalised advantage estimates (arXiv:1506.02438, eq. 16) of one completion; no state follows.
 
-    `values[t]` is what the critic expected before token t.
+    `values[t]` is the critic's value of the state before token t.
     """
     following = np.append(values[1:], 0.0)[: len(values)]
     return discounted(rewards + gamma * following - values, gamma * gae_lambda)
@@ -67,12 +67,12 @@ def router_balance(
     samples: int,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
-    """Load-balancing loss of a mixture of experts, sample by sample, times the sample's tokens: a scalar sum.
+    """Computes the load-balancing loss of a mixture of experts per sample, times the sample's tokens: a scalar sum.
 
     The usual loss E * sum_e f_e P_e (arXiv:2101.03961, eq. 4-6) averages f and P over whatever is in the batch, so
     its value depends on how the batch is cut. Here f and P are averages over one sample's tokens (and all layers), as
     in DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, eq. 17-20). For one sample it equals transformers' own.
-    `add_up`: of sums over tokens that several processes hold.
+    `add_up`: adds sums over the tokens of several processes.
     """
     probabilities = torch.stack([logits.float().softmax(-1) for logits in router_logits])  # [layers, T, E]
     layers, _, experts = probabilities.shape
@@ -91,7 +91,7 @@ def router_balance(
 def tempered(
     logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Logits of the distribution that is really sampled: divided by the temperature, -inf where nothing is drawn.
+    """Returns the logits of the distribution that is sampled from: divided by the temperature, -inf where truncated.
 
     In this order, as elsewhere: the temperature; the top_k likeliest; of those the fewest whose probabilities reach
     top_p; of those the ones at least min_p times as likely as the likeliest. The likeliest always stays, and equally
@@ -104,7 +104,7 @@ def tempered(
 
 
 def least_kept(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
-    """The smallest logit that truncation leaves: [..., 1], or None where it leaves all."""
+    """Returns the smallest logit that truncation keeps: [..., 1], or None where it keeps all."""
     least: torch.Tensor | None = None
     ordered: torch.Tensor | None = None
     if 0 < top_k < logits.shape[-1]:
@@ -127,7 +127,7 @@ def least_kept(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
 
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The largest logits from the largest down: [..., count]. They lie in the blocks with the largest maxima."""
+    """Returns the largest logits in descending order: [..., count]. They lie in the blocks with the largest maxima."""
     block = 512
     whole = logits.shape[-1] // block * block
     if logits.device.type == "cpu" or whole <= 2 * count * block:
@@ -139,9 +139,9 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor, normalizer: torch.Tensor, mass: float) -> torch.Tensor:
-    """Logits from the largest down, at least as many as it takes to reach the mass."""
+    """Returns logits in descending order, at least as many as it takes to reach the probability mass."""
     few = 1024
-    if logits.device.type == "cpu" and logits.shape[-1] > 4 * few:  # elsewhere nobody waits for the device to answer
+    if logits.device.type == "cpu" and logits.shape[-1] > 4 * few:  # elsewhere this would wait for the device
         ordered = logits.topk(few, dim=-1).values
         if bool(((ordered - normalizer).exp().sum(-1) > mass + 1e-4).all()):
             return ordered
@@ -156,7 +156,7 @@ def learning_rate_at(
     warmup_steps: int,
     min_ratio: float,
 ) -> float:
-    """Rate of optimizer step `step` (from 1): linear warm-up to the peak, then down to peak * min_ratio at the last."""
+    """Returns the rate of step `step` (from 1): linear warm-up to the peak, then decay to min_ratio * peak."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
