@@ -80,11 +80,11 @@ def check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model.path", dest="model", default="", help="the model whose tokenizer and template count")
     parser.add_argument("--model.tokenizer", dest="tokenizer", default="", help="a tokenizer, if not the model's own")
     parser.add_argument(
-        "--data.max_length", "--data.max_length", "--max_tokens", dest="max_tokens", type=int, help="longest sequence"
+        "--data.max_length", "--data.max_tokens", "--max_tokens", dest="max_tokens", type=int, help="longest sequence"
     )
     parser.add_argument(
         "--data.on_overlong",
-        "--data.on_overlong",
+        "--data.on_long",
         dest="on_long",
         choices=("truncate", "drop", "error"),
         default="truncate",
@@ -92,7 +92,7 @@ def check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data.map_keys", dest="map_keys", default="", help="columns under other names, as JSON")
     parser.add_argument(
         "--data.chat_template",
-        "--data.chat_template",
+        "--data.template",
         dest="template",
         default="",
         help="chat template by name or file, or text with {}",
