@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.engines.base import Sampling
-from posttrain.inference.completion_files import read_answers, write_rows
+from posttrain.inference.completion_files import read_completions, write_rows
 from posttrain.inference.generate import Generation
 from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
@@ -33,7 +33,7 @@ class WithoutRepeats(Stage):
         return {}  # nothing but what it reads decides what it makes
 
     def run(self, quiet: bool) -> dict[str, float]:
-        answers = read_answers(self.file)
+        answers = read_completions(self.file)
         kept = {(answer.group, answer.text.strip()): answer.row for answer in reversed(answers)}  # the first of equals
         write_rows(self.out, reversed(kept.values()))
         return {"answers": len(answers), "kept": len(kept)}

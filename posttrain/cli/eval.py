@@ -23,7 +23,7 @@ from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from posttrain.inference.evaluation import Asked
+    from posttrain.inference.evaluation import PromptResult
     from posttrain.pipelines import Stage
 
 FAILURES = "failures.jsonl"
@@ -40,8 +40,8 @@ def run(args: list[str]) -> int:
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.inference.completion_files import read_answers, write_rows
-    from posttrain.inference.evaluation import by_prompt, failures, figures
+    from posttrain.inference.completion_files import read_completions, write_rows
+    from posttrain.inference.evaluation import failures, figures, results_by_prompt
     from posttrain.pipelines.stage import REPORT, open_folder, run_in
 
     with open_folder("eval", options.out, vars(options), free=FREE) as folder:
@@ -51,13 +51,13 @@ def run(args: list[str]) -> int:
         ]
         say = print if not options.quiet else (lambda _: None)
         run_in(folder.path, [stage for stages in lists for stage in stages], quiet=options.quiet, say=say)
-        prompts = [by_prompt(read_answers(str(stages[-1].out)), options.right) for stages in lists]
+        prompts = [results_by_prompt(read_completions(str(stages[-1].out)), options.right) for stages in lists]
         found = [figures(of_model) for of_model in prompts]
         report: dict[str, Any] = {
             "models": models,
             "prompts": len(prompts[0]),
-            "answers": sum(len(asked.answers) for asked in prompts[0].values()),
-            "failed": sum(asked.failed for asked in prompts[0].values()),
+            "answers": sum(len(result.completions) for result in prompts[0].values()),
+            "failed": sum(result.failed for result in prompts[0].values()),
             "figures": [{name: asdict(figure) for name, figure in of_model.items()} for of_model in found],
         }
         if options.against:
@@ -126,7 +126,7 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
     return [Generate(generation), Score(scoring)]
 
 
-def compared(first: dict[str, Asked], second: dict[str, Asked]) -> dict[str, Any]:
+def compared(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> dict[str, Any]:
     """The first model against the second, by reward and by accuracy."""
     from posttrain.inference.evaluation import compare, paired
 

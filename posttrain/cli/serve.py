@@ -45,12 +45,12 @@ def run(args: list[str]) -> int:
     service: app.Service
     model = model_of(options.model, options)
     if scores.has_score_head(options.model):
-        from posttrain.inference.score import RewardModel
+        from posttrain.inference.score import InferenceRewardModel
 
         metrics = ServerMetrics(app.METRICS | scores.METRICS)
         data = DataConfig(chat_template=options.template, max_length=asked.max_length, on_overlong="error")
         service = scores.ScoreService(
-            RewardModel(model, data),
+            InferenceRewardModel(model, data),
             name=asked.name,
             queue=asked.queue,
             seconds=asked.timeout_seconds,

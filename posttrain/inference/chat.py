@@ -1,4 +1,4 @@
-"""A conversation with one model or two side by side, in a terminal or through a pipe."""
+"""Chats with one model or two side by side, in a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from posttrain.inference.model import CONDITION, InferenceModel, check_sampling,
 from posttrain.inference.text_stream import TextStream, visible
 
 HELP = """\
-/clear           forget the conversation (also: clear, new)
-/system TEXT     a system message from now on; without a text none
-/set             how it answers: all settings
-/set NAME VALUE  change one of them
+/clear           start a new conversation (also: clear, new)
+/system TEXT     set the system message; without TEXT remove it
+/set             show all settings
+/set NAME VALUE  change a setting
 /save FILE       append the conversation to a .jsonl file, for posttrain sft
-/help            this
-exit             leave (also: quit, q, or Ctrl-D). Ctrl-C stops an answer"""
+/help            show this text
+exit             leave (also: quit, q, or Ctrl-D). Ctrl-C stops a completion"""
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 NUMBERS |= {"max_tokens": int}
 LEAVE, CLEAR = ("exit", "quit", "q", "/exit", "/quit"), ("clear", "new", "/clear", "/new")
@@ -32,26 +32,28 @@ Write = Callable[[str], None]
 
 @dataclass(kw_only=True, slots=True)
 class ChatOptions:
-    """How to ask, for all models alike."""
+    """Settings of a chat, the same for all models."""
 
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    history_turns: int = 10  # questions and answers that are told again; 0: all
+    history_turns: int = 10  # earlier turns that are part of the prompt; 0: all
     system: str = ""
-    condition: float | None = None  # the reward that answers are asked to have
+    condition: float | None = None  # the reward that prompts ask for
     condition_template: str = CONDITION
 
 
 class Conversation:
-    """What was said to one model and by it."""
+    """The turns of one model."""
 
     def __init__(self, model: InferenceModel, name: str) -> None:
         self.model, self.name = model, name
         self.turns: list[tuple[str, str]] = []
 
     def ask(self, question: str, options: ChatOptions, write: Write) -> str:
-        """Stream an answer; what there is to say about its end. An interrupted one is kept as far as it went; then
-        KeyboardInterrupt goes on."""
+        """Stream a completion; return a remark on how it ended, or nothing.
+
+        An interrupted completion is kept as far as it went; then KeyboardInterrupt is raised.
+        """
         prompt = self.prompt(question, options)
         stream, said = TextStream(self.model.tokenizer), list[str]()
 
@@ -66,15 +68,15 @@ class Conversation:
         finally:
             rest = stream.finish()
             answer = "".join([*said, rest])
-            if answer.strip():  # templates have no place for silence, and there is nothing to come back to
+            if answer.strip():  # chat templates do not accept empty messages
                 self.turns.append((question, answer))
             write(visible(rest))
         if found.finish == "length":
-            return f"[cut off at {sampling.max_tokens} tokens: /set max_tokens]"
-        return "" if answer.strip() else "[it said nothing]"
+            return f"[stopped at max_tokens = {sampling.max_tokens}: /set max_tokens N allows more]"
+        return "" if answer.strip() else "[empty completion]"
 
     def prompt(self, question: str, options: ChatOptions) -> Any:
-        """Tokens of as much of the conversation as is wanted and fits."""
+        """Tokens of the newest turns: at most history_turns, and as many as fit."""
         first = max(0, len(self.turns) - options.history_turns) if options.history_turns else 0
         limit = self.model.context
         while True:
@@ -92,7 +94,7 @@ class Conversation:
         return tokens
 
     def messages(self, first: int, options: ChatOptions, question: str | None = None) -> list[Message]:
-        """From turn number `first` on; with a question at the end, as it is asked."""
+        """Messages from turn number `first` on; `question`: a new user message at the end."""
         told = [make_message("system", options.system)] if options.system else []
         for asked, answered in self.turns[first:]:
             told += [make_message("user", asked), make_message("assistant", answered)]
@@ -105,20 +107,20 @@ class Conversation:
 
 
 class Chat:
-    """Takes lines, writes answers. `handle` says whether the chat goes on."""
+    """Reads lines and writes completions; `handle` returns whether the chat goes on."""
 
     def __init__(
         self, models: Sequence[InferenceModel], options: ChatOptions, write: Write, *, remarks: bool = False
     ) -> None:
-        """`remarks`: also say what is to be said about an answer."""
+        """`remarks`: also write how a completion ended, if that is unusual."""
         names = [model.name for model in models]
-        if len(set(names)) < len(names):  # the same twice: two answers with different settings are not possible here
+        if len(set(names)) < len(names):  # settings are the same for all models
             raise UsageError(f"{names[0]} is named twice; name two different models")
-        self.talks = [Conversation(model, visible(model.name)) for model in models]
+        self.conversations = [Conversation(model, visible(model.name)) for model in models]
         self.options, self.write, self.remarks = options, write, remarks
 
     def handle(self, line: str) -> bool:
-        """A command or a question. What goes wrong is said, and the chat goes on."""
+        """Run a command, or send a message to the models. Errors are written, and the chat goes on."""
         words = line.strip()
         if words in LEAVE:
             return False
@@ -136,18 +138,18 @@ class Chat:
         return True
 
     def ask(self, question: str) -> None:
-        for talk in self.talks:
-            if len(self.talks) > 1:
-                self.write(f"[{talk.name}]\n")
-            remark = talk.ask(question, self.options, self.write)
+        for conversation in self.conversations:
+            if len(self.conversations) > 1:
+                self.write(f"[{conversation.name}]\n")
+            remark = conversation.ask(question, self.options, self.write)
             self.write("\n")
             if self.remarks and remark:
                 self.write(f"{remark}\n")
 
     def clear(self) -> None:
-        for talk in self.talks:
-            talk.turns.clear()
-        self.write("the conversation is forgotten\n")
+        for conversation in self.conversations:
+            conversation.turns.clear()
+        self.write("the conversation is cleared\n")
 
     def command(self, words: str) -> None:
         name, _, rest = words.partition(" ")
@@ -162,7 +164,7 @@ class Chat:
         elif name == "/save":
             self.save(rest)
         else:
-            raise UsageError(f"there is no {name}; /help lists the commands")
+            raise UsageError(f"unknown command {name}; /help lists the commands")
 
     def set(self, words: str) -> None:
         if not words:
@@ -173,12 +175,15 @@ class Chat:
         self.write(f"{name} is {value.strip()}\n")
 
     def save(self, name: str) -> None:
-        """A line for each model."""
+        """Append one line per model."""
         if not name:
-            raise UsageError("name the file: /save talk.jsonl")
-        rows = [{"model": talk.model.name, "messages": talk.messages(0, self.options)} for talk in self.talks]
-        if not self.talks[0].turns:
-            raise UsageError("nothing was said yet")
+            raise UsageError("name the file: /save chat.jsonl")
+        rows = [
+            {"model": conversation.model.name, "messages": conversation.messages(0, self.options)}
+            for conversation in self.conversations
+        ]
+        if not self.conversations[0].turns:
+            raise UsageError("the conversation is empty")
         path = Path(name).expanduser()
         try:
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -189,14 +194,14 @@ class Chat:
 
 
 def settings_of(options: ChatOptions) -> dict[str, Any]:
-    """What /set can change, as it is now."""
+    """Current values of what /set can change."""
     found = {name: getattr(options.sampling, name) for name in NUMBERS}
     found |= {"seed": options.seed, "history_turns": options.history_turns}
     return found | {"condition": "none" if options.condition is None else options.condition}
 
 
 def changed(options: ChatOptions, name: str, value: str) -> ChatOptions:
-    """The options with one of them set; UsageError for what cannot be."""
+    """Return the options with one of them changed; UsageError for an unknown name or a wrong value."""
     known = settings_of(options)
     if name not in known:
         raise UsageError(f"there is no setting {name!r}; there are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Answers in files: rows with a prompt and a completion, however the file spells them, and what they are worth."""
+"""Files of completions: reads rows with a prompt and a completion, whatever their columns are called; writes rows."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from posttrain.data.reading.sources import read_records
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
-    """A row of a file of answers."""
+class CompletionExample:
+    """A prompt with one completion, from a row of a file."""
 
     prompt: list[Message]
-    plain: bool  # prompt and answer are mere strings: no chat template is needed
+    plain: bool  # prompt and completion are plain strings: no chat template is needed
     text: str
-    row: dict[str, Any]  # as it stands in the file
+    row: dict[str, Any]  # as it is in the file
     origin: str  # file:line
 
     @property
     def group(self) -> str:
-        """The same for all answers to one row of prompts."""
+        """A key that is the same for all completions of one prompt of the data."""
         return json.dumps([self.row.get("index"), self.prompt], sort_keys=True)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What reward functions may know: of the row that the prompt came from, or else of this one."""
+        """The columns that reward functions are given: of the example that the prompt came from, else of this row."""
         columns = self.row.get("columns")
         return columns if isinstance(columns, dict) else self.row
 
     @property
     def reward(self) -> float | None:
-        """None: it could not be scored."""
+        """None if the completion could not be scored."""
         if "reward" not in self.row:
-            raise DataError(f"{self.origin}: it has no reward; write one with: posttrain score")
+            raise DataError(f"{self.origin}: the row has no reward; add rewards with: posttrain score")
         value = self.row["reward"]
         if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
             raise DataError(f"{self.origin}: reward: expected a number or null, found {value!r}")
@@ -57,55 +57,59 @@ class Answer:
         return self.prompt[0]["content"] if self.plain else self.prompt
 
 
-def read_answers(file: str, map_keys: str | Mapping[str, Any] = "", max_rows: int | None = None) -> list[Answer]:
-    """Rows of `posttrain generate`, or of any file that `posttrain sft` reads."""
+def read_completions(
+    file: str, map_keys: str | Mapping[str, Any] = "", max_rows: int | None = None
+) -> list[CompletionExample]:
+    """Read the rows that `posttrain generate` wrote, or of any file that `posttrain sft` reads."""
     source, keys = SourceFormat("chat", "", map_keys), KeyMap.parse(map_keys)
-    answers = []
+    completions = []
     for number, row in enumerate(read_records(file)):
         if max_rows is not None and number >= max_rows:
             break
-        answers.append(answer_of(row, source, keys))
-    if not answers:
-        raise DataError(f"{file}: there are no rows in it")
-    return answers
+        completions.append(completion_example(row, source, keys))
+    if not completions:
+        raise DataError(f"{file}: the file has no rows")
+    return completions
 
 
-def answer_of(row: Record, source: SourceFormat, keys: KeyMap) -> Answer:
+def completion_example(row: Record, source: SourceFormat, keys: KeyMap) -> CompletionExample:
     renamed = keys.apply(row)
     values = renamed.values
-    if "prompt" in values and isinstance(values.get("completion"), str):  # what a model said: nothing, at times
+    if "prompt" in values and isinstance(values.get("completion"), str):  # which may be empty
         prompt = prompt_of(renamed, "prompt", allow_tools=True)
         text = text_of(renamed, "completion", values["completion"])
-        return Answer(
+        return CompletionExample(
             prompt=prompt, plain=isinstance(values["prompt"], str), text=text, row=row.values, origin=row.origin
         )
     (example,) = source.examples(row)
     assert isinstance(example, ChatExample)
     *prompt, last = example.messages
     if not prompt:
-        raise DataError(f"{row.origin}: there is no prompt before the answer")
-    return Answer(prompt=prompt, plain=example.plain, text=last["content"], row=row.values, origin=row.origin)
+        raise DataError(f"{row.origin}: there is no prompt before the completion")
+    return CompletionExample(
+        prompt=prompt, plain=example.plain, text=last["content"], row=row.values, origin=row.origin
+    )
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """All of them or none: a kill leaves the old file, or no file."""
+    """Write all rows or none: a kill leaves the old file, or no file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, as_lines(rows))
 
 
 def jsonl(out: str) -> Path:
-    """The file to write; its name must say what it is, or no other command would read it."""
+    """Return the file to write; UsageError unless its name ends in .jsonl, by which other commands know its format."""
     path = Path(out).expanduser()
     if not out or path.is_dir() or path.suffix != ".jsonl":
-        raise UsageError(f"--out {out!r}: name the file to write, with .jsonl at the end")
+        raise UsageError(f"--out {out!r}: name the file to write; it must end in .jsonl")
     return path
 
 
 def new_file(out: str, overwrite: bool, reads: str) -> Path:
-    """Where to write; UsageError if something is there that is not to be lost."""
+    """Return the file to write; UsageError if it exists and may not be replaced."""
     path = jsonl(out)
     if path.exists() and Path(reads).exists() and path.samefile(reads):
-        raise UsageError(f"--out {out}: is the file that is read; name another")
+        raise UsageError(f"--out {out} is also the input; name another file")
     if path.exists() and not overwrite:
-        raise UsageError(f"--out {out}: is there already. Add --overwrite to replace it, or name another.")
+        raise UsageError(f"--out {out} already exists. Add --overwrite to replace it, or name another file.")
     return path

@@ -1,6 +1,6 @@
-"""How good scored answers are: accuracy, mean@n and pass@k with intervals, failures, and two models compared.
+"""Statistics of scored completions: accuracy, mean@n and pass@k with intervals, failures, two models compared.
 
-A prompt is the unit: answers to one prompt are alike, so intervals and tests count prompts, not answers.
+A prompt is the unit: completions of one prompt are correlated, so intervals and tests count prompts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import product
 import numpy as np
 
 from posttrain.core.errors import DataError
-from posttrain.inference.completion_files import Answer
+from posttrain.inference.completion_files import CompletionExample
 from posttrain.rewards.verdict import label_of
 from posttrain.train.held_out_eval import CORRECT_ABOVE, half_width, pass_at
 
-FLIPS = 20_000  # random sign changes, where all of them are too many
-FEW = 14  # differences of which all sign changes are tried
+FLIPS = 20_000  # random sign vectors, if there are too many to try all
+FEW = 14  # up to so many differences all sign vectors are tried
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,56 +34,58 @@ class Figure:
 
 
 @dataclass(slots=True)
-class Asked:
-    """A prompt, the answers to it that could be scored, and how many could not."""
+class PromptResult:
+    """The scored completions of one prompt, and the number of those that could not be scored."""
 
-    answers: list[Answer]
+    completions: list[CompletionExample]
     right: list[bool]
     failed: int
 
     @property
     def reward(self) -> float:
-        return math.fsum(answer.reward or 0.0 for answer in self.answers) / len(self.answers)
+        return math.fsum(completion.reward or 0.0 for completion in self.completions) / len(self.completions)
 
     @property
     def accuracy(self) -> float:
         return sum(self.right) / len(self.right)
 
 
-def by_prompt(answers: Iterable[Answer], right: float = CORRECT_ABOVE) -> dict[str, Asked]:
-    """Prompts in the order of the file; an answer is right when its first reward is above `right`."""
-    found: dict[str, Asked] = {}
-    for answer in answers:
-        asked = found.setdefault(answer.group, Asked([], [], 0))
-        if answer.reward is None:
-            asked.failed += 1
+def results_by_prompt(
+    completions: Iterable[CompletionExample], right: float = CORRECT_ABOVE
+) -> dict[str, PromptResult]:
+    """Group completions by prompt, in the order of the file; one is right if its first reward is above `right`."""
+    found: dict[str, PromptResult] = {}
+    for completion in completions:
+        result = found.setdefault(completion.group, PromptResult([], [], 0))
+        if completion.reward is None:
+            result.failed += 1
         else:
-            asked.answers.append(answer)
-            asked.right.append(first_reward(answer) > right)
+            result.completions.append(completion)
+            result.right.append(first_reward(completion) > right)
     return found
 
 
-def first_reward(answer: Answer) -> float:
-    parts = answer.row.get("rewards")
-    value = next(iter(parts.values()), None) if isinstance(parts, dict) else answer.reward
+def first_reward(completion: CompletionExample) -> float:
+    parts = completion.row.get("rewards")
+    value = next(iter(parts.values()), None) if isinstance(parts, dict) else completion.reward
     if not isinstance(value, int | float):
-        raise DataError(f"{answer.origin}: it has no reward; write one with: posttrain score")
+        raise DataError(f"{completion.origin}: the row has no reward; add rewards with: posttrain score")
     return float(value)
 
 
-def figures(prompts: dict[str, Asked]) -> dict[str, Figure]:
-    """Of all prompts with an answer that could be scored."""
-    scored = [asked for asked in prompts.values() if asked.answers]
+def figures(prompts: dict[str, PromptResult]) -> dict[str, Figure]:
+    """Compute the figures over all prompts with a scored completion."""
+    scored = [result for result in prompts.values() if result.completions]
     if not scored:
-        raise DataError("no answer could be scored")
-    n = max(len(asked.right) for asked in scored)
+        raise DataError("no completion could be scored")
+    n = max(len(result.right) for result in scored)
     found = {
-        f"reward (mean@{n})": mean([asked.reward for asked in scored]),
-        f"accuracy (mean@{n})": share([asked.accuracy for asked in scored]),
+        f"reward (mean@{n})": mean([result.reward for result in scored]),
+        f"accuracy (mean@{n})": share([result.accuracy for result in scored]),
     }
     k = 1
     while k <= n and n > 1:
-        enough = [asked.right for asked in scored if len(asked.right) >= k]
+        enough = [result.right for result in scored if len(result.right) >= k]
         found[f"pass@{k}"] = share([pass_at(k, len(right), sum(right)) for right in enough])
         k *= 2
     return found
@@ -95,9 +97,9 @@ def mean(values: Sequence[float]) -> Figure:
 
 
 def share(values: Sequence[float]) -> Figure:
-    """A mean of values from 0 to 1, with Wilson's interval, which is not empty where all are the same.
+    """The mean of values from 0 to 1 with Wilson's interval, which is not empty if all values are equal.
 
-    Of the size that a sample of single answers with this variance would have: shares of several answers vary less.
+    The sample size is that of single completions with this variance: means of several completions vary less.
     """
     middle, size = math.fsum(values) / len(values), float(len(values))
     variance = float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
@@ -120,11 +122,11 @@ class Comparison:
     better: int  # prompts where the second is better
     worse: int
     same: int
-    p: float  # of a difference like this or larger, were the models equally good
+    p: float  # probability of a difference this large if the models were equally good
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Paired values; the test changes the signs of their differences at random (Fisher's), and assumes no more."""
+    """Compare paired values with Fisher's randomization test on the signs of their differences."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     return Comparison(
         difference=mean(differences),
@@ -136,11 +138,11 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Two-sided; exact where there are few differences, else from random signs, the same ones every time."""
+    """Two-sided p value; exact for few differences, else from random signs with a fixed seed."""
     moved = np.array([d for d in differences if d != 0])
     if not len(moved):
         return 1.0
-    observed = abs(moved.sum()) * (1 - 1e-12)  # sums in another order are no smaller
+    observed = abs(moved.sum()) * (1 - 1e-12)  # the order of summation must not matter
     if len(moved) <= FEW:
         signs = np.array(list(product((-1, 1), repeat=len(moved))))
         return float(np.mean(np.abs(signs @ moved) >= observed))
@@ -151,9 +153,11 @@ def sign_test(differences: Sequence[float]) -> float:
     return (hits + 1) / (FLIPS + 1)
 
 
-def paired(first: dict[str, Asked], second: dict[str, Asked]) -> list[tuple[Asked, Asked]]:
-    """Prompts that both models have a scored answer to."""
-    found = [(a, second[key]) for key, a in first.items() if key in second and a.answers and second[key].answers]
+def paired(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
+    """Return the prompts for which both models have a scored completion."""
+    found = [
+        (a, second[key]) for key, a in first.items() if key in second and a.completions and second[key].completions
+    ]
     if not found:
         raise DataError("the models have no prompt in common")
     return found
@@ -162,20 +166,20 @@ def paired(first: dict[str, Asked], second: dict[str, Asked]) -> list[tuple[Aske
 # Failures
 
 
-def failures(prompts: dict[str, Asked]) -> list[dict[str, object]]:
-    """Wrong answers, one a prompt, those of the prompts first that are most seldom right."""
-    wrong = [asked for asked in prompts.values() if asked.answers and not all(asked.right)]
+def failures(prompts: dict[str, PromptResult]) -> list[dict[str, object]]:
+    """One wrong completion per prompt; prompts with the lowest accuracy first."""
+    wrong = [result for result in prompts.values() if result.completions and not all(result.right)]
     rows = []
-    for asked in sorted(wrong, key=lambda asked: (asked.accuracy, asked.reward)):
-        answer = asked.answers[asked.right.index(False)]
+    for result in sorted(wrong, key=lambda result: (result.accuracy, result.reward)):
+        completion = result.completions[result.right.index(False)]
         rows.append(
             {
-                "origin": str(answer.row.get("origin", answer.origin)),
-                "right": f"{sum(asked.right)} of {len(asked.right)}",
-                "prompt": str(answer.prompt[-1]["content"]),
-                "expected": label_of(answer.columns),
-                "answer": answer.text,
-                "reward": answer.reward,
+                "origin": str(completion.row.get("origin", completion.origin)),
+                "right": f"{sum(result.right)} of {len(result.right)}",
+                "prompt": str(completion.prompt[-1]["content"]),
+                "expected": label_of(completion.columns),
+                "answer": completion.text,
+                "reward": completion.reward,
             }
         )
     return rows

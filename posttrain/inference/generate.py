@@ -1,7 +1,7 @@
-"""Prompts -> a file of answers, a line each. Killed anywhere, the same command goes on and the file comes out the same.
+"""Generates a file of completions, one per line. After a kill the same command resumes, and the file is the same.
 
-Answers are made batch by batch, and a batch is always of the same prompts. A file that goes on is cut back to whole
-batches; so no answer is lost, none is there twice, and none depends on where the kill came.
+Completions are generated batch by batch, and a batch always has the same prompts. On resume the file is truncated to
+whole batches, so that no completion is lost or repeated, and none depends on when the kill came.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.run import fingerprint
 
-WORTH_SHARING = 64  # answers for a device
+WORTH_SHARING = 64  # completions per device
 log = logging.getLogger("posttrain")
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """What is asked of which model, and how."""
+    """Settings of a generation."""
 
     model: ModelConfig
     data: DataConfig  # data.train names the prompts
     out: str
     sampling: Sampling = field(default_factory=Sampling)
-    n: int = 1  # answers to each prompt
+    n: int = 1  # completions per prompt
     seed: int = 0
-    window: tuple[int, int] | None = None  # (3, 2048): the third 2,048 rows
-    around: bool = False  # behind the last row comes the first again, so that every window is whole
-    condition: float | None = None  # the reward that answers are asked to have
+    window: tuple[int, int] | None = None  # (3, 2048): the third 2,048 prompts
+    around: bool = False  # after the last prompt comes the first again, so that every window is full
+    condition: float | None = None  # the reward that prompts ask for
     condition_template: str = CONDITION
-    batch: int = 512  # answers made and written at a time
+    batch: int = 512  # completions generated and written at a time
     engine: tuple[str, ...] = ("local",)  # see rollout.engine
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # whose devices answer, each with a whole model
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # devices, each with a whole model
     resume: bool = False
 
 
@@ -92,7 +92,7 @@ class GenerationProgress:
 
 
 def generate(config: Generation, report: Callable[[GenerationProgress], None] = lambda _: None) -> GenerationProgress:
-    """Write all answers that are not there yet."""
+    """Generate and write all completions that are not in the file yet."""
     check(config)
     out = jsonl(config.out)
     refuse_existing(out, config.resume)
@@ -117,9 +117,9 @@ def generate(config: Generation, report: Callable[[GenerationProgress], None] = 
         logs, devices = out.with_name(f"{out.name}.logs"), devices_for(batches, config)
         with open_generator(config.model, config.data.chat_template, config.engine, devices, logs) as generator:
             started = time.monotonic()
-            asked = (requests_for(batch, config) for batch in batches)
-            answers = generator.generate_batches(asked, replace(config.sampling, stop_ids=stops))
-            for batch, samples in zip(batches, answers, strict=True):
+            requests = (requests_for(batch, config) for batch in batches)
+            completions = generator.generate_batches(requests, replace(config.sampling, stop_ids=stops))
+            for batch, samples in zip(batches, completions, strict=True):
                 rows = list(as_rows(tokenizer, batch, samples, config, plain))
                 append(file, "".join(as_lines(rows)))
                 progress.done += len(rows)
@@ -130,13 +130,13 @@ def generate(config: Generation, report: Callable[[GenerationProgress], None] = 
 
 
 def devices_for(batches: Sequence[Sized], config: Generation) -> ClusterConfig:
-    """No more than have a batch to answer; a hint where smaller ones would give all of them work."""
-    cluster, answers = config.cluster, sum(map(len, batches)) * config.n
+    """Limit the devices to the number of batches; warn if smaller batches would use all of them."""
+    cluster, completions = config.cluster, sum(map(len, batches)) * config.n
     most = len(batches) * tensor_parallel(config.engine)
-    if most < cluster.devices and answers >= WORTH_SHARING * cluster.devices:
+    if most < cluster.devices and completions >= WORTH_SHARING * cluster.devices:
         log.warning(
-            f"{answers:,} answers in batches of {config.batch}: {cluster.devices - most} of {cluster.devices} devices "
-            "have nothing to do. A smaller batch gives all of them work."
+            f"{completions:,} completions in batches of {config.batch}: {cluster.devices - most} of {cluster.devices} "
+            "devices are idle. A smaller batch uses all of them."
         )
     return replace(cluster, devices=min(cluster.devices, most))
 
@@ -150,9 +150,9 @@ def check(config: Generation) -> None:
         raise UsageError(f"window is {config.window[0]}:{config.window[1]}; both numbers must be at least 1.")
     beams = beams_of(config.engine)
     if beams and config.n > beams:
-        raise UsageError(f"n is {config.n}, but engine local beams={beams} finds {beams} answers to a prompt.")
+        raise UsageError(f"n is {config.n}, but engine local beams={beams} finds {beams} completions to a prompt.")
     if config.n > 1 and config.sampling.temperature == 0 and not beams:
-        raise UsageError(f"n is {config.n}, but with temperature 0 all answers to a prompt are the same one.")
+        raise UsageError(f"n is {config.n}, but with temperature 0 all completions to a prompt are the same one.")
     check_workers(config.model, config.engine, config.cluster, config.sampling)
     jsonl(config.out)
 
@@ -161,22 +161,22 @@ def check(config: Generation) -> None:
 
 
 class ConditionedEncoder(Encoder):
-    """Asks for answers of a certain reward, in the words that training on rewards used."""
+    """Adds the requested reward to prompts, with the text that conditional training used."""
 
     condition: float
     condition_template: str
 
     def prompts(self, questions: Sequence[PromptExample]) -> list[Prompt | None]:
-        """In tokens with the condition; in messages without, as rewards and training are to see them."""
-        asked = super().prompts(
+        """Encode prompts with the condition; their messages stay without it, for rewards and training."""
+        encoded = super().prompts(
             [replace(q, prompt=conditioned(q.prompt, self.condition, self.condition_template)) for q in questions]
         )
-        pairs = zip(asked, questions, strict=True)
+        pairs = zip(encoded, questions, strict=True)
         return [prompt and replace(prompt, messages=question.prompt) for prompt, question in pairs]
 
 
 def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Prompt]], Dataset]:
-    """(place in the data, prompt) of those in the window, and all of the data."""
+    """Return (index in the data, prompt) for the prompts of the window, and the whole dataset."""
     vocabulary = vocabulary_size(config.model)
     if config.condition is None:
         encoder = Encoder(tokenizer, config.data, "prompt", vocabulary)
@@ -186,18 +186,18 @@ def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Pr
         encoder = asking
     out = jsonl(config.out)
     aside = out.with_name(f"{out.name}.quarantine.jsonl")
-    aside.unlink(missing_ok=True)  # of an earlier start
+    aside.unlink(missing_ok=True)  # from an earlier start
     dataset = load_dataset(
         config.data.train, encoder, config.data.max_examples or None, weights=config.data.weights, quarantine=aside
     )
     if dataset.mixture is not None:
-        raise UsageError("every prompt is asked once: leave the weights of the files out")
+        raise UsageError("every prompt is used once: leave out the weights of the files")
     places = places_of(config, len(dataset.rows))
     return [(place, dataset.rows[place][0]) for place in places], dataset
 
 
 def places_of(config: Generation, rows: int) -> Sequence[int]:
-    """Which prompts of the data are asked."""
+    """Return the indices of the prompts to use."""
     if config.window is None:
         return range(rows)
     number, size = config.window
@@ -210,7 +210,7 @@ def places_of(config: Generation, rows: int) -> Sequence[int]:
 
 
 def check_room(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> None:
-    """A model with a table of positions has no place for more."""
+    """Raise DataError if a prompt and its completion exceed a model with learned position embeddings."""
     model = read_config(base_model_path(resolve_path(config.model.path)), "token")
     limit = position_limit(model)
     if limit is None or not has_position_table(model):
@@ -219,11 +219,11 @@ def check_room(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> Non
     if len(longest.tokens) + config.sampling.max_tokens > limit:
         raise DataError(
             f"{longest.origin}: the prompt has {len(longest.tokens)} tokens and max_tokens is "
-            f"{config.sampling.max_tokens}, but the model has places for {limit}: lower max_tokens"
+            f"{config.sampling.max_tokens}, but the model has {limit} positions: lower max_tokens"
         )
 
 
-# Answers
+# Completions
 
 
 def prompts_at_once(config: Generation) -> int:
@@ -231,7 +231,7 @@ def prompts_at_once(config: Generation) -> int:
 
 
 def requests_for(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> list[GenerationRequest]:
-    """The answers that are wanted to a batch of prompts."""
+    """One request per completion of a batch of prompts."""
     return [
         GenerationRequest(prompt=prompt.tokens, group=place, seed=seed_for(config.seed, place, k))
         for place, prompt in prompts
@@ -242,7 +242,7 @@ def requests_for(prompts: Sequence[tuple[int, Prompt]], config: Generation) -> l
 def as_rows(
     tokenizer: Any, prompts: Sequence[tuple[int, Prompt]], samples: Sequence[Sample], config: Generation, plain: bool
 ) -> Iterator[dict[str, Any]]:
-    """The answers to a batch as `posttrain score`, `posttrain select` and `posttrain sft` read them."""
+    """Rows of a batch, as `posttrain score`, `posttrain select` and `posttrain sft` read them."""
     wanted = [(place, prompt, k) for place, prompt in prompts for k in range(config.n)]
     for (place, prompt, k), sample in zip(wanted, samples, strict=True):
         assert sample.logprobs is not None
@@ -269,12 +269,12 @@ def as_rows(
 
 
 def manifest_of(out: Path) -> Path:
-    """The settings that a file of answers was made with, beside it."""
+    """The file beside the completions that holds their settings."""
     return out.with_name(f"{out.name}.settings.json")
 
 
 def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
-    """All that decides what the file holds. Where model and data lie does not: they are known by their content."""
+    """Everything that decides the content of the file. Model and data count by their content, not by their path."""
     settings = {
         "model": fingerprint(resolve_path(config.model.path)),
         "dtype": config.model.dtype,
@@ -295,14 +295,14 @@ def settings_of(config: Generation, data_fingerprint: str) -> dict[str, Any]:
 
 
 def refuse_existing(out: Path, resume: bool) -> None:
-    """Before anything is loaded."""
+    """Raise UsageError, before anything is loaded, if the file has completions and this is no resume."""
     if out.exists() and out.stat().st_size and not resume:
-        raise UsageError(f"--out {out}: holds answers already. Add --resume to go on, or name another file.")
+        raise UsageError(f"--out {out} already has completions. Add --resume to continue, or name another file.")
 
 
 @contextmanager
 def opened(out: Path) -> Iterator[BinaryIO]:
-    """The file, ours alone as long as it is open."""
+    """Open the file with an exclusive lock."""
     with out.open("ab", buffering=0) as raw:
         file: Any = raw
         try:
@@ -313,7 +313,7 @@ def opened(out: Path) -> Iterator[BinaryIO]:
 
 
 def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generation, total: int) -> int:
-    """Rows that stay. What a kill left of a batch is cut off; other settings are refused."""
+    """Return the number of rows to keep. An incomplete batch is cut off; other settings are refused."""
     manifest = manifest_of(out)
     if not out.stat().st_size:
         made_from = {"model": config.model.path, "data": config.data.train}
@@ -321,14 +321,15 @@ def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generatio
         return 0
     refuse_existing(out, config.resume)
     if not manifest.is_file():
-        raise UsageError(f"--out {out}: there is no {manifest.name} beside it, so nobody knows how it was made")
+        raise UsageError(f"--out {out}: {manifest.name} is missing, so its settings are unknown")
     try:
         before = dict(json.loads(manifest.read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{manifest}: cannot be read: {error!r}") from error
     if changed := differences(before, settings):
         raise UsageError(
-            f"--out {out}: was begun with other settings: {'; '.join(changed)}. Use these again, or name another file."
+            f"--out {out} was started with other settings: {'; '.join(changed)}. Use the same ones, "
+            "or name another file."
         )
     lines, ends = 0, [0]
     with out.open("rb") as stored:
@@ -338,7 +339,7 @@ def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generatio
             lines += 1
             ends.append(ends[-1] + len(line))
     if lines > total:
-        raise UsageError(f"--out {out}: holds {lines:,} answers, but {total:,} are wanted")
+        raise UsageError(f"--out {out} has {lines:,} completions, but only {total:,} are requested")
     whole = prompts_at_once(config) * config.n
     kept = lines if lines == total else lines // whole * whole
     if ends[kept] < out.stat().st_size:
@@ -347,7 +348,7 @@ def begin(file: BinaryIO, out: Path, settings: dict[str, Any], config: Generatio
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed, in words."""
+    """Describe each setting that changed."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     return [
         f"another {name}" if name in ("model", "data") else f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
@@ -356,7 +357,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def append(file: BinaryIO, text: str) -> None:
-    """A whole batch; an operating system may write it in pieces."""
+    """Append a whole batch, which the operating system may write in parts, and fsync it."""
     left = memoryview(text.encode("utf-8", "backslashreplace"))
     while left:
         left = left[file.write(left) :]

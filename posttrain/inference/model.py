@@ -1,4 +1,4 @@
-"""A model that only answers: loaded once, asked with prompts or with conversations."""
+"""A model for inference: loaded once, it completes prompts and conversations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.models.stop_ids import read_generation_config, stop_ids
 from posttrain.train.learner import Learner
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
-"""How a prompt says what its answer is to be worth, in training and afterwards (arXiv:2308.12050)."""
+"""How a prompt states the reward of its completion, in training and afterwards (arXiv:2308.12050)."""
 
 
 class InferenceModel:
@@ -34,22 +34,22 @@ class InferenceModel:
 
     @property
     def context(self) -> int | None:
-        """Tokens of prompt and answer that the model was made for, if it says so."""
+        """Tokens of prompt and completion that the model supports, if its configuration states it."""
         return position_limit(self.learner.model.config)
 
     def encode(self, messages: list[Message]) -> Prompt:
-        """A conversation as the model sees it, up to where its answer begins."""
+        """Encode a conversation up to where the completion begins."""
         return encode_conversation(self.encoder, messages, self.name)
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Sample]:
-        """One answer a request."""
+        """Generate one completion per request."""
         return self.engine.generate(requests, sampling, on_token)
 
 
 def encode_conversation(encoder: Encoder, messages: list[Message], name: str) -> Prompt:
-    """The conversation up to where the completion begins; `name`: of the model, for messages."""
+    """Encode a conversation up to where the completion begins; `name`: of the model, for errors."""
     if not encoder.tokenizer.chat_template:
         raise UsageError(
             f"{name}: the model has no chat template. Name one: --template chatml, say, or "
@@ -60,7 +60,7 @@ def encode_conversation(encoder: Encoder, messages: list[Message], name: str) ->
     return prompt
 
 
-# What is known of a model without its weights
+# Without loading the weights
 
 
 def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:
@@ -74,13 +74,13 @@ def position_limit(config: Any) -> int | None:
 
 
 def has_position_table(config: Any) -> bool:
-    """Whether there is no place behind the limit; a model that computes positions (RoPE) can go on."""
+    """Whether positions beyond the limit do not exist; a model with computed positions (RoPE) can go on."""
     text = config.get_text_config()
     return position_limit(config) is not None and not hasattr(text, "rope_parameters")
 
 
 def check_sampling(sampling: Sampling) -> Sampling:
-    """UsageError for settings that no token could be drawn with."""
+    """Raise UsageError for settings with which no token could be sampled."""
     for name, value, low, high in (
         ("max_tokens", sampling.max_tokens, 1, math.inf),
         ("temperature", sampling.temperature, 0, math.inf),
@@ -93,12 +93,12 @@ def check_sampling(sampling: Sampling) -> Sampling:
             bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise UsageError(f"{name} is {value}; it must be {bounds}.")
     if not all(sampling.stop_texts):
-        raise UsageError("stop: an empty text would end every answer before it begins.")
+        raise UsageError("stop: an empty text would end every completion before it begins.")
     return sampling
 
 
 def conditioned(messages: list[Message], reward: float, template: str = CONDITION) -> list[Message]:
-    """The prompt with the reward that its answer has, or is to have, in its last message."""
+    """Add the reward that the completion has, or should have, to the last message of the prompt."""
     *before, last = messages
     return [*before, {**last, "content": fill_condition(template, str(last["content"]), reward)}]
 

@@ -1,4 +1,4 @@
-"""A file of answers -> the same rows with rewards: verifiers, functions, services and reward models, weighted."""
+"""Adds rewards to a file of completions: by verifiers, functions, services and reward models, weighted."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from posttrain.core.files import file_sha256
 from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import ChatExample
-from posttrain.inference.completion_files import Answer, jsonl, read_answers, write_rows
+from posttrain.inference.completion_files import CompletionExample, jsonl, read_completions, write_rows
 from posttrain.models.paths import resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.train.learner import Learner
 from posttrain.train.reward_model import check_reward_model
 from posttrain.train.run import fingerprint
 
-AT_ONCE = 256  # answers
+BATCH_SIZE = 256  # completions that are scored, and saved for a resume, together
 
 
 @dataclass(kw_only=True, slots=True)
 class Scoring:
-    """A file of answers, and who judges them."""
+    """Settings: a file of completions, and the rewards to compute."""
 
     file: str
     out: str
     reward: tuple[str, ...]
     weights: tuple[float, ...] = ()  # 1 each
-    normalize: bool = False  # relative to mean and deviation of all answers
+    normalize: bool = False  # relative to mean and deviation of all completions
     timeout_seconds: float = 10.0
     memory_gib: float = 2.0
     workers: int = 2
@@ -60,17 +60,17 @@ class Scoring:
 
 @dataclass(slots=True)
 class Scored:
-    """The rows with `reward` and `rewards`, and what came of them all."""
+    """The rows with `reward` and `rewards`, and statistics."""
 
     rows: list[dict[str, Any]]
     failed: int
-    mean: float  # of the rewards as they were said
+    mean: float  # of the rewards before normalization
     deviation: float
-    faults: dict[str, int] = field(default_factory=dict)  # last line of a reason: how often
+    faults: dict[str, int] = field(default_factory=dict)  # last line of a failure's reason, and how often it occurred
 
 
-class RewardModel:
-    """A score for each answer by a model that `posttrain reward` made, in that model's own tokens."""
+class InferenceRewardModel:
+    """Scores completions by a model that `posttrain reward` trained, with that model's own tokenizer."""
 
     def __init__(self, model: ModelConfig, data: DataConfig) -> None:
         check_reward_model(model.path)
@@ -81,14 +81,16 @@ class RewardModel:
         vocabulary = int(self.learner.model.config.get_text_config().vocab_size)
         self.encoder = Encoder(self.learner.tokenizer, data, "chat", vocabulary)
 
-    def verdicts(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """A score, or why there is none: a conversation may be too long, or beyond the tokenizer."""
+    def verdicts(self, completions: Sequence[CompletionExample]) -> list[Verdict]:
+        """Return a score for each, or a reason: a conversation may be too long, or the tokenizer cannot encode it."""
         samples: dict[int, Sample] = {}
         faults: dict[int, str] = {}
-        for place, answer in enumerate(answers):
-            messages = [*answer.prompt, {"role": "assistant", "content": answer.text}]
+        for place, completion in enumerate(completions):
+            messages = [*completion.prompt, {"role": "assistant", "content": completion.text}]
             try:
-                encoded = self.encoder.encode(ChatExample(origin=answer.origin, messages=messages, plain=answer.plain))
+                encoded = self.encoder.encode(
+                    ChatExample(origin=completion.origin, messages=messages, plain=completion.plain)
+                )
             except DataError as error:
                 faults[place] = str(error)
                 continue
@@ -97,50 +99,50 @@ class RewardModel:
             else:
                 faults[place] = f"longer than max_tokens = {self.encoder.config.max_length}"
         scores = dict(zip(samples, self.learner.scores(list(samples.values())), strict=True)) if samples else {}
-        return [verdict_of(scores.get(place), faults.get(place, "")) for place in range(len(answers))]
+        return [verdict_of(scores.get(place), faults.get(place, "")) for place in range(len(completions))]
 
 
 def verdict_of(score: float | None, fault: str) -> Verdict:
     if score is not None and not math.isfinite(score):
-        score, fault = None, f"the reward model said {score}"
+        score, fault = None, f"the reward model returned {score}"
     return Verdict(value=score, kind="error" if score is None else "ok", reason=fault)
 
 
 def score_file(config: Scoring, report: Callable[[int, int], None] = lambda *_: None) -> Scored:
-    """Write the rows of `file` with their rewards to `out`; `report` is told how many of how many are done."""
+    """Write the rows of `file` with their rewards to `out`; `report` receives the numbers of scored and of all rows."""
     out = jsonl(config.out)
     with config.rewards() as rewards:
         rewards.check()
         for _, path in rewards.models:
             check_reward_model(path)
-        answers = read_answers(config.file, config.map_keys, config.max_rows)
-        rewards.check(sorted(set.intersection(*(set(answer.columns) for answer in answers))))
+        completions = read_completions(config.file, config.map_keys, config.max_rows)
+        rewards.check(sorted(set.intersection(*(set(completion.columns) for completion in completions))))
         models = load_models(rewards, config.model, config.data)
-        total, begun = len(answers), Begun(out.with_name(f"{out.name}.begun"), identity(config, rewards))
+        total, partial = len(completions), PartialScores(out.with_name(f"{out.name}.begun"), identity(config, rewards))
         try:
             scored = score(
-                answers,
+                completions,
                 rewards,
                 models,
                 normalize=config.normalize,
                 report=lambda done: report(done, total),
-                begun=begun,
+                partial=partial,
             )
-        except RewardError:  # whatever it was, it is to be asked again
-            begun.file.unlink()
+        except RewardError:  # failed verdicts must not be reused
+            partial.file.unlink()
             raise
     write_rows(out, scored.rows)
-    begun.file.unlink()
+    partial.file.unlink()
     return scored
 
 
-class Begun:
-    """Verdicts so far, a line for each AT_ONCE answers: judges may be slow, and dear. Of no use to another question."""
+class PartialScores:
+    """A resume file, valid only for identical settings: verdicts so far, one line per BATCH_SIZE completions."""
 
     def __init__(self, file: Path, identity: str) -> None:
         self.file = file
         self.verdicts: list[list[list[Verdict | None]]] = []
-        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # the last may be torn
+        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # the last line may be incomplete
         file.parent.mkdir(parents=True, exist_ok=True)
         if not lines or lines[0].decode("utf-8", "replace") != identity:
             file.write_text(f"{identity}\n", encoding="utf-8")
@@ -159,7 +161,7 @@ class Begun:
 
 
 def identity(config: Scoring, rewards: Rewards) -> str:
-    """Of a question to judges: the answers, who is asked, and how."""
+    """A digest of everything that decides the verdicts: completions, rewards, settings."""
     digest = hashlib.sha256(Path(config.file).read_bytes() if Path(config.file).is_file() else config.file.encode())
     for spec in rewards.specs:
         place = Path(spec.place)
@@ -167,45 +169,45 @@ def identity(config: Scoring, rewards: Rewards) -> str:
         if spec.kind == "function" and place.is_file():
             content = file_sha256(place)
         digest.update(f"{spec.text} {content}\n".encode())
-    how = (config.map_keys, config.max_rows, asdict(config.model), asdict(config.data), AT_ONCE)
+    how = (config.map_keys, config.max_rows, asdict(config.model), asdict(config.data), BATCH_SIZE)
     digest.update(json.dumps(how, sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def score(
-    answers: Sequence[Answer],
+    completions: Sequence[CompletionExample],
     rewards: Rewards,
-    models: dict[int, RewardModel],
+    models: dict[int, InferenceRewardModel],
     *,
     normalize: bool = False,
     report: Callable[[int], None] = lambda _: None,
-    begun: Begun | None = None,
+    partial: PartialScores | None = None,
 ) -> Scored:
-    """Rewards and their parts for each answer; RewardError if more failed than `rewards` allows.
+    """Compute the reward of each completion and its parts; RewardError if more failed than `rewards` allows.
 
-    `models`: reward models by their place among the rewards. With `normalize` the sum of each answer is taken relative
-    to the mean and deviation of all answers here.
+    `models`: reward models by their index among the rewards. With `normalize` each sum has the mean of all completions
+    subtracted and is divided by their standard deviation.
     """
-    verdicts = [of_answer for chunk in begun.verdicts for of_answer in chunk] if begun else []
-    for start in range(len(verdicts), len(answers), AT_ONCE):
-        chunk = answers[start : start + AT_ONCE]
-        completions = [completion_of(answer) for answer in chunk]
-        said = rewards.score(completions)
+    verdicts = [of_completion for chunk in partial.verdicts for of_completion in chunk] if partial else []
+    for start in range(len(verdicts), len(completions), BATCH_SIZE):
+        chunk = completions[start : start + BATCH_SIZE]
+        inputs = [reward_input(completion) for completion in chunk]
+        new = rewards.score(inputs)
         for place, model in models.items():
-            for of_answer, verdict in zip(said, model.verdicts(chunk), strict=True):
-                of_answer[place] = verdict
+            for of_completion, verdict in zip(new, model.verdicts(chunk), strict=True):
+                of_completion[place] = verdict
         if models:
-            rewards.run_combiner(completions, said)
-        verdicts += said
-        if begun is not None:
-            begun.add(said)
+            rewards.run_combiner(inputs, new)
+        verdicts += new
+        if partial is not None:
+            partial.add(new)
         report(len(verdicts))
     rewards.check_failures(verdicts)
-    totals = [combine(of_answer, rewards.weights) for of_answer in verdicts]
+    totals = [combine(of_completion, rewards.weights) for of_completion in verdicts]
     mean, deviation = statistics([total for total in totals if total is not None])
     rows, faults = [], dict[str, int]()
-    for answer, total, of_answer in zip(answers, totals, verdicts, strict=True):
-        parts, failure = parts_of(rewards.names, of_answer)
+    for completion, total, of_completion in zip(completions, totals, verdicts, strict=True):
+        parts, failure = parts_of(rewards.names, of_completion)
         if failure:
             last = failure.strip().rpartition("\n")[2]
             faults[last] = faults.get(last, 0) + 1
@@ -213,38 +215,39 @@ def score(
         if normalize:
             relative = None if total is None else (total - mean) / deviation if deviation else 0.0
             found = {"reward": relative, "raw_reward": total}
-        rows.append({**answer.row, **found, "rewards": parts, "failure": failure})
+        rows.append({**completion.row, **found, "rewards": parts, "failure": failure})
     return Scored(rows, sum(total is None for total in totals), mean, deviation, faults)
 
 
-def load_models(rewards: Rewards, model: ModelConfig, data: DataConfig) -> dict[int, RewardModel]:
-    """The reward models among the rewards, loaded; `model` says how, apart from the path."""
+def load_models(rewards: Rewards, model: ModelConfig, data: DataConfig) -> dict[int, InferenceRewardModel]:
+    """Load the reward models among the rewards; `model` holds all settings but the path."""
     for _, path in rewards.models:
         check_reward_model(path)
     loaded = {}
     for place, path in rewards.models:
         how = ModelConfig(path=path, dtype=model.dtype, load_in_4bit=model.load_in_4bit)
         try:
-            loaded[place] = RewardModel(how, data)
+            loaded[place] = InferenceRewardModel(how, data)
         except UsageError as error:
             raise UsageError(str(error).replace("model.path", "reward", 1)) from error
     return loaded
 
 
-def completion_of(answer: Answer) -> Completion:
-    tokens = answer.row.get("tokens")
+def reward_input(completion: CompletionExample) -> Completion:
+    """The completion as reward functions receive it."""
+    tokens = completion.row.get("tokens")
     return Completion(
-        prompt="\n".join(str(message["content"]) for message in answer.prompt),
-        messages=answer.prompt,
-        text=answer.text,
-        finish=str(answer.row.get("finish", "")),
+        prompt="\n".join(str(message["content"]) for message in completion.prompt),
+        messages=completion.prompt,
+        text=completion.text,
+        finish=str(completion.row.get("finish", "")),
         tokens=len(tokens) if isinstance(tokens, list) else 0,
-        columns=answer.columns,
+        columns=completion.columns,
     )
 
 
 def parts_of(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tuple[dict[str, float], str]:
-    """What each reward said, and why some said nothing."""
+    """Return each reward by name, and the reasons of those that failed."""
     parts, failures = {}, []
     for name, verdict in named(names, verdicts):
         if verdict.value is None:
@@ -256,7 +259,7 @@ def parts_of(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tuple[
 
 def named(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> Iterator[tuple[str, Verdict]]:
     for name, verdict in zip(names, verdicts, strict=True):
-        assert verdict is not None, f"the reward model {name} was not asked"
+        assert verdict is not None, f"the reward model {name} was not called"
         yield name, verdict
 
 

@@ -1,4 +1,4 @@
-"""Tokens -> text as they come: whole characters only, and nothing that a terminal would obey."""
+"""Turns tokens into text as they arrive: whole characters only, without terminal control sequences."""
 
 from __future__ import annotations
 
@@ -7,50 +7,52 @@ from typing import Any
 
 from rich.cells import cell_len
 
-BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+BROKEN = "\ufffd"  # stands for bytes that are not a character, or not yet
 LONGEST_CHARACTER = 4  # bytes, and so tokens
-MOST_HELD = 16  # tokens that are held back; more than any character has, so these are none
+MOST_HELD = 16  # tokens that are held back; more than any character has, so the bytes are not valid UTF-8
 NARROWEST, TAB = 20, 8  # columns
 HARMLESS = "\n\t\u200d"  # not printable, but wanted: the last one joins emoji
 
 
 class TextStream:
-    """Hands out text once later tokens cannot change it any more."""
+    """Returns text once later tokens cannot change it any more."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.begin = 0  # of the tokens that are decoded again, since a token's text may depend on the one before
-        self.told = 0  # tokens whose text is out
+        self.returned = 0  # tokens whose text was returned
 
     def add(self, token: int) -> str:
-        """What can be shown now; often nothing, where a character takes several tokens."""
+        """Return the text that is final now; it is empty while a character is incomplete."""
         self.tokens.append(token)
         end = len(self.tokens)
         if not self.pending(end).endswith(BROKEN):
             return self.take(end)
-        return self.take(self.seam()) if end - self.told > MOST_HELD else ""
+        return self.take(self.seam()) if end - self.returned > MOST_HELD else ""
 
     def finish(self) -> str:
-        """The rest, whole or not."""
+        """Return the rest, even if a character is incomplete."""
         return self.take(len(self.tokens))
 
     def pending(self, end: int) -> str:
-        before = self.decode(self.begin, self.told)
+        before = self.decode(self.begin, self.returned)
         return self.decode(self.begin, end)[len(before) :]
 
     def take(self, end: int) -> str:
         text = self.pending(end)
         if text:
-            self.begin, self.told = self.told, end
+            self.begin, self.returned = self.returned, end
         return text
 
     def seam(self) -> int:
-        """Up to where a model that babbles bytes can be quoted: no character reaches across."""
+        """Find a position in output that is not valid UTF-8 that no character spans."""
         end = len(self.tokens)
-        whole = self.decode(self.told, end)
-        places = range(end - LONGEST_CHARACTER, self.told, -1)
-        return next((at for at in places if self.decode(self.told, at) + self.decode(at, end) == whole), self.told)
+        whole = self.decode(self.returned, end)
+        places = range(end - LONGEST_CHARACTER, self.returned, -1)
+        return next(
+            (at for at in places if self.decode(self.returned, at) + self.decode(at, end) == whole), self.returned
+        )
 
     def decode(self, begin: int, end: int) -> str:
         tokens = self.tokens[begin:end]
@@ -58,12 +60,12 @@ class TextStream:
 
 
 def visible(text: str) -> str:
-    """The text with every character written out that a terminal could obey; lines stay lines."""
+    """Escape every character that a terminal could interpret as control, except line feeds and tabs."""
     return "".join(letter if letter.isprintable() or letter in HARMLESS else repr(letter)[1:-1] for letter in text)
 
 
 class WordWrap:
-    """Writes to a terminal as text comes; a word that reaches the edge moves to the next line as a whole."""
+    """Writes text to a terminal as it arrives; a word that reaches the edge moves to the next line as a whole."""
 
     def __init__(self, write: Callable[[str], None], width: Callable[[], int]) -> None:
         self.write, self.width = write, width
@@ -75,7 +77,7 @@ class WordWrap:
         self.write("".join(self.placed(letter, width) for letter in text))
 
     def placed(self, letter: str, width: int) -> str:
-        """A letter with what has to be written before it; a space at the edge is the end of the line."""
+        """Return a letter with what must be written before it; a space at the edge becomes a line break."""
         if letter == "\n":
             self.column, self.word = 0, ""
             return letter
@@ -83,7 +85,7 @@ class WordWrap:
         if ends_word := letter in " \t" or cells > 1:  # wide letters are words of their own
             self.word = ""
         before = ""
-        if self.column + cells >= width:  # of the last column terminals have different ideas
+        if self.column + cells >= width:  # terminals treat the last column differently
             before = self.turn()
             if letter in " \t":
                 return before
@@ -92,7 +94,7 @@ class WordWrap:
         return before + letter
 
     def turn(self) -> str:
-        """A new line, the begun word taken along; one that is as long as the line stays."""
+        """Return a line break that takes the current word along, unless it fills the whole line."""
         cells = cell_len(self.word)
         moves = 0 < cells < self.column
         self.column, self.word = (cells, self.word) if moves else (0, "")

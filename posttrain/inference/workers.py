@@ -33,7 +33,7 @@ SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is
 TENSOR_PARALLEL = "tensor_parallel_size"
 RESOURCES = {"gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"}
 RESOURCES |= {TENSOR_PARALLEL, "enforce_eager", "block_size"}
-"""vLLM's options that answers do not depend on."""
+"""vLLM's options that completions do not depend on."""
 
 
 class BatchGenerator(Protocol):
@@ -122,7 +122,7 @@ def beams_of(engine: Sequence[str]) -> int:
 
 
 def deciding(engine: Sequence[str]) -> dict[str, str]:
-    """The engine as far as answers depend on it; nothing for the local one."""
+    """The engine settings that completions depend on; nothing for the local engine."""
     if tuple(engine) == ("local",):
         return {}
     words = [entry for entry in engine[1:] if entry.partition("=")[0].replace("-", "_") not in RESOURCES]

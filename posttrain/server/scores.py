@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from posttrain.inference.completion_files import Answer
-from posttrain.inference.score import RewardModel
+from posttrain.inference.completion_files import CompletionExample
+from posttrain.inference.score import InferenceRewardModel
 from posttrain.models.loading import read_config
 from posttrain.models.paths import resolve_path
 from posttrain.server.app import Handler
@@ -34,7 +34,9 @@ def has_score_head(path: str) -> bool:
 class ScoreService:
     """Serves one reward model; requests are scored one after another."""
 
-    def __init__(self, model: RewardModel, *, name: str, queue: int, seconds: float, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, model: InferenceRewardModel, *, name: str, queue: int, seconds: float, metrics: ServerMetrics
+    ) -> None:
         """`queue`: completions that may wait."""
         self.model, self.name, self.queue, self.seconds, self.metrics = model, name, queue, seconds, metrics
         self.plain = not model.learner.tokenizer.chat_template
@@ -75,7 +77,7 @@ class ScoreService:
         reasons = [verdict.reason for verdict in verdicts]
         return JSONResponse({"model": self.name, "rewards": rewards, "reasons": reasons})
 
-    def read(self, body: dict[str, Any]) -> list[Answer]:
+    def read(self, body: dict[str, Any]) -> list[CompletionExample]:
         """Either `completions`, which posttrain sends, or the lists `query` and `prompts` of OpenRLHF."""
         found = body.get("completions")
         if found is None and isinstance(body.get("query"), list):
@@ -86,7 +88,7 @@ class ScoreService:
             raise ApiError(400, f"{len(found)} completions; one request may have {MAX_COMPLETIONS}")
         return [self.completion(value, f"completions[{place}]") for place, value in enumerate(found)]
 
-    def completion(self, value: Any, where: str) -> Answer:
+    def completion(self, value: Any, where: str) -> CompletionExample:
         if not isinstance(value, dict):
             raise ApiError(400, f"{where}: expected an object with messages and text", param=where)
         text = read_text(value.get("text"), f"{where}.text", empty=True)
@@ -97,7 +99,7 @@ class ScoreService:
             text = str(messages.pop()["content"])
         if self.plain:
             messages = [{"role": "user", "content": "".join(str(message["content"]) for message in messages)}]
-        return Answer(prompt=messages, plain=self.plain, text=text, row={}, origin=where)
+        return CompletionExample(prompt=messages, plain=self.plain, text=text, row={}, origin=where)
 
 
 def split_queries(body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -52,11 +52,11 @@ def test_through_a_pipe(run, tmp_path):
     assert said[:7] == [
         "Grüße, 世界! 🙂",
         "max_tokens is 6",
-        "the conversation is forgotten",
+        "the conversation is cleared",
         "ababab",
         f"saved to {tmp_path}/talk.jsonl",
-        "there is no /dance; /help lists the commands",
-        "the conversation is forgotten",
+        "unknown command /dance; /help lists the commands",
+        "the conversation is cleared",
     ]
     assert said[-1] == "\\x1b[31m\\x07"
     saved = json.loads((tmp_path / "talk.jsonl").read_text())["messages"]
@@ -166,6 +166,6 @@ def test_in_a_terminal(terminal):
     chat.type("/set max_tokens 3\r")
     chat.wait_for("max_tokens is 3.*You >> ")
     chat.type("more\r")
-    chat.wait_for(r"more\r\n.*\[cut off at 3 tokens.*You >> ")
+    chat.wait_for(r"more\r\n.*\[stopped at max_tokens = 3.*You >> ")
     chat.type("exit\r")
     assert chat.close() == 0

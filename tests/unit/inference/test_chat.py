@@ -40,16 +40,16 @@ def chat(model, monkeypatch):
 def test_the_answer_is_what_the_model_generates(chat, model):
     assert chat.handle(" 7+8= \n")
     assert chat.prompts == ["<s><|user|>7+8=<|end|><|assistant|>"]
-    ((question, answer),) = chat.talks[0].turns
+    ((question, answer),) = chat.conversations[0].turns
     assert question == "7+8=" and len(chat.written) >= len(answer)  # piece by piece
-    chat.talks[0].turns.clear()
+    chat.conversations[0].turns.clear()
     chat.handle("7+8=")
-    assert chat.talks[0].turns == [(question, answer)]
+    assert chat.conversations[0].turns == [(question, answer)]
 
 
 def test_what_was_said_is_told_again_as_far_as_wanted(chat):
     chat.options = replace(chat.options, history_turns=2, system="be brief")
-    chat.talks[0].turns = [("q1", "a1"), ("q2", "a2"), ("q3", "a3")]
+    chat.conversations[0].turns = [("q1", "a1"), ("q2", "a2"), ("q3", "a3")]
     chat.handle("q4")
     assert chat.prompts[-1] == (
         "<s><|system|>be brief<|end|><|user|>q2<|end|><|assistant|>a2<|end|><|user|>q3<|end|><|assistant|>a3<|end|>"
@@ -61,13 +61,13 @@ def test_what_was_said_is_told_again_as_far_as_wanted(chat):
 
 
 def test_old_turns_make_room(chat):
-    chat.talks[0].turns = [("x" * 300, "old"), ("y" * 100, "new")]
+    chat.conversations[0].turns = [("x" * 300, "old"), ("y" * 100, "new")]
     chat.handle("z" * 150)  # pico has 512 places
     assert "new" in chat.prompts[-1] and "old" not in chat.prompts[-1]
 
 
 def test_clear_and_system(chat):
-    chat.talks[0].turns = [("q1", "a1")]
+    chat.conversations[0].turns = [("q1", "a1")]
     chat.handle("clear")
     chat.handle("/system Only numbers.")
     chat.handle("q2")
@@ -80,8 +80,8 @@ def test_clear_and_system(chat):
 
 def test_save(chat, tmp_path):
     chat.handle(f"/save {tmp_path}/talk.jsonl")
-    assert "nothing was said yet" in chat.written[-1] and not list(tmp_path.iterdir())
-    chat.talks[0].turns = [("q1", "a1")]
+    assert "the conversation is empty" in chat.written[-1] and not list(tmp_path.iterdir())
+    chat.conversations[0].turns = [("q1", "a1")]
     chat.handle("/system s")
     chat.handle(f"/save {tmp_path}/talk.jsonl")
     chat.handle(f"/save {tmp_path}/talk.jsonl")
@@ -108,11 +108,11 @@ def test_a_condition_is_asked_for(chat):
     chat.handle("/set condition 5")
     chat.handle("why")
     assert chat.prompts[-1] == "<s><|user|>why <rm_score>: 5.00 <|end|><|assistant|>"
-    assert chat.talks[0].turns[0][0] == "why"  # the conversation is what people said
+    assert chat.conversations[0].turns[0][0] == "why"  # the conversation is what people said
 
 
 @pytest.mark.parametrize(
-    ("text", "finish", "remark"), [("ab", "length", "cut off at 8 tokens"), ("", "stop", "said nothing")]
+    ("text", "finish", "remark"), [("ab", "length", "stopped at max_tokens = 8"), ("", "stop", "empty completion")]
 )
 def test_what_there_is_to_say_about_an_answer(text, finish, remark, chat, model, monkeypatch):
     def said(requests, sampling, on_token):
@@ -160,11 +160,11 @@ def test_an_answer_can_be_stopped(chat, monkeypatch):
     chat.write = interrupt
     assert chat.handle("q1")
     assert chat.written[-1] == "\n[stopped]\n"
-    ((_, answer),) = chat.talks[0].turns
+    ((_, answer),) = chat.conversations[0].turns
     assert 0 < len(answer) < 20
     chat.options = replace(chat.options, sampling=Sampling(max_tokens=4))
     chat.handle("q2")
-    assert answer in chat.prompts[-1] and len(chat.talks[0].turns) == 2
+    assert answer in chat.prompts[-1] and len(chat.conversations[0].turns) == 2
 
 
 def test_two_models_have_a_conversation_each(model, tmp_path):
@@ -179,7 +179,8 @@ def test_two_models_have_a_conversation_each(model, tmp_path):
     chat.handle("q1")
     text = "".join(written)
     assert text.startswith("[pico]\n") and "\n[other\\x1b]\n" in text and "\x1b" not in text
-    assert chat.talks[0].turns != chat.talks[1].turns and len(chat.talks[0].turns) == len(chat.talks[1].turns) == 1
+    first, second = (conversation.turns for conversation in chat.conversations)
+    assert first != second and len(first) == len(second) == 1
     chat.handle(f"/save {tmp_path}/talk.jsonl")
     assert [json.loads(line)["model"] for line in (tmp_path / "talk.jsonl").read_text().splitlines()] == [
         "pico",
@@ -188,7 +189,7 @@ def test_two_models_have_a_conversation_each(model, tmp_path):
 
 
 def test_named_templates(tmp_path):
-    data = replace(DATA, template="chatml")
+    data = replace(DATA, chat_template="chatml")
     prompt = InferenceModel(ModelConfig(path="pico"), data).encode([{"role": "user", "content": "Hi"}])
     tokenizer = InferenceModel(ModelConfig(path="pico"), DATA).tokenizer
     assert tokenizer.decode(prompt.tokens).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.inference.completion_files import Answer
-from posttrain.inference.evaluation import by_prompt, compare, failures, figures, mean, paired, share, sign_test
+from posttrain.inference.completion_files import CompletionExample
+from posttrain.inference.evaluation import compare, failures, figures, mean, paired, results_by_prompt, share, sign_test
 
 
 def answer(index, reward, text="x", first=None):
     parts = {"a": reward if first is None else first, "b": 0.0}
     row = {"index": index, "reward": reward, "rewards": parts if reward is not None else {}, "columns": {"answer": "7"}}
     prompt = [{"role": "user", "content": f"q{index}"}]
-    return Answer(prompt=prompt, plain=False, text=text, row=row, origin=f"rows.jsonl:{index}")
+    return CompletionExample(prompt=prompt, plain=False, text=text, row=row, origin=f"rows.jsonl:{index}")
 
 
 def test_figures_against_counting():
     rewards = {0: [1, 0, 1, 0], 1: [0, 0, 0, 0], 2: [1, 1, 1, 1], 3: [0, 0, 0, 1]}
-    prompts = by_prompt(answer(index, value) for index, values in rewards.items() for value in values)
+    prompts = results_by_prompt(answer(index, value) for index, values in rewards.items() for value in values)
     found = figures(prompts)
     assert found["reward (mean@4)"].value == found["accuracy (mean@4)"].value == pytest.approx(7 / 16)
     chances = []
@@ -33,12 +33,12 @@ def test_figures_against_counting():
 
 
 def test_what_counts_as_right_and_what_could_not_be_scored():
-    prompts = by_prompt([answer(0, 3.0, first=0.4), answer(0, None), answer(1, None)], right=0.5)
+    prompts = results_by_prompt([answer(0, 3.0, first=0.4), answer(0, None), answer(1, None)], right=0.5)
     assert figures(prompts)["accuracy (mean@1)"].value == 0 and figures(prompts)["reward (mean@1)"].value == 3
     assert [asked.failed for asked in prompts.values()] == [1, 1]
-    assert figures(by_prompt([answer(0, 3.0, first=0.4)], right=0.3))["accuracy (mean@1)"].value == 1
-    with pytest.raises(DataError, match="no answer"):
-        figures(by_prompt([answer(0, None)]))
+    assert figures(results_by_prompt([answer(0, 3.0, first=0.4)], right=0.3))["accuracy (mean@1)"].value == 1
+    with pytest.raises(DataError, match="no completion"):
+        figures(results_by_prompt([answer(0, None)]))
 
 
 @pytest.mark.parametrize("p", [0.02, 0.3, 0.95])
@@ -96,15 +96,17 @@ def test_comparison():
     found = compare([0.0, 1.0, 0.5, 0.5], [1.0, 1.0, 0.0, 1.0])
     assert (found.better, found.worse, found.same) == (2, 1, 1)
     assert found.difference.value == pytest.approx(0.25) and found.difference.low < 0 < found.difference.high
-    first = by_prompt([answer(0, 1.0), answer(1, 0.0), answer(2, None)])
-    second = by_prompt([answer(1, 1.0), answer(2, 1.0), answer(0, 0.5)])
+    first = results_by_prompt([answer(0, 1.0), answer(1, 0.0), answer(2, None)])
+    second = results_by_prompt([answer(1, 1.0), answer(2, 1.0), answer(0, 0.5)])
     assert [(a.reward, b.reward) for a, b in paired(first, second)] == [(1.0, 0.5), (0.0, 1.0)]
     with pytest.raises(DataError, match="in common"):
         paired(first, {})
 
 
 def test_failures_begin_with_the_worst():
-    prompts = by_prompt([answer(0, 1.0), answer(0, 0.0, "bad"), answer(1, 0.0, "no"), answer(1, 0.0), answer(2, 1.0)])
+    prompts = results_by_prompt(
+        [answer(0, 1.0), answer(0, 0.0, "bad"), answer(1, 0.0, "no"), answer(1, 0.0), answer(2, 1.0)]
+    )
     rows = failures(prompts)
     assert [(row["prompt"], row["right"], row["answer"], row["expected"]) for row in rows] == [
         ("q1", "0 of 2", "no", "7"),

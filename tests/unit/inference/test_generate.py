@@ -15,7 +15,7 @@ from posttrain.core.progress import ProgressDisplay
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling, seed_for
-from posttrain.inference.completion_files import read_answers
+from posttrain.inference.completion_files import read_completions
 from posttrain.inference.generate import Generation, GenerationProgress, generate, manifest_of, opened
 from posttrain.inference.model import InferenceModel
 from tests.tiny import tiny_folder
@@ -138,7 +138,7 @@ def test_a_model_without_a_chat_template_continues_text(config, tmp_path):
     tokenizer.save_pretrained(folder)
     generate(replace(config, model=ModelConfig(path=str(folder))))
     assert rows_of(config)[0]["prompt"] == "0+1="
-    answer = read_answers(config.out)[0]
+    answer = read_completions(config.out)[0]
     assert answer.plain and answer.trainable_prompt == "0+1="
 
 
@@ -146,7 +146,7 @@ def test_a_model_with_few_places_says_so(config, tmp_path):
     model = ModelConfig(path=str(tiny_folder("gpt2", tmp_path)))
     generate(replace(config, model=model))
     longer = replace(config, model=model, sampling=Sampling(max_tokens=500), out=config.out + "2.jsonl")
-    with pytest.raises(DataError, match="has places for 128"):
+    with pytest.raises(DataError, match="has 128 positions"):
         generate(longer)
     assert not Path(longer.out).read_bytes()
     generate(replace(longer, sampling=Sampling(max_tokens=6)))  # nothing was written, so nothing is in the way
@@ -208,7 +208,7 @@ def test_nothing_is_overwritten(config):
     with pytest.raises(UsageError, match="Add --resume"):
         generate(config)
     manifest_of_file(config).unlink()
-    with pytest.raises(UsageError, match="nobody knows"):
+    with pytest.raises(UsageError, match="settings are unknown"):
         generate(replace(config, resume=True))
     assert len(rows_of(config)) == 14
 

@@ -9,8 +9,16 @@ import pytest
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
 from posttrain.data.reading.examples import ChatExample
-from posttrain.inference.completion_files import new_file, read_answers, write_rows
-from posttrain.inference.score import Begun, RewardModel, Scoring, load_models, score, score_file, statistics
+from posttrain.inference.completion_files import new_file, read_completions, write_rows
+from posttrain.inference.score import (
+    InferenceRewardModel,
+    PartialScores,
+    Scoring,
+    load_models,
+    score,
+    score_file,
+    statistics,
+)
 from posttrain.rewards.base import Rewards
 from posttrain.train.launch import train
 
@@ -34,7 +42,7 @@ def answers(tmp_path):
         for n, text in enumerate(texts)
     ]
     write_rows(tmp_path / "answers.jsonl", rows)
-    return read_answers(str(tmp_path / "answers.jsonl"))
+    return read_completions(str(tmp_path / "answers.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +121,7 @@ def test_a_function_combines_what_reward_models_and_others_said(answers, tmp_pat
 
 
 def test_a_reward_model_sees_what_it_was_trained_on(answers, reward_model):
-    model = RewardModel(ModelConfig(path=reward_model), DataConfig())
+    model = InferenceRewardModel(ModelConfig(path=reward_model), DataConfig())
     (sample,) = model.encoder.encode(as_example(answers[3]))
     text = model.learner.tokenizer.decode(sample.tokens)
     assert text == "<s><|user|>say<|end|><|assistant|>cccccc<|end|>"
@@ -125,7 +133,7 @@ def as_example(answer):
 
 
 def test_what_a_reward_model_cannot_read_is_a_failure(answers, reward_model):
-    model = RewardModel(ModelConfig(path=reward_model), DataConfig(max_length=12, on_overlong="drop"))
+    model = InferenceRewardModel(ModelConfig(path=reward_model), DataConfig(max_length=12, on_overlong="drop"))
     verdicts = model.verdicts(answers)
     assert [verdict.value is None for verdict in verdicts] == [False, False, False, True]
     assert verdicts[3].kind == "error" and "max_tokens = 12" in verdicts[3].reason
@@ -148,13 +156,13 @@ def test_files_are_not_lost(tmp_path):
     with pytest.raises(UsageError, match="already"):
         new_file(str(file), False, "other")
     assert new_file(str(file), True, "other") == file
-    with pytest.raises(UsageError, match="is the file that is read"):
+    with pytest.raises(UsageError, match="is also the input"):
         new_file(str(file), True, str(file))
     with pytest.raises(UsageError, match="name the file"):
         new_file(str(tmp_path), False, "other")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):
-        read_answers(str(tmp_path / "empty.jsonl"))
+        read_completions(str(tmp_path / "empty.jsonl"))
 
 
 COUNTING = """
@@ -167,7 +175,7 @@ def count(text):
 
 
 def test_killed_while_judges_are_asked_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.inference.score.AT_ONCE", 4)
+    monkeypatch.setattr("posttrain.inference.score.BATCH_SIZE", 4)
     (tmp_path / "counting.py").write_text(COUNTING)
     write_rows(tmp_path / "a.jsonl", [{"prompt": "say", "completion": "x" * n} for n in range(10)])
     config = Scoring(file=f"{tmp_path}/a.jsonl", out=f"{tmp_path}/s.jsonl", reward=(f"{tmp_path}/counting.py:count",))
@@ -192,7 +200,7 @@ def test_killed_while_judges_are_asked_it_goes_on(tmp_path, monkeypatch):
 
 
 def test_what_was_begun_for_another_question_is_of_no_use(tmp_path):
-    Begun(tmp_path / "b", "one").add([[None]])
-    assert Begun(tmp_path / "b", "one").verdicts == [[[None]]]
-    assert Begun(tmp_path / "b", "other").verdicts == []
-    assert Begun(tmp_path / "b", "one").verdicts == []
+    PartialScores(tmp_path / "b", "one").add([[None]])
+    assert PartialScores(tmp_path / "b", "one").verdicts == [[[None]]]
+    assert PartialScores(tmp_path / "b", "other").verdicts == []
+    assert PartialScores(tmp_path / "b", "one").verdicts == []

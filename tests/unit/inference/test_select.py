@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from posttrain.core.errors import DataError, UsageError
 from posttrain.data.reading.formats import recognise
 from posttrain.data.reading.records import Record
-from posttrain.inference.completion_files import Answer, read_answers
+from posttrain.inference.completion_files import CompletionExample, read_completions
 from posttrain.inference.select import METHODS, best_of_n, condition, pairs, threshold, top_fraction
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]), st.floats(-10, 10))
@@ -19,7 +19,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", " ", "a", "b",
 
 def made(rows):
     return [
-        Answer(
+        CompletionExample(
             prompt=[{"role": "user", "content": f"prompt {prompt}"}],
             plain=False,
             text=text,
@@ -126,11 +126,11 @@ def test_mere_strings_stay_strings_and_other_formats_are_read(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "1+1=", "completion": " 2", "reward": 1}, {"prompt": "1+1=", "completion": "3", "reward": 0}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (pair,) = pairs(read_answers(str(file))).rows
+    (pair,) = pairs(read_completions(str(file))).rows
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("1+1=", " 2", "3")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     file.write_text(json.dumps({"messages": messages, "reward": 2}) + "\n")
-    (row,) = best_of_n(read_answers(str(file))).rows
+    (row,) = best_of_n(read_completions(str(file))).rows
     assert row == {"prompt": messages[:1], "completion": "b", "reward": 2, "origin": f"{file}:1"}
 
 

@@ -184,7 +184,7 @@ def test_devices_without_a_batch_are_not_started_but_mentioned(config, caplog):
     config = replace(config, cluster=ClusterConfig(devices=8, ray="auto"), batch=512)
     assert devices_for([range(100)], config) == ClusterConfig(devices=1, ray="auto") and not caplog.text
     assert devices_for([range(256), range(100)], config).devices == 2
-    assert "712 answers in batches of 512: 6 of 8 devices have nothing to do" in caplog.text
+    assert "712 completions in batches of 512: 6 of 8 devices are idle" in caplog.text
     divided = replace(config, engine=("vllm", "tensor_parallel_size=4"))
     assert [devices_for([[1]] * batches, divided).devices for batches in (1, 2, 3)] == [4, 8, 8]
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.inference.completion_files import Answer
-from posttrain.inference.score import RewardModel
+from posttrain.inference.completion_files import CompletionExample
+from posttrain.inference.score import InferenceRewardModel
 from posttrain.rewards.base import Completion, Rewards
 from posttrain.server import app, scores
 from posttrain.server.app import ServeOptions
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
     options = {"model": {"path": "pico"}, "data": {"train": [str(folder / "pairs.jsonl")]}, "steps": 2, "quiet": True}
     path = str(train("reward", out=str(folder / "run"), **options).folder)
     assert scores.has_score_head(path) and not scores.has_score_head("pico")
-    return RewardModel(ModelConfig(path=path), DataConfig(max_length=40, on_overlong="error"))
+    return InferenceRewardModel(ModelConfig(path=path), DataConfig(max_length=40, on_overlong="error"))
 
 
 @pytest.fixture(params=["", TOKEN], ids=["open", "with a token"])
@@ -43,7 +43,7 @@ def completion(text, messages=None):
 
 def expected(model, text, prompt="3+1="):
     told = [{"role": "user", "content": prompt}]
-    (verdict,) = model.verdicts([Answer(prompt=told, plain=False, text=text, row={}, origin="here")])
+    (verdict,) = model.verdicts([CompletionExample(prompt=told, plain=False, text=text, row={}, origin="here")])
     return verdict.value
 
 
