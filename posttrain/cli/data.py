@@ -15,7 +15,7 @@ from posttrain.core.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from posttrain.data.check import Report
+    from posttrain.data.check import SourceReport
     from posttrain.data.reading.records import ReadProgress
 
 COMMANDS = {
@@ -152,7 +152,7 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Ca
         yield meter, report
 
 
-def show(report: Report, options: argparse.Namespace, console: Console) -> None:
+def show(report: SourceReport, options: argparse.Namespace, console: Console) -> None:
     """Print what was found."""
     out = Printer(console)
     for description, verbs in report.descriptions:
@@ -179,7 +179,7 @@ def show(report: Report, options: argparse.Namespace, console: Console) -> None:
     out.line("")
 
 
-def show_lengths(report: Report, options: argparse.Namespace, out: Printer) -> None:
+def show_lengths(report: SourceReport, options: argparse.Namespace, out: Printer) -> None:
     from posttrain.data.check import ENCODED_EVERY, ENCODED_FIRST, histogram
 
     limit, lengths = options.max_tokens, report.lengths

@@ -29,7 +29,7 @@ NO_LIMIT = 2**31 - 1
 LONGEST_SHOWN = 400  # characters of a piece of a row
 
 
-class Piece(NamedTuple):
+class RenderedSpan(NamedTuple):
     """A part of a rendered sample."""
 
     text: str
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Report:
+class SourceReport:
     """What was found in a source."""
 
     name: str
@@ -50,7 +50,9 @@ class Report:
     encoded: int = 0  # rows that were turned into tokens; the lengths speak of these
     too_long: int = 0  # of them, rows with a sequence beyond the limit
     lengths: array[int] = field(default_factory=lambda: array("q"))  # of each sequence, before any cut
-    shown: list[tuple[str, list[list[Piece]]]] = field(default_factory=list)  # origin, and the pieces of its samples
+    shown: list[tuple[str, list[list[RenderedSpan]]]] = field(
+        default_factory=list
+    )  # origin, and the pieces of its samples
     problems: list[str] = field(default_factory=list)  # the first of them
     bad: int = 0  # problems in all
 
@@ -68,13 +70,13 @@ def check_source(
     full: bool = False,
     meter: ReadProgress | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Report:
+) -> SourceReport:
     """Read all rows of a source. Without a `kind`, the first that its rows can serve as is taken.
 
     Every row's columns are checked. Of a large source not all rows are encoded, unless `full` says so. `limit`, the
     encoder's longest sequence, is left out where its tokens are not those of the model to be trained.
     """
-    report = Report(name)
+    report = SourceReport(name)
     parts = source_parts(name)
     rows = (row for part in parts for row in part.scan(meter))
     try:
@@ -125,7 +127,7 @@ def _grouped(descriptions: dict[ExampleKind, str]) -> list[tuple[str, list[str]]
     return list(verbs_of.items())
 
 
-def _no_format(start: list[Record | BadRecord], report: Report) -> None:
+def _no_format(start: list[Record | BadRecord], report: SourceReport) -> None:
     """Why the first good row has none."""
     for row in start:
         if isinstance(row, BadRecord):
@@ -140,7 +142,7 @@ def _no_format(start: list[Record | BadRecord], report: Report) -> None:
 class _Checker:
     """Goes through the rows of one source."""
 
-    def __init__(self, report: Report, encoder: Encoder, limit: int | None, full: bool) -> None:
+    def __init__(self, report: SourceReport, encoder: Encoder, limit: int | None, full: bool) -> None:
         self.report, self.full = report, full
         self.encoder = encoder
         self.limit = limit
@@ -211,7 +213,7 @@ def _digest(examples: Sequence[Example]) -> bytes:
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
-def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[Piece]:
+def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
     """The text of a sample, cut where tokens begin or cease to count."""
 
     def text_before(edge: int) -> str:
@@ -221,7 +223,7 @@ def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[n
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     texts = [text_before(edge) for edge in edges]
     steps = zip(edges[:-1], pairwise(texts), strict=True)
-    return [Piece(after[len(before) :], bool(mask[start])) for start, (before, after) in steps]
+    return [RenderedSpan(after[len(before) :], bool(mask[start])) for start, (before, after) in steps]
 
 
 def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int, int]]:

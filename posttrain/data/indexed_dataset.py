@@ -64,10 +64,10 @@ def load_indexed(
             raise UsageError(f"{name}: these are prompts without answers, for reinforcement learning")
         takers = ", ".join(VERBS[files.kind])
         raise UsageError(f"{name}: indexed rows of kind {files.kind}: for {takers}, not for {', '.join(VERBS[kind])}")
-    streams = [Stream(files, prefix) for prefix in (("chosen_", "rejected_") if files.kind == "pair" else ("",))]
+    streams = [TokenStream(files, prefix) for prefix in (("chosen_", "rejected_") if files.kind == "pair" else ("",))]
     rows = min(len(streams[0].ids), NO_LIMIT if max_rows is None else max_rows)
     for stream in streams:
-        stream.look(rows, vocab_size)
+        stream.scan(rows, vocab_size)
     table, counts = make_table(streams, kind, max_tokens, on_long)
     counts |= {"read": rows, "quarantined": 0}
     if not len(table.numbers):
@@ -107,7 +107,7 @@ def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class IndexedFiles:
     """Indexed files that belong together."""
 
     name: str
@@ -125,16 +125,16 @@ def _columns(name: str, mark: str) -> dict[str, str]:
     return {key: prefix for key, prefix in sorted(keys.items()) if mark or not key.startswith(f"{MARK[1:]}_")}
 
 
-def open_files(name: str) -> Files:
+def open_files(name: str) -> IndexedFiles:
     """The files, and what they hold: told by the manifest that preprocessing wrote, or by their keys."""
     if idx_path(name).is_file():
-        return Files(name, {"input_ids": IndexedReader(name)}, "text")
+        return IndexedFiles(name, {"input_ids": IndexedReader(name)}, "text")
     marked, plain = _columns(name, MARK), _columns(name, "")
     if marked and plain:
         raise UsageError(f"{name}: both {name}{MARK}_*_document and {name}_*_document are there; move one set away")
     found = marked or plain
     if len(found) == 1 and not marked:
-        return Files(name, {"input_ids": IndexedReader(*found.values())}, "text")
+        return IndexedFiles(name, {"input_ids": IndexedReader(*found.values())}, "text")
     manifest = read_manifest(Path(f"{name}{MARK if marked else ''}_manifest.json"))
     keys: tuple[str, ...] = PAIR
     if found.keys() >= set(PAIR):
@@ -146,7 +146,7 @@ def open_files(name: str) -> Files:
         hint = "was writing them interrupted?" if marked else f"name one of them, as {next(iter(found.values()))}"
         raise UsageError(f"{name}: {', '.join(found.values())} are there: {hint}")
     readers = {key: IndexedReader(found[key]) for key in keys}
-    return Files(name, readers, kind, tuple(manifest.get("reward_ids", ())))
+    return IndexedFiles(name, readers, kind, tuple(manifest.get("reward_ids", ())))
 
 
 def kind_of(found: dict[str, str]) -> str:
@@ -169,7 +169,7 @@ def read_manifest(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def fingerprint(files: Files, settings: str) -> str:
+def fingerprint(files: IndexedFiles, settings: str) -> str:
     """Changes with any byte of the files, and with how they are read."""
     digest = hashlib.sha256(f"{settings}\n".encode())
     for key, reader in files.readers.items():
@@ -183,10 +183,10 @@ def fingerprint(files: Files, settings: str) -> str:
 # Looking at everything
 
 
-class Stream:
+class TokenStream:
     """Token ids and their labels. `look` finds the documents: a row is one, or several if it is packed."""
 
-    def __init__(self, files: Files, prefix: str) -> None:
+    def __init__(self, files: IndexedFiles, prefix: str) -> None:
         self.files = files
         self.ids = files.readers[f"{prefix}input_ids"]
         self.labels = files.readers.get(f"{prefix}labels")
@@ -202,7 +202,7 @@ class Stream:
         self.lengths: Numbers = np.zeros(0, dtype=np.int64)
         self.rows: Numbers = np.zeros(0, dtype=np.int64)  # the row that a document is in
 
-    def look(self, rows: int, vocab_size: int) -> None:
+    def scan(self, rows: int, vocab_size: int) -> None:
         """Check the first rows, and find their documents."""
         found = [self._look(first, last, vocab_size) for first, last in blocks(self.ids.lengths[:rows])]
         if found:
@@ -279,7 +279,7 @@ def blocks(lengths: Numbers) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SampleTable:
     """Where the samples lie."""
 
     streams: Numbers  # which stream a sample is in
@@ -292,8 +292,8 @@ class Table:
 
 
 def make_table(
-    streams: list[Stream], kind: ExampleKind, max_tokens: int, on_long: OnLong
-) -> tuple[Table, dict[str, int]]:
+    streams: list[TokenStream], kind: ExampleKind, max_tokens: int, on_long: OnLong
+) -> tuple[SampleTable, dict[str, int]]:
     """What is kept of all documents, and in which rows."""
     name, ways = streams[0].files.name, len(streams)
     starts, lengths, rows = (
@@ -332,7 +332,7 @@ def make_table(
         firsts = np.append(first_samples, len(starts))
     truncated = int(long.sum()) // together if on_long == "truncate" and kind != "text" else 0
     counts = {"kept": len(rows), "truncated": truncated, "dropped": int(drop.sum()) // together, "quoted": 0}
-    return Table(which, starts, lengths, counted, continued, firsts, rows), counts
+    return SampleTable(which, starts, lengths, counted, continued, firsts, rows), counts
 
 
 def split_texts(
@@ -351,10 +351,10 @@ class IndexedExamples(ExampleStore):
 
     def __init__(
         self,
-        files: Files,
+        files: IndexedFiles,
         kind: ExampleKind,
-        streams: list[Stream],
-        table: Table,
+        streams: list[TokenStream],
+        table: SampleTable,
         counts: dict[str, int],
         digest: str,
         bos_id: int | None,

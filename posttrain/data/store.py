@@ -22,7 +22,7 @@ PENDING = 2**14  # single values that wait to be put together
 NUMBER_AT_END = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})", re.DOTALL)
 
 
-class Column:
+class GrowingArray:
     """Values of one type that are only ever added; in memory, or beyond a limit in a file without a name."""
 
     def __init__(self, dtype: type[np.generic], limit: int, folder: Path | None) -> None:
@@ -68,7 +68,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class SampleArrays:
     """Samples laid end to end: tokens and what belongs to each, then numbers a sample, then a row."""
 
     tokens: npt.NDArray[np.int32]
@@ -93,7 +93,7 @@ class ExampleStoreBuilder:
         dtypes |= dict.fromkeys(("tokens", "counted", "place"), np.int32)
         dtypes |= dict.fromkeys(("label", "margin"), np.float64)
         dtypes |= {"mask": np.bool_, "targets": np.float32}
-        self.columns = {name: Column(dtype, limit, folder) for name, dtype in dtypes.items()}
+        self.columns = {name: GrowingArray(dtype, limit, folder) for name, dtype in dtypes.items()}
         self.places: dict[str, int] = {}
         self.rows = self.samples = self.tokens = 0
 
@@ -122,13 +122,13 @@ class ExampleStoreBuilder:
         self.columns["firsts"].add_one(self.samples)
         arrays: dict[str, Any] = {name: column.array() for name, column in self.columns.items()}
         assert len(arrays["targets"]) in (0, self.tokens), "some samples have targets and some have none"
-        return ExampleStore(Columns(**arrays, places=tuple(self.places)), np.arange(self.rows))
+        return ExampleStore(SampleArrays(**arrays, places=tuple(self.places)), np.arange(self.rows))
 
 
 class ExampleStore(Sequence[list[Sample]]):
     """Rows by number. Each time one is asked for its samples are made anew, unless `hold` was called."""
 
-    def __init__(self, columns: Columns, chosen: npt.NDArray[np.int64]) -> None:
+    def __init__(self, columns: SampleArrays, chosen: npt.NDArray[np.int64]) -> None:
         self.columns = columns
         self.chosen = chosen  # which of the rows of the columns
         self._held: dict[int, list[Sample]] | None = None

@@ -32,7 +32,7 @@ FREE = ("iterations", "output_dir", "quiet", "resume", "score.workers", "log.", 
 
 
 @dataclass(slots=True)
-class Outcome:
+class PipelineResult:
     """What a finished pipeline hands back to Python."""
 
     folder: Path
@@ -40,12 +40,12 @@ class Outcome:
     iterations: list[Figures]  # iteration 0: the model as it was
 
 
-def run(verb: str, /, say: Callable[[str], None] = print, **options: Any) -> Outcome:
+def run(verb: str, /, say: Callable[[str], None] = print, **options: Any) -> PipelineResult:
     """`posttrain <verb>` from Python: options as nested dicts, as in the YAML file."""
     return run_from(verb, from_options(verb, options), say)
 
 
-def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = print) -> Outcome:
+def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = print) -> PipelineResult:
     """All iterations; what is done already is passed over."""
     check(verb, config)
     with open_folder(verb, config.output_dir, described(config), FREE) as folder:
@@ -66,7 +66,7 @@ def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = pri
             condition = best_reward(str(folder.path / f"iteration-{config.iterations}/selected.jsonl"))
         for line in closing_words(table, folder.path, condition, config.condition_template):
             say(line)
-        return Outcome(folder.path, model, table)
+        return PipelineResult(folder.path, model, table)
 
 
 # Before anything is made

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.config.sections import DataConfig
 from posttrain.data import check as checks
-from posttrain.data.check import Piece, check_source, histogram, shortened
+from posttrain.data.check import RenderedSpan, check_source, histogram, shortened
 from posttrain.data.encoding.encoder import Encoder
 from tests.unit.data.made import byte_level
 
@@ -39,7 +39,7 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path):
     report = check_source(write(tmp_path, [CHAT] * 5), maker())
     assert [origin.rpartition(":")[2] for origin, _ in report.shown] == ["1", "2", "3"]
     prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    assert report.shown[0][1] == [[Piece(prompt, False), Piece("there<|im_end|>", True)]]
+    assert report.shown[0][1] == [[RenderedSpan(prompt, False), RenderedSpan("there<|im_end|>", True)]]
 
 
 def test_half_a_character_is_shown_whole(tmp_path):
