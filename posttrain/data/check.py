@@ -1,4 +1,4 @@
-"""Look at data before training: format, counts, lengths, duplicates, rows as the model sees them, problems."""
+"""Check data before training: format, counts, lengths, duplicates, rendered examples, problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST_SHOWN = 400  # characters of a piece of a row
 
 
 class RenderedSpan(NamedTuple):
-    """A part of a rendered sample."""
+    """A part of a rendered sample that is trained on, or not."""
 
     text: str
     trained: bool
@@ -38,7 +38,7 @@ class RenderedSpan(NamedTuple):
 
 @dataclass(slots=True)
 class SourceReport:
-    """What was found in a source."""
+    """The findings about one source."""
 
     name: str
     kind: ExampleKind | None = None
@@ -96,7 +96,7 @@ def check_source(
 
 
 def _first_rows(rows: Iterable[Record | BadRecord]) -> list[Record | BadRecord]:
-    """Rows up to the first good one."""
+    """Return the records up to the first good one."""
     start: list[Record | BadRecord] = []
     for row in rows:
         start.append(row)
@@ -108,7 +108,7 @@ def _first_rows(rows: Iterable[Record | BadRecord]) -> list[Record | BadRecord]:
 def _verdicts(
     start: Sequence[Record | BadRecord], make_encoder: Callable[[ExampleKind], Encoder]
 ) -> dict[ExampleKind, str]:
-    """What the first good row can serve as. Its format decides, be its cells right or not."""
+    """Return the kinds of examples that the first good record can give, by its columns alone."""
     descriptions: dict[ExampleKind, str] = {}
     for row in (row for row in start if isinstance(row, Record)):
         for kind in VERBS:
@@ -128,19 +128,17 @@ def _grouped(descriptions: dict[ExampleKind, str]) -> list[tuple[str, list[str]]
 
 
 def _no_format(start: list[Record | BadRecord], report: SourceReport) -> None:
-    """Why the first good row has none."""
+    """Report why the first good record has no format."""
     for row in start:
         if isinstance(row, BadRecord):
             report.add_problem(row)
         else:
             columns = ", ".join(row.values) or "none"
-            report.add_problem(
-                BadRecord(row.origin, f"columns found: {columns}; no known format has these", row.values)
-            )
+            report.add_problem(BadRecord(row.origin, f"no known format has the columns {columns}", row.values))
 
 
 class _Checker:
-    """Goes through the rows of one source."""
+    """Checks the records of one source."""
 
     def __init__(self, report: SourceReport, encoder: Encoder, limit: int | None, full: bool) -> None:
         self.report, self.full = report, full
@@ -207,14 +205,14 @@ class _Checker:
 
 
 def _digest(examples: Sequence[Example]) -> bytes:
-    """Equal for rows that hold the same, wherever they stand and whatever other columns they have."""
+    """Return a digest that is equal for equal examples, regardless of position and other columns."""
     names = [entry.name for entry in fields(examples[0]) if entry.name not in ("origin", "columns")]
     content = repr([[getattr(example, name) for name in names] for example in examples])
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
 def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
-    """The text of a sample, cut where tokens begin or cease to count."""
+    """Split the text of a sample where training on tokens begins or ends."""
 
     def text_before(edge: int) -> str:
         text = encoder.tokenizer.decode(tokens[:edge], skip_special_tokens=False)
@@ -227,7 +225,7 @@ def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[n
 
 
 def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int, int]]:
-    """(from, to, how many) by powers of two, with an edge at the limit; empty ones at the start are left out."""
+    """Return (from, to, count) by powers of two, with an edge at the limit; empty bins at the start are left out."""
     if not lengths:
         return []
     values = np.asarray(lengths)
@@ -244,7 +242,7 @@ def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int,
 
 
 def shortened(text: str) -> str:
-    """A long piece without its middle, and nothing in it that a terminal would obey."""
+    """Shorten a long text in its middle and escape control characters for the terminal."""
     if len(text) > LONGEST_SHOWN:
         half = LONGEST_SHOWN // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Rows -> samples, all of them before a model is loaded; then an endless stream of rows that a number can resume."""
+"""Load and encode all examples before the model is loaded; then stream them endlessly, resumable by a position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Dataset:
     """read: rows of the files; kept: rows here; truncated, dropped; quoted: had a control token's text, as text;
     quarantined: could not be used and were set aside."""
     mixture: Mixture | None = None
-    """How the sources are mixed, if they have weights."""
+    """How the sources are mixed, if weights are given."""
 
 
 def load_dataset(
@@ -71,7 +71,7 @@ def load_dataset(
     if len(names) == 1 and is_indexed(names[0]):
         return _indexed(names[0], encoder, max_rows)
     if indexed := [name for name in names if is_indexed(name)]:
-        raise UsageError(f"{indexed[0]}: tokenised files cannot be put together with others; give them alone")
+        raise UsageError(f"{indexed[0]}: tokenized files cannot be combined with other files; use them alone")
     sources = [source_parts(name) for name in names]  # a wrong name is said at once, not after the other files are read
     builder = PromptStoreBuilder() if encoder.kind == "prompt" else ExampleStoreBuilder(cache)
     sizes: list[int] = []
@@ -97,10 +97,10 @@ def load_dataset(
             if source.description:
                 descriptions.append(f"{name}: {source.description}")
             if weights and not sizes[-1]:
-                raise DataError(f"{name}: no rows are left of it, so it cannot be mixed with the others")
+                raise DataError(f"{name}: no examples are left of it, so it cannot be mixed with the others")
     if not builder.rows:
         raise DataError(
-            f"{', '.join(names)}: no rows are left: {counts['read']} read, {counts['dropped']} dropped, longer "
+            f"{', '.join(names)}: no examples are left: {counts['read']} read, {counts['dropped']} dropped, longer "
             f"than data.max_length = {encoder.config.max_length}"
         )
     mixture = Mixture(tuple(sizes), tuple(weights), encoder.config.repeat) if weights else None
@@ -108,7 +108,7 @@ def load_dataset(
 
 
 def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
-    """Rows that `posttrain data preprocess` has tokenised."""
+    """Load examples that `posttrain data preprocess` has tokenized."""
     from posttrain.data.indexed_dataset import load_indexed, load_indexed_prompts
 
     if encoder.kind == "prompt":
@@ -121,12 +121,12 @@ def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
 
 
 def source_format(encoder: Encoder) -> SourceFormat:
-    """What recognises the rows of one source for this encoder."""
+    """Return the format recogniser of one source for this encoder."""
     return SourceFormat(encoder.kind, encoder.placeholder, encoder.config.map_keys)
 
 
 def chunks(rows: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
-    """As many rows as are encoded at once; where reading ends in an error, first those before it."""
+    """Yield records in chunks; where reading raises an error, first those before it."""
     chunk: list[Record | BadRecord] = []
     size = 0
     damaged: DataError | None = None
@@ -150,7 +150,7 @@ def chunks(rows: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadReco
 def understand(
     chunk: Iterable[Record | BadRecord], source: SourceFormat, set_aside: SetAside
 ) -> list[tuple[Record, list[Example]]]:
-    """What the rows hold; those that cannot be used are handed to `set_aside`."""
+    """Yield records with their examples; pass records that cannot be used to `set_aside`."""
     understood: list[tuple[Record, list[Example]]] = []
     for row in chunk:
         if isinstance(row, BadRecord):
@@ -166,7 +166,7 @@ def understand(
 def encode(
     understood: Sequence[tuple[Record, list[Example]]], encoder: Encoder, set_aside: SetAside
 ) -> Iterator[tuple[Record, list[Encoded]]]:
-    """What became of each row's examples; rows that cannot be encoded are handed to `set_aside`."""
+    """Yield records with their encoded examples; pass records that cannot be encoded to `set_aside`."""
     try:
         encoded = iter(encoder.encode_all([example for _, examples in understood for example in examples]))
     except DataError:  # one of them: which?
@@ -200,7 +200,7 @@ def _keep(
 
 
 class Quarantine:
-    """Rows that cannot be used: the first ends the run, or all are written to a file and counted."""
+    """Handles records that cannot be used: the first ends the run, or all are written to a file and counted."""
 
     def __init__(self, path: Path | None, stop: bool) -> None:
         self.path, self.stop = path, stop
@@ -228,11 +228,11 @@ class Quarantine:
         self.file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def check(self, part: SourcePart, counts: dict[str, int]) -> None:
-        """At the end of a file: count its bad rows; if there are no others, something else is wrong."""
+        """Count the bad records of a finished file; DataError if it has no others."""
         counts["quarantined"] += self.of_part
         read = counts["read"] - self.read_before
         if self.first is not None and self.of_part == read:
-            raise DataError(f"{part.name}: none of its {read:,} rows can be used. The first: {self.first.error}")
+            raise DataError(f"{part.name}: none of its {read:,} examples can be used. The first: {self.first.error}")
         self.of_part, self.read_before, self.first = 0, counts["read"], None
 
 
@@ -246,7 +246,7 @@ def _dataset(
 
 
 def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Set a part of the rows aside, the same every time. Rows that come from one row of a file stay together."""
+    """Split off a fraction of the examples for evaluation, always the same; parts of one record stay together."""
     if not 0 < fraction < 1:
         raise UsageError(f"data.eval is {fraction}: a part must be above 0 and below 1")
     rows = dataset.rows
@@ -289,7 +289,7 @@ class ExampleStream:
         strata: Sequence[float] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
-        """`strata`: a number a row; rows that differ in it are spread evenly over the epoch."""
+        """`strata`: a number per example; examples that differ in it are spread evenly over the epoch."""
         assert len(rows), "a stream needs rows"
         assert mixture is None or sum(mixture.sizes) == len(rows), "the mixture is of other rows"
         self.rows = rows
@@ -322,7 +322,7 @@ class ExampleStream:
         return samples
 
     def next_row(self) -> tuple[int, int]:
-        """Its position in the stream, and which of the rows it is."""
+        """Return the next position in the stream and the index of its example."""
         self.position += 1
         return self.position - 1, self._index(self.position - 1)
 

@@ -40,7 +40,7 @@ OnLong = Literal["truncate", "drop", "error"]
 
 
 def is_indexed(name: str) -> bool:
-    """Whether the name stands for indexed files."""
+    """Whether a name refers to indexed files."""
     return not Path(name).exists() and (idx_path(name).is_file() or bool(_columns(name, MARK) or _columns(name, "")))
 
 
@@ -61,7 +61,7 @@ def load_indexed(
     files = open_files(name)
     if files.kind != kind and (kind, files.kind) != ("labelled", "pair"):
         if files.kind == "prompt":
-            raise UsageError(f"{name}: these are prompts without answers, for reinforcement learning")
+            raise UsageError(f"{name}: these are prompts without completions, for reinforcement learning")
         takers = ", ".join(VERBS[files.kind])
         raise UsageError(f"{name}: indexed rows of kind {files.kind}: for {takers}, not for {', '.join(VERBS[kind])}")
     streams = [TokenStream(files, prefix) for prefix in (("chosen_", "rejected_") if files.kind == "pair" else ("",))]
@@ -71,7 +71,9 @@ def load_indexed(
     table, counts = make_table(streams, kind, max_tokens, on_long)
     counts |= {"read": rows, "quarantined": 0}
     if not len(table.numbers):
-        raise DataError(f"{name}: no rows are left: {rows} read, {counts['dropped']} longer than {max_tokens} tokens")
+        raise DataError(
+            f"{name}: no examples are left: {rows} read, {counts['dropped']} longer than {max_tokens} tokens"
+        )
     settings = f"{kind} {max_tokens} {on_long} {rows} {bos_id}"
     return IndexedExamples(files, kind, streams, table, counts, fingerprint(files, settings), bos_id)
 
@@ -97,7 +99,7 @@ def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> t
     kept = [prompt for prompt in prompts if prompt is not None]
     if not kept:
         raise DataError(
-            f"{name}: no rows are left: {len(rows)} read, all longer than {encoder.config.max_length} tokens"
+            f"{name}: no examples are left: {len(rows)} read, all longer than {encoder.config.max_length} tokens"
         )
     counts = {"read": len(rows), "truncated": 0, "dropped": len(rows) - len(kept), "quoted": 0}
     return PromptStore(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
@@ -108,7 +110,7 @@ def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> t
 
 @dataclass(frozen=True, slots=True)
 class IndexedFiles:
-    """Indexed files that belong together."""
+    """The indexed files of one dataset."""
 
     name: str
     readers: dict[str, IndexedReader]
@@ -117,7 +119,7 @@ class IndexedFiles:
 
 
 def _columns(name: str, mark: str) -> dict[str, str]:
-    """Key -> prefix of the files that hold it."""
+    """Return the file prefix of each key."""
     place = Path(f"{name}{mark}")
     found = ([*place.parent.glob(f"{escape(place.name)}_*_{level}.idx")] for level in ("document", "sentence"))
     files = next(filter(None, found), []) if place.name else []
@@ -126,7 +128,7 @@ def _columns(name: str, mark: str) -> dict[str, str]:
 
 
 def open_files(name: str) -> IndexedFiles:
-    """The files, and what they hold: told by the manifest that preprocessing wrote, or by their keys."""
+    """Open the files; their kind comes from the manifest of preprocessing, or from their keys."""
     if idx_path(name).is_file():
         return IndexedFiles(name, {"input_ids": IndexedReader(name)}, "text")
     marked, plain = _columns(name, MARK), _columns(name, "")
@@ -150,7 +152,7 @@ def open_files(name: str) -> IndexedFiles:
 
 
 def kind_of(found: dict[str, str]) -> str:
-    """Of files that say it nowhere: the labels of a prompt are its answer, of which every token is one."""
+    """Guess the kind without a manifest: the labels of a prompt are its completion, without -100."""
     if "attention_mask" not in found:
         return "prompt"
     ids, labels = IndexedReader(found["input_ids"]), IndexedReader(found["labels"])
@@ -159,7 +161,7 @@ def kind_of(found: dict[str, str]) -> str:
 
 
 def read_manifest(file: Path) -> dict[str, Any]:
-    """What preprocessing wrote down; nothing, for files of other tools."""
+    """Read the manifest of preprocessing; empty for files of other tools."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -170,7 +172,7 @@ def read_manifest(file: Path) -> dict[str, Any]:
 
 
 def fingerprint(files: IndexedFiles, settings: str) -> str:
-    """Changes with any byte of the files, and with how they are read."""
+    """Return a digest that changes with any byte of the files and with the settings."""
     digest = hashlib.sha256(f"{settings}\n".encode())
     for key, reader in files.readers.items():
         digest.update(f"{key}\n".encode())
@@ -184,7 +186,7 @@ def fingerprint(files: IndexedFiles, settings: str) -> str:
 
 
 class TokenStream:
-    """Token ids and their labels. `look` finds the documents: a row is one, or several if it is packed."""
+    """Token ids and their labels. `scan` finds the documents: one per example, or several if it is packed."""
 
     def __init__(self, files: IndexedFiles, prefix: str) -> None:
         self.files = files
@@ -195,15 +197,15 @@ class TokenStream:
         readers = [self.ids, *(reader for reader in (self.labels, self.seen) if reader is not None)]
         for reader in readers:
             if not reader.is_dense:
-                raise DataError(f"{reader.prefix}.bin: there are gaps between its sequences; write it anew")
+                raise DataError(f"{reader.prefix}.bin: there are gaps between its sequences; write the file again")
             if not np.array_equal(reader.lengths, self.ids.lengths):
-                raise DataError(f"{reader.prefix}: its rows are not as long as those of {self.ids.prefix}")
+                raise DataError(f"{reader.prefix}: its sequences do not have the lengths of those in {self.ids.prefix}")
         self.starts: Numbers = np.zeros(0, dtype=np.int64)  # of each document, in the numbers of the file
         self.lengths: Numbers = np.zeros(0, dtype=np.int64)
         self.rows: Numbers = np.zeros(0, dtype=np.int64)  # the row that a document is in
 
     def scan(self, rows: int, vocab_size: int) -> None:
-        """Check the first rows, and find their documents."""
+        """Check the first examples and find their documents."""
         found = [self._look(first, last, vocab_size) for first, last in blocks(self.ids.lengths[:rows])]
         if found:
             self.starts, self.lengths, self.rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -237,7 +239,7 @@ class TokenStream:
         if self.files.kind == "stepwise":
             if len(self.files.reward_ids) != 2:
                 raise DataError(
-                    f"{self.files.name}: no manifest tells the labels of right steps from those of wrong ones"
+                    f"{self.files.name}: without a manifest the labels of correct and incorrect steps are not known"
                 )
             wrong = counts & ~np.isin(labels, self.files.reward_ids)
             self._refuse(start, wrong, f"a label that is none of the reward tokens {self.files.reward_ids}")
@@ -252,7 +254,7 @@ class TokenStream:
             raise DataError(f"{self.files.name}:{row}: token {at - int(self.ids.starts[row])}: {reason}")
 
     def counted(self, starts: Numbers, lengths: Numbers) -> Numbers:
-        """How many tokens count in each of these pieces."""
+        """Return the number of tokens to train on in each of these ranges."""
         if self.labels is None:
             return lengths - 1
         counts = np.zeros(len(starts), dtype=np.int64)
@@ -265,7 +267,7 @@ class TokenStream:
 
 
 def blocks(lengths: Numbers) -> Iterator[tuple[int, int]]:
-    """Ranges of pieces that together have about BLOCK numbers."""
+    """Yield ranges of sequences that have about BLOCK numbers together."""
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < len(lengths):
@@ -280,7 +282,7 @@ def blocks(lengths: Numbers) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
-    """Where the samples lie."""
+    """The positions of the samples in the files."""
 
     streams: Numbers  # which stream a sample is in
     starts: Numbers
@@ -294,7 +296,7 @@ class SampleTable:
 def make_table(
     streams: list[TokenStream], kind: ExampleKind, max_tokens: int, on_long: OnLong
 ) -> tuple[SampleTable, dict[str, int]]:
-    """What is kept of all documents, and in which rows."""
+    """Return the samples to keep, by example, and the counts of dropped and truncated ones."""
     name, ways = streams[0].files.name, len(streams)
     starts, lengths, rows = (
         np.stack([getattr(stream, field) for stream in streams], axis=1).ravel()
@@ -323,7 +325,7 @@ def make_table(
         counted[which == number] = stream.counted(starts[which == number], lengths[which == number])
     if not counted.all():
         within = f" within data.max_length = {max_tokens}" if long.any() and on_long == "truncate" else ""
-        told = f"nothing counts{within}. Raise data.max_length, or set data.on_overlong to drop"
+        told = f"no token to train on{within}. Raise data.max_length, or set data.on_overlong to drop"
         raise DataError(f"{name}:{rows[counted.argmin()]}: {told}")
     if kind in ("text", "labelled"):  # every sample is a row
         firsts = np.arange(len(starts) + 1)
@@ -338,7 +340,7 @@ def make_table(
 def split_texts(
     starts: Numbers, lengths: Numbers, rows: Numbers, max_tokens: int
 ) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.bool_]]:
-    """Parts of texts; each begins with the last token of the part before, which does not count."""
+    """Split texts; each part begins with the last token of the part before, which is not trained on."""
     room = max_tokens - 1
     parts = -(-(lengths - 1) // room)
     which = np.repeat(np.arange(len(starts)), parts)
@@ -347,7 +349,7 @@ def split_texts(
 
 
 class IndexedExamples(ExampleStore):
-    """Rows by number, made of the mapped files; `counts` and `verdict` tell what was found."""
+    """Examples by number from the mapped files; `counts` and `description` summarise them."""
 
     def __init__(
         self,
@@ -368,7 +370,7 @@ class IndexedExamples(ExampleStore):
         self.description = f"{files.name}: indexed {files.kind}: {', '.join(files.readers)}{documents}"
 
     def subset(self, rows: npt.ArrayLike) -> IndexedExamples:
-        """Some of the rows, in the order given; nothing is copied."""
+        """Return some of the examples in the given order; nothing is copied."""
         chosen = self.chosen[np.asarray(rows, dtype=np.int64)]
         return IndexedExamples(
             self.files, self.kind, self.streams, self.table, self.counts, self.digest, self.bos_id, chosen
@@ -400,15 +402,15 @@ class IndexedExamples(ExampleStore):
         return range(self.table.firsts[at], self.table.firsts[at + 1])
 
     def origin(self, row: int) -> str:
-        """`name:row` of the files."""
+        """Return `name:row` in the files."""
         return f"{self.files.name}:{self.table.numbers[self.chosen[row]]}"
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return self.table.lengths[self._samples()]
 
     def counted(self) -> int:
-        """Tokens that count."""
+        """Return the number of tokens that are trained on."""
         return int(self.table.counted[self._samples()].sum(dtype=np.int64))
 
     def _samples(self) -> npt.NDArray[np.int64]:
@@ -417,5 +419,5 @@ class IndexedExamples(ExampleStore):
         return np.repeat(first, size) + np.arange(int(size.sum())) - before
 
     def fingerprint(self) -> str:
-        """Changes with any byte of the files, with how they are read, and with the choice of rows."""
+        """Return a digest that changes with any byte of the files, with the settings, and with the chosen examples."""
         return hashlib.sha256(self.digest.encode() + self.chosen.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Prompts as rows: what online algorithms take instead of samples, with the same questions answered."""
+"""Store the prompts of online algorithms with the interface of `ExampleStore`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.core.types import Prompt
 
 
 class PromptStore(Sequence[list[Prompt]]):
-    """Rows of one prompt each, in memory: beside their tokens they carry all columns for the reward functions."""
+    """Examples of one prompt each, in memory, with their tokens and all columns for the reward functions."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self.prompts = prompts
@@ -32,7 +32,7 @@ class PromptStore(Sequence[list[Prompt]]):
         return [[prompt] for prompt in self.prompts[row]] if isinstance(row, slice) else [self.prompts[row]]
 
     def hold(self) -> None:
-        """Prompts are never written into."""
+        """Do nothing: prompts are never modified."""
 
     def subset(self, rows: npt.ArrayLike) -> PromptStore:
         return PromptStore([self.prompts[row] for row in np.asarray(rows, dtype=np.int64)])
@@ -44,11 +44,11 @@ class PromptStore(Sequence[list[Prompt]]):
         return np.array([len(prompt.tokens) for prompt in self.prompts], dtype=np.int64)
 
     def counted(self) -> int:
-        """No token of a prompt counts: the policy did not choose it."""
+        """Return 0: no token of a prompt is trained on."""
         return 0
 
     def fingerprint(self) -> str:
-        """Changes with any token and any column, and with their order."""
+        """Return a digest that changes with any token and any column, and with their order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(len(prompt.tokens).to_bytes(8, "little") + prompt.tokens.tobytes())
@@ -57,7 +57,7 @@ class PromptStore(Sequence[list[Prompt]]):
 
 
 class PromptStoreBuilder:
-    """Takes prompts one by one, as store.ExampleStoreBuilder takes samples."""
+    """Collects prompts one by one, as store.ExampleStoreBuilder collects samples."""
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []

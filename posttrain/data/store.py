@@ -1,4 +1,4 @@
-"""Encoded rows in a few long arrays, on disk where they are large; samples are made when they are asked for."""
+"""Store encoded examples in a few long arrays, on disk if they are large; samples are created on access."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER_AT_END = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})", re.DOTALL)
 
 
 class GrowingArray:
-    """Values of one type that are only ever added; in memory, or beyond a limit in a file without a name."""
+    """Values of one type that are appended; in memory, or beyond a limit in an unnamed temporary file."""
 
     def __init__(self, dtype: type[np.generic], limit: int, folder: Path | None) -> None:
         self.dtype = np.dtype(dtype)
@@ -34,7 +34,7 @@ class GrowingArray:
         self.file: Any = None
 
     def add_one(self, value: float) -> None:
-        """One value; a column takes either single values or arrays."""
+        """Append one value; an array takes either single values or arrays."""
         self.pending.append(value)
         if len(self.pending) == PENDING:
             self._add_pending()
@@ -56,7 +56,7 @@ class GrowingArray:
         self.buffer = bytearray()
 
     def array(self) -> npt.NDArray[Any]:
-        """All values, not to be changed."""
+        """Return all values, read-only."""
         self._add_pending()
         if self.file is None:
             values = np.frombuffer(self.buffer, dtype=self.dtype)
@@ -69,7 +69,7 @@ class GrowingArray:
 
 @dataclass(frozen=True, slots=True)
 class SampleArrays:
-    """Samples laid end to end: tokens and what belongs to each, then numbers a sample, then a row."""
+    """Concatenated samples: values per token, then per sample, then per example."""
 
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
@@ -85,10 +85,10 @@ class SampleArrays:
 
 
 class ExampleStoreBuilder:
-    """Takes rows one by one and makes a `ExampleStore` of them."""
+    """Collects examples one by one and builds an `ExampleStore`."""
 
     def __init__(self, folder: Path | None = None, limit: int = SPILL) -> None:
-        """`folder`: where the file is, if there must be one; the system's place for such files by default."""
+        """`folder`: where temporary files are created, if needed; by default the system's temporary directory."""
         dtypes: dict[str, type[np.generic]] = dict.fromkeys(("starts", "firsts", "number"), np.int64)
         dtypes |= dict.fromkeys(("tokens", "counted", "place"), np.int32)
         dtypes |= dict.fromkeys(("label", "margin"), np.float64)
@@ -126,7 +126,7 @@ class ExampleStoreBuilder:
 
 
 class ExampleStore(Sequence[list[Sample]]):
-    """Rows by number. Each time one is asked for its samples are made anew, unless `hold` was called."""
+    """Examples by number. The samples of an example are created at each access, unless `hold` was called."""
 
     def __init__(self, columns: SampleArrays, chosen: npt.NDArray[np.int64]) -> None:
         self.columns = columns
@@ -135,19 +135,19 @@ class ExampleStore(Sequence[list[Sample]]):
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Sample]]) -> ExampleStore:
-        """A store of rows that exist already."""
+        """Build a store of given examples."""
         builder = ExampleStoreBuilder()
         for row in rows:
             builder.add(row)
         return builder.finish()
 
     def hold(self) -> None:
-        """From now on a row's samples are made once and stay, with all that is written into them."""
+        """Keep the samples of an example from its first access on, with all that is written into them."""
         if self._held is None:
             self._held = {}
 
     def subset(self, rows: npt.ArrayLike) -> ExampleStore:
-        """Some of the rows, in the order given; nothing is copied."""
+        """Return some of the examples in the given order; nothing is copied."""
         return ExampleStore(self.columns, self.chosen[np.asarray(rows, dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -194,27 +194,27 @@ class ExampleStore(Sequence[list[Sample]]):
         return range(self.columns.firsts[at], self.columns.firsts[at + 1])
 
     def origin(self, row: int) -> str:
-        """`file:line` of a row."""
+        """Return `file:line` of an example."""
         at = self.chosen[row]
         number = int(self.columns.number[at])
         return self.columns.places[self.columns.place[at]] + (str(number) if number >= 0 else "")
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return np.diff(self.columns.starts)[self._samples()]
 
     def counted(self) -> int:
-        """Tokens that count."""
+        """Return the number of tokens that are trained on."""
         return int(self.columns.counted[self._samples()].sum(dtype=np.int64))
 
     def _samples(self) -> npt.NDArray[np.int64]:
-        """Numbers of all samples of these rows."""
+        """Return the numbers of all samples of these examples."""
         first, size = self.columns.firsts[self.chosen], np.diff(self.columns.firsts)[self.chosen]
         before = np.repeat(np.cumsum(size) - size, size)
         return np.repeat(first, size) + np.arange(int(size.sum())) - before
 
     def fingerprint(self) -> str:
-        """Changes with any token, mask, target, label or margin, and with their order."""
+        """Return a digest that changes with any token, mask, target, label or margin, and with their order."""
         digest = hashlib.sha256()
         for part in self._parts():
             digest.update(part)

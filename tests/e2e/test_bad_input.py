@@ -88,7 +88,7 @@ ROWS = {
     "only long rows": (
         [LONG],
         ("--data.max_length", 32, "--data.on_overlong", "drop"),
-        ["d.jsonl: no rows", "1 dropped"],
+        ["d.jsonl: no examples", "1 dropped"],
     ),
     "pairs": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), ["d.jsonl:1: the format is preference", "dpo"]),
 }

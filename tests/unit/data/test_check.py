@@ -66,7 +66,7 @@ def test_columns_that_nobody_knows(tmp_path):
     file = write(tmp_path, [{"foo": 1, "bar": 2}])
     report = check_source(file, maker())
     assert report.kind is None and report.descriptions == []
-    assert report.problems == [f"{file}:1: columns found: foo, bar; no known format has these"]
+    assert report.problems == [f"{file}:1: no known format has the columns foo, bar"]
 
 
 def test_a_damaged_file_is_one_problem_more(tmp_path):

@@ -320,7 +320,7 @@ def test_sources_with_weights(tmp_path):
     firsts = {train.rows.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}
     assert firsts == {one}
     long = write(tmp_path, [{**GOOD, "completion": "long " * 99}], "long.jsonl")
-    with pytest.raises(DataError, match=r"long.jsonl: no rows are left of it"):
+    with pytest.raises(DataError, match=r"long.jsonl: no examples are left of it"):
         load_dataset([one, long], weights=[1, 1], encoder=encoder("chat", max_length=60, on_overlong="drop"))
 
 
@@ -342,7 +342,7 @@ def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, 
 
 def test_nothing_to_load(tmp_path):
     file = write(tmp_path, [{"prompt": "a", "completion": "b " * 50}])
-    with pytest.raises(DataError, match="no rows are left: 1 read, 1 dropped"):
+    with pytest.raises(DataError, match="no examples are left: 1 read, 1 dropped"):
         load_dataset([file], encoder("chat", max_length=20, on_overlong="drop"), None, None)
     with pytest.raises(UsageError, match="no data files"):
         load_dataset([], encoder("chat"), None, None)

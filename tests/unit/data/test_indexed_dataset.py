@@ -68,7 +68,9 @@ def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_toke
     try:
         direct = load_dataset([source], encoder)
     except DataError as error:
-        told = "no rows are left" if "no rows are left" in str(error) else r"out:\d+: nothing counts within"
+        told = (
+            "no examples are left" if "no examples are left" in str(error) else r"out:\d+: no token to train on within"
+        )
         with pytest.raises(DataError, match=told):
             load_indexed(prefix, kind, len(tokenizer), max_tokens=max_tokens, on_long=on_long)
         return
@@ -117,7 +119,7 @@ def test_rows_for_another_verb(tmp_path):
         load_indexed(prefix, "chat", len(PICO))
     (tmp_path / "more").mkdir()
     _, prefix = written(tmp_path / "more", "R1AlpacaStyleInstructionHandler", CHAT)
-    with pytest.raises(UsageError, match="prompts without answers"):
+    with pytest.raises(UsageError, match="prompts without completions"):
         load_indexed(prefix, "chat", len(PICO))
 
 
@@ -137,7 +139,7 @@ def test_prompts_for_reinforcement_learning(tmp_path):
     longest = len(direct.rows[3][0].tokens)
     with pytest.raises(DataError, match=r"out:\d+: the prompt has .* cannot be truncated"):
         load_dataset([prefix], Encoder(PICO, DataConfig(max_length=longest - 1), "prompt", len(PICO)))
-    with pytest.raises(DataError, match="no rows are left: 4 read"):
+    with pytest.raises(DataError, match="no examples are left: 4 read"):
         load_dataset([prefix], Encoder(PICO, DataConfig(max_length=3, on_overlong="drop"), "prompt", len(PICO)))
     with pytest.raises(DataError, match="outside the model's vocabulary"):
         load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", 20))
@@ -173,8 +175,8 @@ def columns(folder, **rows):
         ([[1, 2]], [[-100, 3]], None, r"a:0: token 1: a label that is not the token itself"),
         ([[1, 2, 3]], [[1, 2, 3]], None, r"a:0: token 0: a label on the first token"),
         ([[1, 2, 3, 4]], [[-100, 2, 3, 4]], [[1, 1, 2, 2]], r"a:0: token 2: a label on the first token"),
-        ([[1, 2], [3, 4]], [[-100, 2], [-100, -100]], None, "a:1: nothing counts"),
-        ([[1, 2]], [[-100, 2, 2]], None, "its rows are not as long"),
+        ([[1, 2], [3, 4]], [[-100, 2], [-100, -100]], None, "a:1: no token to train on"),
+        ([[1, 2]], [[-100, 2, 2]], None, "its sequences do not have the lengths"),
         ([[1, 2], []], [[-100, 2], []], None, "a:1: no tokens"),
     ],
 )
