@@ -1,4 +1,4 @@
-"""Pipelines: lists of stages that go on after a kill. The commands are lists of these; write your own likewise."""
+"""Pipelines: lists of stages that resume after a kill. The commands are such lists; write your own likewise."""
 
 from posttrain.pipelines.stage import Stage, run_stages
 from posttrain.pipelines.stages import Generate, Score, Select, Train

@@ -1,6 +1,6 @@
 """The pipelines that are commands: rejection sampling, iterative DPO, conditional fine-tuning.
 
-Each is generate -> score -> select -> train, again and again, every time with the model that came of the time before.
+Each repeats generate -> score -> select -> train, every iteration with the model of the previous one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FREE = ("iterations", "output_dir", "quiet", "resume", "score.workers", "log.", 
 
 @dataclass(slots=True)
 class PipelineResult:
-    """What a finished pipeline hands back to Python."""
+    """The result of a finished pipeline, for Python."""
 
     folder: Path
     model: Path
@@ -46,7 +46,7 @@ def run(verb: str, /, say: Callable[[str], None] = print, **options: Any) -> Pip
 
 
 def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = print) -> PipelineResult:
-    """All iterations; what is done already is passed over."""
+    """Run all iterations; finished stages are skipped."""
     check(verb, config)
     with open_folder(verb, config.output_dir, described(config), FREE) as folder:
         stages = stages_of(verb, config, folder.path)
@@ -120,7 +120,7 @@ def described(config: PipelineConfig) -> dict[str, Any]:
 
 
 def stages_of(verb: str, config: PipelineConfig, folder: Path) -> list[Stage]:
-    """All of them, in order."""
+    """Return all stages, in order."""
     recipe, initial = RECIPES[verb], config.model.path
     stages: list[Stage] = held_out(config, folder / "iteration-0", initial, "")
     model, rows = initial, ""
@@ -147,7 +147,7 @@ def stages_of(verb: str, config: PipelineConfig, folder: Path) -> list[Stage]:
 
 
 def generation(config: PipelineConfig, number: int, model: str, place: Path) -> Generation:
-    """Of the iteration with this number; each has random numbers of its own."""
+    """Return the generation settings of an iteration; each iteration has its own seed."""
     options = config.generate
     return Generation(
         model=asked_model(config, model),
@@ -166,7 +166,7 @@ def generation(config: PipelineConfig, number: int, model: str, place: Path) -> 
 
 
 def held_out(config: PipelineConfig, place: Path, model: str, best_of: str) -> list[Stage]:
-    """What a model is worth on prompts that it does not train on: the same ones, from the same random numbers."""
+    """Return the stages that evaluate a model on held-out prompts, always with the same seed."""
     if not config.data.eval:
         return []
     asked = replace(
@@ -219,12 +219,12 @@ def scoring(config: PipelineConfig, file: str, out: str, normalize: bool = False
 
 
 def longest(config: PipelineConfig) -> int:
-    """Tokens of a conversation: nothing that was generated is cut off."""
+    """Return the maximum length of a conversation, large enough that no completion is truncated."""
     return config.data.max_length + (config.generate.max_tokens + ROOM if config.generate.n else 0)
 
 
 def training(config: PipelineConfig, recipe: Recipe, number: int, model: str, rows: str) -> Config:
-    """Options of the trainer in this iteration."""
+    """Return the options of the trainer in this iteration."""
     algo = config.algo
     if recipe.trainer == "dpo" and number > 1 and not algo.reference:
         algo = replace(algo, reference=config.model.path)  # the initial policy, every time
@@ -250,7 +250,7 @@ def training(config: PipelineConfig, recipe: Recipe, number: int, model: str, ro
 
 
 def last_model(folder: Path, iterations: int) -> Path:
-    """`model` in the folder, which makes the folder itself the name of a model."""
+    """Link `model` in the run directory to the last model, so that the directory can be used as a model."""
     link, unfinished = folder / "model", folder / ".tmp-model"
     unfinished.unlink(missing_ok=True)
     unfinished.symlink_to(f"iteration-{iterations}/model", target_is_directory=True)

@@ -35,7 +35,7 @@ BEST = 0.95  # the part of the answers that are worth less than what a model is 
 
 @dataclass(slots=True)
 class Generate(Stage):
-    """Answers of a model to prompts, as `posttrain generate`."""
+    """Generates completions for prompts, as `posttrain generate`."""
 
     config: Generation
     best_of: str = ""
@@ -70,7 +70,7 @@ class Generate(Stage):
 
 @dataclass(slots=True)
 class Score(Stage):
-    """Rewards of a file of answers, as `posttrain score`."""
+    """Scores a file of completions, as `posttrain score`."""
 
     config: Scoring
 
@@ -105,7 +105,7 @@ class Score(Stage):
 
 @dataclass(slots=True, kw_only=True)
 class Select(Stage):
-    """Rows to train on from scored answers, as `posttrain select`."""
+    """Selects training examples from scored completions, as `posttrain select`."""
 
     method: str
     file: str
@@ -176,7 +176,7 @@ class Train(Stage):
         return {"steps": result.steps, **self.last_metrics()}
 
     def last_metrics(self) -> Figures:
-        """From the file: a kill may have come after the last step."""
+        """Read the metrics of the last step from the file, as the run may have been killed after it."""
         *_, last = (self.training / "metrics.jsonl").read_text(encoding="utf-8").strip().split("\n")
         return {name: value for name, value in json.loads(last).items() if name in ("loss", "accuracy", "reward")}
 
@@ -192,7 +192,7 @@ class Train(Stage):
         return f"{self.verb}: {figures['steps']:,} steps{f'; {shown}' if shown else ''}"
 
     def publish(self) -> None:
-        """The model of the last checkpoint, at once or not at all."""
+        """Publish the model of the last checkpoint atomically."""
         for left in self.out.parent.glob(f".*{self.out.name}-*"):  # of a process that was killed here
             shutil.rmtree(left)
         if self.out.exists():
@@ -206,13 +206,13 @@ class Train(Stage):
         sync_folder(self.out.parent)
 
     def tidy(self) -> None:
-        """The optimizer's state is several times as large as the model, and only needed to go on."""
+        """Remove the checkpoints: the optimizer state is larger than the model and only needed to resume."""
         if not self.config.train.ema_decay:  # which lies in the checkpoint, for `posttrain export --ema`
             shutil.rmtree(self.training / "checkpoints", ignore_errors=True)
 
 
 def linked(source: str, target: str) -> None:
-    """The same file under another name, where the file system can."""
+    """Hard-link a file; copy it where the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -220,7 +220,7 @@ def linked(source: str, target: str) -> None:
 
 
 def data_files(names: tuple[str, ...]) -> list[str]:
-    """The files that these stand for; what is not here (a hub's, or not made yet) is known by its name."""
+    """Return the files of these sources; sources that are not local files are returned by name."""
     found: list[str] = []
     for name in names:
         try:
@@ -231,7 +231,7 @@ def data_files(names: tuple[str, ...]) -> list[str]:
 
 
 def best_reward(file: str) -> float:
-    """What good answers of a file are worth: more than most; where only few are good, the most that any is."""
+    """Return the reward to ask for: the 95th percentile, or the maximum where only few completions are good."""
     rewards = sorted(float(row.values["reward"]) for row in read_records(file))
     typical = rewards[int(BEST * (len(rewards) - 1))]
     return typical if typical > rewards[len(rewards) // 2] else rewards[-1]

@@ -1,4 +1,4 @@
-"""What came of a pipeline: a row an iteration, and the numbers of answers add up."""
+"""Summarise a pipeline: one table row per iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.pipelines.stage import Figures, Stage
 
 
 def by_iteration(stages: Sequence[Stage], figures: Sequence[Figures]) -> list[Figures]:
-    """A row an iteration; the numbers of answers must add up."""
+    """Return one row per iteration; check that the numbers of completions add up."""
     table: dict[int, Figures] = {}
     for stage, found in zip(stages, figures, strict=True):
         place, kind = stage.out.parent.name, stage.out.name.partition(".")[0]
