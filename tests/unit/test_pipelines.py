@@ -256,7 +256,9 @@ def test_every_iteration_begins_with_the_model_before(verb, configured):
 
 def test_devices_and_engine_are_those_of_the_pipeline(configured, monkeypatch):
     """Only what decides the answers is sealed: a pipeline may go on with other devices."""
-    monkeypatch.setattr("posttrain.engines.vllm.engine.prepare_environment", lambda: None)  # as if it were installed
+    monkeypatch.setattr(
+        "posttrain.engines.vllm.environment.prepare_environment", lambda: None
+    )  # as if it were installed
     changes = {"generate.engine": ("vllm", "max_num_seqs=4"), "cluster.devices": 3}
     plain, other = (
         [stage for stage in stages_of(verb, configured(verb, **given), Path("run")) if isinstance(stage, Generate)]
