@@ -17,7 +17,7 @@ import torch
 from bench.common import GPU, SHAPES, Shape, saved_model
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_host import RoleRef
-from posttrain.config.sections import ClusterConfig, ModelConfig, TrainConfig
+from posttrain.config.sections import ModelConfig, OnlineClusterConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Objective, Sample
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -83,7 +83,9 @@ def timed(work) -> float:
 
 
 def transport(folder: Path) -> None:
-    places = Placement(ClusterConfig(devices=2, limits=(0, SECONDS), layout=("critic.devices=1",)), folder / "logs")
+    places = Placement(
+        OnlineClusterConfig(devices=2, worker_timeout_seconds=SECONDS, critic_devices=1), folder / "logs"
+    )
     try:
         workers = places.pool("critic").start("critic", Idle)
         samples = samples_of(1024, 4096, 3)
@@ -96,7 +98,7 @@ def transport(folder: Path) -> None:
 
 def overhead(count: int, folder: Path) -> None:
     """One step's calls: log-probabilities of 512 x 384 tokens, gradients, the optimizer."""
-    cluster = ClusterConfig(devices=count + 1, limits=(0, SECONDS), layout=("critic.devices=1",))
+    cluster = OnlineClusterConfig(devices=count + 1, worker_timeout_seconds=SECONDS, critic_devices=1)
     places = Placement(cluster, folder / "logs")
     try:
         group = LearnerGroup(places.pool("actor").start("actor", Idle))
@@ -120,7 +122,9 @@ def move_between_processes(folder: Path) -> None:
 
 
 def move(model: ModelConfig, folder: Path) -> None:
-    places = Placement(ClusterConfig(devices=3, limits=(0, SECONDS), layout=("rollout.devices=1",)), folder / "logs")
+    places = Placement(
+        OnlineClusterConfig(devices=3, worker_timeout_seconds=SECONDS, rollout_devices=1), folder / "logs"
+    )
     try:
         actor = places.pool("actor")
         actor.start("actor", Learner, model, TrainConfig(), trainable=False)

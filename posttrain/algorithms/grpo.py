@@ -2,7 +2,7 @@
 
 The advantage is the reward minus the mean of its group, over their standard deviation; no critic. Dr. GRPO
 (arXiv:2503.20783) is `scale_by_std: false` with `average: length`; DAPO (arXiv:2503.14476) is a larger `clip_high` with
-rollout.dynamic_sampling and rewards.overlong. GSPO and CISPO change what is done with the ratio.
+rollout.dynamic_sampling and reward.overlong_tokens. GSPO and CISPO change what is done with the ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`posttrain cluster up|down`: a small Ray cluster on this machine, to try --cluster.ray without a real one."""
+"""`posttrain cluster up|down`: a small Ray cluster on this machine, to try --cluster.ray_address without a real one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.cluster.ray import LocalCluster, is_ray, state_file
 from posttrain.core.errors import PosttrainError, UsageError
 
 COMMANDS = {
-    "up": "start one here; --cluster.ray auto finds it",
+    "up": "start one here; --cluster.ray_address auto finds it",
     "down": "end it, and all that runs on it",
 }
 START_SECONDS = 300  # that a node may take
@@ -69,7 +69,7 @@ def up(nodes: int, workers: int, memory: int) -> int:
         end(cluster)
         raise
     print(f"Ray is up at {address}: {nodes} node{'s' if nodes > 1 else ''} with {workers} workers each")
-    print("use it: posttrain VERB ... --cluster.ray auto --cluster.devices N    end it: posttrain cluster down")
+    print("use it: posttrain VERB ... --cluster.ray_address auto --cluster.devices N    end it: posttrain cluster down")
     return 0
 
 

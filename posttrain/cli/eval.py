@@ -99,6 +99,7 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
     from posttrain.inference.generate import Generation
     from posttrain.inference.model import CONDITION
     from posttrain.inference.score import Scoring
+    from posttrain.inference.workers import engine_of_words
     from posttrain.pipelines import Generate, Score
 
     generation = Generation(
@@ -111,7 +112,7 @@ def stages_of(options: argparse.Namespace, place: Path, model: str) -> list[Stag
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
         batch=options.batch,
-        engine=tuple(options.engine),
+        engine=engine_of_words(options.engine),
         cluster=ClusterConfig(devices=options.devices),
     )
     scoring = Scoring(

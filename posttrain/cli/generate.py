@@ -26,6 +26,7 @@ def run(args: list[str]) -> int:
     quiet_libraries()
     from posttrain.inference.generate import Generation, generate, manifest_of
     from posttrain.inference.model import CONDITION
+    from posttrain.inference.workers import engine_of_words
 
     config = Generation(
         model=model_of(options.model, options),
@@ -38,7 +39,7 @@ def run(args: list[str]) -> int:
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
         batch=options.batch,
-        engine=tuple(options.engine),
+        engine=engine_of_words(options.engine),
         cluster=ClusterConfig(devices=options.devices),
         resume=options.resume,
     )

@@ -259,7 +259,7 @@ def has_sampler(config: Config, sharding: Sharding) -> bool:
 
 def cache_of(config: Config, model: Any, device: torch.device, dtype: torch.dtype, largest: list[Sample]) -> int:
     """Keys and values of the answers under way, where the learners' devices generate with the local engine."""
-    if not isinstance(config, OnlineConfig) or config.rollout.engine[0] != "local":
+    if not isinstance(config, OnlineConfig) or config.rollout.engine != "local":
         return 0
     if config.cluster.of("rollout").place != "actor":
         return 0
@@ -345,7 +345,7 @@ def memory_ledger(
     if needs.gathered:
         yield "gathered", amount(needs.gathered), "others' parts of the layers in use, and gradients on their way"
     if needs.sampler:
-        yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with rollout.devices"
+        yield "to generate with", amount(needs.sampler), f"a whole copy, {dtype}; none with cluster.rollout_devices"
     if needs.cache:
         yield "keys and values", amount(needs.cache), "of answers under way; as many as memory has room for"
     note = f"{amount(other)} {'without' if on else 'with'} model.gradient_checkpointing"

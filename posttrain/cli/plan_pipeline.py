@@ -110,7 +110,7 @@ def generating(config: PipelineConfig, device: torch.device, sizes: Sizes) -> It
     model = frozen(config.model, config.model.path, dtype)
     weights = memory.model_memory(model, average=False, in_4bit=config.model.load_in_4bit).weights
     yield "weights", amount(weights), "a whole model"
-    if config.generate.engine[0] != "local":
+    if config.generate.engine != "local":
         yield "keys and values", "?", "vLLM takes the rest of its share, gpu_memory_utilization"
         return
     at_once = min(default_slots(device), config.generate.batch, sizes.answers)

@@ -119,7 +119,7 @@ def ray_lines(train: str, options: argparse.Namespace) -> list[str]:
     devices = options.nodes * options.devices_per_node
     return [
         *lines,
-        f'{train} --cluster.ray "$address" --cluster.devices {devices} &',
+        f'{train} --cluster.ray_address "$address" --cluster.devices {devices} &',
         "training=$!",
         "trap 'kill -TERM \"$training\"' TERM",
         "code=0",

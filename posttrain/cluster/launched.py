@@ -107,7 +107,7 @@ class LaunchedProcesses:
                     missing = sorted(set(range(1, self.size)) - set(self.connections))
                     raise WorkerError(
                         f"ranks {missing} of the launcher did not connect within {timeout_seconds:g} s "
-                        "(cluster.limits)",
+                        "(cluster.worker_timeout_seconds)",
                         lost=True,
                     ) from None
                 connection = Connection(accepted.detach())

@@ -39,7 +39,7 @@ class Placement:
     @property
     def in_process(self) -> bool:
         """Whether the only worker is this process."""
-        return self.cluster.devices == 1 and not self.cluster.ray and self.launched is None
+        return self.cluster.devices == 1 and not self.cluster.ray_address and self.launched is None
 
     def pool(self, role: str) -> Pool:
         """Return the pool that holds the models of a role."""
@@ -63,8 +63,8 @@ class Placement:
 
     def make_pool(self, first_number: int, size: int, per_node: int) -> Pool:
         """Start `size` workers, numbered from `first_number`; `per_node` neighbours belong on one machine."""
-        timeout = self.cluster.limits[1]
-        if self.cluster.ray:
+        timeout = self.cluster.worker_timeout_seconds
+        if self.cluster.ray_address:
             return self.ray_cluster().pool(
                 size,
                 self.logs,
@@ -105,7 +105,7 @@ class Placement:
 
     def rendezvous(self, size: int) -> Rendezvous:
         """Where a group across pools can form. Its timeout is shorter than that of the calls that wait for it."""
-        timeout = self.cluster.limits[1] / 2
+        timeout = self.cluster.worker_timeout_seconds / 2
         if self.launched is not None:
             return Rendezvous(size, *self.launched.new_group(), timeout)
         store = self.rendezvous_store()
@@ -113,8 +113,8 @@ class Placement:
 
     def rendezvous_store(self) -> RendezvousStore:
         if self.store is None:
-            address = self.ray_cluster().address if self.cluster.ray else LOOPBACK
-            self.store = RendezvousStore(self.cluster.limits[1], address)
+            address = self.ray_cluster().address if self.cluster.ray_address else LOOPBACK
+            self.store = RendezvousStore(self.cluster.worker_timeout_seconds, address)
         return self.store
 
     def ray_cluster(self) -> RayCluster:

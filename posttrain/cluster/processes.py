@@ -154,6 +154,6 @@ def devices_for_workers(count: int) -> list[str] | None:
     if count > len(devices):
         raise UsageError(
             f"cluster.devices is {count}, but this machine has {len(devices)}. Lower it, or start one process per "
-            "device on several machines: posttrain slurm, torchrun or cluster.ray."
+            "device on several machines: posttrain slurm, torchrun or cluster.ray_address."
         )
     return devices[:count]

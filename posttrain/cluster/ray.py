@@ -61,8 +61,8 @@ class RayCluster:
     """The connection to Ray, and the resources of the cluster."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
-        self.devices, self.timeout_seconds = cluster.devices, cluster.limits[1]
-        self.connected = connect(cluster.ray)
+        self.devices, self.timeout_seconds = cluster.devices, cluster.worker_timeout_seconds
+        self.connected = connect(cluster.ray_address)
         import ray
 
         nodes = all_nodes()
@@ -117,8 +117,8 @@ class RayCluster:
                 log.warning("waiting for Ray to place %s. %s", wanted, self.describe_resources())
                 if not wait_for_placement(group, self.timeout_seconds - NOTICE_SECONDS):
                     raise WorkerError(
-                        f"Ray could not place {wanted} within {self.timeout_seconds:g} s (cluster.limits). "
-                        f"{self.describe_resources()}",
+                        f"Ray could not place {wanted} within {self.timeout_seconds:g} s "
+                        f"(cluster.worker_timeout_seconds). {self.describe_resources()}",
                         lost=True,
                     )
             nodes = all_nodes()
@@ -313,7 +313,10 @@ def accept_connections(
             late = time.monotonic() > deadline
             for actor in [actor for actor in actors if actor.rank not in found]:
                 if late or actor.has_exited():
-                    reason = actor.exit_reason(0) or f"did not connect within {timeout_seconds:g} s (cluster.limits)"
+                    reason = (
+                        actor.exit_reason(0)
+                        or f"did not connect within {timeout_seconds:g} s (cluster.worker_timeout_seconds)"
+                    )
                     message = f"new worker, rank {actor.rank} (on {actor.node}) {reason}. Its log: {actor.log}"
                     raise WorkerError(message, lost=True) from None
             continue
@@ -408,8 +411,8 @@ def connect(address: str) -> bool:
     """Connect this process to Ray; returns False if it was connected before."""
     if address.startswith("ray://"):
         raise UsageError(
-            f"cluster.ray is {address}: workers cannot connect to a remote client. Run the command on a node of the "
-            "cluster, with --cluster.ray auto."
+            f"cluster.ray_address is {address}: workers cannot connect to a remote client. Run the command on a "
+            "node of the cluster, with --cluster.ray_address auto."
         )
     ours = LocalCluster.running() if address == "auto" and not os.environ.get("RAY_ADDRESS") else None
     if ours is not None:
@@ -420,14 +423,14 @@ def connect(address: str) -> bool:
     try:
         import ray
     except ImportError:
-        raise UsageError("cluster.ray needs Ray: pip install 'posttrain[ray]'") from None
+        raise UsageError("cluster.ray_address needs Ray: pip install 'posttrain[ray]'") from None
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise UsageError(f"cluster.ray is {address}, {connection_problem(error)}") from None
+        raise UsageError(f"cluster.ray_address is {address}, {connection_problem(error)}") from None
     finally:
         with contextlib.suppress(ValueError):  # not the main thread: then Ray has set no handler
             signal.signal(signal.SIGTERM, handler)

@@ -265,7 +265,7 @@ class WorkerPool:
         late = [channel for channel in self.channels if channel.rank not in call.results]
         unresponsive = self.unresponsive(late)
         worst = unresponsive[0] if unresponsive else late[0]
-        what = f"did not finish {call.method} within {self.timeout_seconds:g} s (cluster.limits)"
+        what = f"did not finish {call.method} within {self.timeout_seconds:g} s (cluster.worker_timeout_seconds)"
         what += " and does not answer a ping: it is stopped or stuck" if unresponsive else "; it is still running"
         others = [str(channel.rank) for channel in late if channel is not worst]
         waiting = f". Ranks that did not finish either: {', '.join(others)}" if others else ""

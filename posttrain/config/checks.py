@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
-from posttrain.config.sections import INFLIGHT, LAYOUT_KEYS, ONLINE_PARTS, ROLES, Config, OnlineConfig, value_of
+from posttrain.config.sections import (
+    ONLINE_PARTS,
+    ROLES,
+    ClusterConfig,
+    Config,
+    OnlineClusterConfig,
+    OnlineConfig,
+    value_of,
+)
 from posttrain.core.errors import UsageError
 
 Refuse = Callable[[bool, str], None]
 """Raises UsageError with the message if the first argument is true."""
+SHARED_SIZES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "rollout_tensor_parallel_size")
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
@@ -115,108 +126,108 @@ def launched_size() -> int:
 
 
 def check_cluster(config: Config, refuse: Refuse) -> None:
-    """Layouts that cannot be, and roles that are not there."""
+    """Numbers of devices that cannot be divided as the options say."""
     cluster = config.cluster
     if launched_size() > 1:
         cluster.devices = launched_size()
         refuse(
-            bool(cluster.ray),
-            f"cluster.ray is {cluster.ray}, but torchrun or srun started {launched_size()} processes. Use one of them.",
+            bool(cluster.ray_address),
+            f"cluster.ray_address is {cluster.ray_address}, but torchrun or srun started {launched_size()} processes. "
+            "Use one of them.",
         )
-    roles = ROLES if isinstance(config, OnlineConfig) else ("actor", "reference")
     refuse(*outside(config, "cluster.devices", 1, None))
-    for entry in cluster.layout:
-        key, equals, value = entry.partition("=")
-        role, dot, name = key.rpartition(".")
-        bad = f"cluster.layout has {entry!r}; it must be [role.]key=value with a key of {', '.join(LAYOUT_KEYS)}"
-        refuse(not equals or name not in LAYOUT_KEYS, f"{bad}.")
-        refuse(bool(dot) and role.partition("-")[0] not in roles, f"{bad}, and a role of {', '.join(roles)}.")
-        joins = name == "devices" and value in roles and value != role
-        refuse(not joins and not value.isdigit(), f"{bad} and a whole number.")
-        refuse(
-            name == "devices" and role in ("", "actor"),
-            f"cluster.layout has {entry!r}: the actor has the devices that cluster.devices leaves it.",
-        )
-        refuse(value.isdigit() and int(value) < (2 if name == "zero" else 1), f"{bad}; {value} is too small.")
-        refuse(name == "zero" and int(value) > 3, f"{bad}; zero is 2 or 3.")
-        refuse(
-            name in ("cp", "ep") and role == "rollout",
-            f"cluster.layout has {entry!r}: answers are made by whole models, or by an engine that divides its own.",
-        )
-        joined = cluster.entry(value, "devices") if joins else ""
-        refuse(joined in roles, f"{bad}; {value} has no devices of its own to share.")
-    left = cluster.devices - sum(map(int, cluster.own_devices().values()))
+    for entry in dataclasses.fields(cluster):
+        if entry.name.endswith(("_devices", "_size")):
+            lowest = 1 if entry.name in SHARED_SIZES else 0
+            for value in listed(getattr(cluster, entry.name)):
+                refuse(value < lowest, f"cluster.{entry.name} is {value}; it must be at least {lowest}.")
+    refuse(*outside(config, "cluster.max_restarts", 0, None))
     refuse(
-        left < 1,
-        f"cluster.devices is {cluster.devices}, but roles of cluster.layout take {cluster.devices - left}, and the "
-        "actor needs one too.",
+        not 0 < cluster.worker_timeout_seconds < math.inf,
+        f"cluster.worker_timeout_seconds is {cluster.worker_timeout_seconds}; it must be above 0, and finite.",
     )
-    named = [entry.partition("=")[0].rpartition(".")[0] for entry in cluster.layout]
-    for role in dict.fromkeys((*roles, *cluster.own_devices(), *filter(None, named))):
-        found = cluster.of(role)
-        refuse(
-            bool(found.devices % found.alike),
-            f"cluster.layout: {role} has {found.devices} devices, which tp={found.tensor_parallel}"
-            + f" times cp={found.context_parallel}" * (found.context_parallel > 1)
-            + " does not divide.",
-        )
-        ranks = found.devices // found.tensor_parallel
-        refuse(
-            found.expert_parallel not in (1, ranks),
-            f"cluster.layout: ep is {found.expert_parallel} for {role}; it must be {ranks}, the devices among which "
-            "FSDP divides the rest of the model, or be left out.",
-        )
-    restarts, seconds = cluster.limits
+    own = cluster.own_devices()
+    taken = sum(own.values())
     refuse(
-        restarts < 0 or not 0 < seconds < math.inf,
-        f"cluster.limits is {list(cluster.limits)}; it must be a number of restarts and seconds above 0.",
+        cluster.devices - taken < 1,
+        f"cluster.devices is {cluster.devices}, but {' and '.join(own)} take {taken} of them, and the policy needs one "
+        "too. Raise cluster.devices, or lower theirs.",
     )
+    roles = ROLES if isinstance(cluster, OnlineClusterConfig) else ("actor", "reference")
+    for role in dict.fromkeys((*roles, *own, *indexed_rewards(cluster))):
+        check_role(config, role, refuse)
+
+
+def check_role(config: Config, role: str, refuse: Refuse) -> None:
+    """What must hold between the devices of a role and how its model is divided."""
+    cluster, found = config.cluster, config.cluster.of(role)
+    prefix = "cluster." if role == "actor" else f"cluster.{role.partition('-')[0]}_"
+    shared, devices = cluster.option(role, "colocate_with", "actor"), cluster.option(role, "devices", 0)
+    refuse(
+        bool(devices) and shared != "actor",
+        f"{prefix}devices is {devices} and {prefix}colocate_with is {shared}; set one of them.",
+    )
+    refuse(
+        shared != "actor" and shared not in cluster.own_devices(),
+        f"{prefix}colocate_with is {shared}, which has no devices of its own: set cluster.{shared}_devices.",
+    )
+    split = f"{prefix}tensor_parallel_size {found.tensor_parallel}"
+    split += f" times {prefix}context_parallel_size {found.context_parallel}" * (found.context_parallel > 1)
+    refuse(
+        bool(found.devices % found.alike),
+        f"{role} has {found.devices} devices, which {split} does not divide.",
+    )
+    ranks = found.devices // found.tensor_parallel
+    refuse(
+        found.expert_parallel not in (1, ranks),
+        f"{prefix}expert_parallel_size is {found.expert_parallel}; it must be 1, or {ranks}: the devices among which "
+        "FSDP divides the rest of the model.",
+    )
+
+
+def indexed_rewards(cluster: ClusterConfig) -> list[str]:
+    """Reward models that have options of their own, as reward-N."""
+    if not isinstance(cluster, OnlineClusterConfig):
+        return []
+    lists = [value for entry in dataclasses.fields(cluster) if isinstance(value := getattr(cluster, entry.name), tuple)]
+    own = [value for value in lists if value is not cluster.offload]
+    return [f"reward-{index}" for index in range(max(map(len, own), default=0))]
 
 
 def check_online(config: OnlineConfig, refuse: Refuse) -> None:
-    """The same for the sections of trainers that generate."""
-    rollout, rewards = config.rollout, config.rewards
-    options = [entry for entry in rollout.engine[1:] if entry != INFLIGHT]
-    names = "the names of verifiers, FILE.py:FUNCTION, model:PATH or http://..."
-    judged = config.reward or rollout.environment
-    refuse(not judged, f"reward is not set: what judges answers? Give {names}: --reward gsm8k")
+    """The same for the sections of online trainers."""
+    rollout, reward, cluster = config.rollout, config.reward, config.cluster
+    kinds = "a verifier by name, FILE.py:FUNCTION, model:PATH or http://..."
     refuse(
-        bool(rewards.weights) and len(rewards.weights) != len(config.reward),
-        f"rewards.weights has {len(rewards.weights)} numbers for {len(config.reward)} rewards. Give one each, or none.",
+        not (reward.functions or rollout.environment),
+        f"reward.functions is not set: what scores completions? Give {kinds}: --reward gsm8k",
+    )
+    refuse(
+        bool(reward.weights) and len(reward.weights) != len(reward.functions),
+        f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} rewards. Give one each.",
     )
     refuse(
         bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or rollout.environment)),
-        "rollout.replay takes recorded answers as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
+        "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
         "rollout.environment.",
     )
     refuse(
-        not (0 <= rewards.overlong[0] <= rollout.max_tokens and 0 <= rewards.overlong[1] < math.inf),
-        f"rewards.overlong is {list(rewards.overlong)}; it must be a number of tokens up to rollout.max_tokens = "
-        f"{rollout.max_tokens}, and a penalty of at least 0.",
+        rollout.inflight_updates and not (rollout.ahead and cluster.rollout_devices),
+        "rollout.inflight_updates is set, but completions are not generated during training: set --rollout.ahead 1 and "
+        "--cluster.rollout_devices N.",
     )
     refuse(
-        not all(0.01 <= limit < math.inf for limit in rewards.limits[:2]) or not 0 <= rewards.limits[2] <= 1,
-        f"rewards.limits is {list(rewards.limits)}; it must be seconds and GiB, each at least 0.01, and the part of a "
-        "batch that may fail, from 0 to 1.",
+        rollout.engine == "local" and cluster.rollout_tensor_parallel_size > 1,
+        f"cluster.rollout_tensor_parallel_size is {cluster.rollout_tensor_parallel_size}, but the local engine keeps a "
+        "whole model on each device. Leave it out, or take --rollout.engine vllm.",
     )
-    refuse(
-        rollout.engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in options),
-        f"rollout.engine is {' '.join(rollout.engine)!r}; it must be local, or vllm and its options as name=value.",
-    )
-    refuse(
-        rollout.inflight and not (rollout.ahead and "rollout" in config.cluster.own_devices()),
-        "rollout.engine has inflight, but answers are not made while the model learns: set --rollout.ahead 1 and "
-        "--cluster.layout rollout.devices=N.",
-    )
-    refuse(
-        rollout.engine[0] == "local" and config.cluster.of("rollout").tensor_parallel > 1,
-        "cluster.layout has rollout.tp, but the local engine keeps a whole model on each device. Leave it out, or take "
-        "--rollout.engine vllm.",
-    )
-    refuse(
-        rollout.engine[0] == "local" and bool(options),
-        f"rollout.engine local has no options of its own, but got {' '.join(options)}.",
-    )
+    for name in ("devices", "colocate_with", *(f"{kind}_parallel_size" for kind in ("tensor", "context", "expert"))):
+        values = getattr(cluster, f"reward_{name}")
+        refuse(
+            len(values) > max(1, len(reward.functions)),
+            f"cluster.reward_{name} has {len(values)} values for {len(reward.functions)} rewards. Give one for all, or "
+            "one each.",
+        )
     for key, low, high in (
         ("rollout.samples_per_prompt", 1, None),
         ("rollout.max_tokens", 1, None),
@@ -225,15 +236,24 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         ("rollout.top_k", 0, None),
         ("rollout.min_p", 0, 1),
         ("rollout.ahead", 0, None),
-        ("rollout.dynamic_sampling", 0, None),
+        ("rollout.dynamic_sampling_max_batches", 1, None),
         ("rollout.max_mismatch", 0, None),
-        ("rewards.workers", 1, None),
-        ("rewards.clip", 0, None),
+        ("reward.timeout_seconds", 0.01, None),
+        ("reward.memory_gib", 0.01, None),
+        ("reward.max_failure_rate", 0, 1),
+        ("reward.workers", 1, None),
+        ("reward.clip", 0, None),
+        ("reward.overlong_tokens", 0, rollout.max_tokens),
+        ("reward.overlong_penalty", 0, None),
         ("eval.samples_per_prompt", 1, None),
         ("eval.temperature", 0, None),
         ("eval.max_examples", 0, None),
     ):
         refuse(*outside(config, key, low, high))
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:

@@ -195,7 +195,7 @@ def resolve(entry: Entry, start: Any) -> list[Entry]:
         found = renamed(key, value, option_keys(start))
     except UsageError as error:
         raise UsageError(f"{entry.where}{error}") from None
-    return [entry._replace(key=k, value=v) for k, v in (found or {key: value}).items()]
+    return [entry._replace(key=k, value=v) for k, v in ({key: value} if found is None else found).items()]
 
 
 def positive(key: str) -> str:
@@ -286,7 +286,7 @@ def typed_entry(name: str, values: list[str], start: Any, verb: str) -> tuple[En
         if values and not positionals(start):
             raise UsageError(takes_no_value(entry, switch))
         return entry._replace(key=switch, value=False), values
-    (first, *_) = resolve(entry, start)
+    first = next(iter(resolve(entry, start)), entry)
     if not is_switch(first.key, start):
         one = first.key in known and not isinstance(value_of(start, first.key), tuple)
         surplus = values[1:] if one and positionals(start) else []

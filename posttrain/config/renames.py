@@ -7,11 +7,13 @@ A function of the table gets the value as a list of words: what was typed, or th
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.sections import OnlineClusterConfig
 from posttrain.core.errors import UsageError
 
 Values = dict[str, Any]
@@ -40,6 +42,11 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "save.every": "save.every_steps",
     "save.keep": "save.max_checkpoints",
     "save.keep_gigabytes": "save.max_gigabytes",
+    "cluster.ray": "cluster.ray_address",
+    "rewards.weights": "reward.weights",
+    "rewards.workers": "reward.workers",
+    "rewards.clip": "reward.clip",
+    "rewards.normalize": "reward.normalize",
 }
 
 SWITCHES = {"algo.shuffle_minibatch": "algo.shuffle_mini_batch"}  # another library's spelling, one letter apart
@@ -50,9 +57,11 @@ def renamed(key: str, value: Any, known: Collection[str]) -> Values | None:
     if key in known:
         form = VALUE_FORMS.get(key)
         return form(value) if form is not None else None
+    if key == "cluster.layout":
+        return cluster_layout([str(word) for word in words_of(value)], known)
     if key in TRANSFORMS:
         found = TRANSFORMS[key](words_of(value))
-        return found if found.keys() & set(known) or not found else None
+        return found if found.keys() <= set(known) else None
     new = NAMES.get(key, SWITCHES.get(key, ()))
     names = (new,) if isinstance(new, str) else new
     return next(({name: value} for name in names if name in known), None)
@@ -133,7 +142,72 @@ def log_to(words: list[Any]) -> Values:
 
 
 def normalize_models(words: list[Any]) -> Values:
-    return {"rewards.normalize": "saved" if str(words[0]).lower() == "true" else "none"}
+    return {"reward.normalize": "saved" if not words or str(words[0]).lower() == "true" else "none"}
+
+
+def reward_limits(words: list[Any]) -> Values:
+    """Seconds, GiB and the share that may fail."""
+    names = ("reward.timeout_seconds", "reward.memory_gib", "reward.max_failure_rate")
+    return pair("rewards.limits", words, *names)
+
+
+def overlong(words: list[Any]) -> Values:
+    return pair("rewards.overlong", words, "reward.overlong_tokens", "reward.overlong_penalty")
+
+
+def cluster_limits(words: list[Any]) -> Values:
+    return pair("cluster.limits", words, "cluster.max_restarts", "cluster.worker_timeout_seconds")
+
+
+LAYOUT_OPTIONS = {
+    "devices": "devices",
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "zero": "zero_stage",
+}
+INHERITING = ("reference", "critic", "reward")  # roles whose models are divided as all are, unless they say otherwise
+
+
+def cluster_layout(words: Sequence[str], known: Collection[str]) -> Values:
+    """`tp=2 rollout.devices=4 reference.devices=critic reward-1.tp=1`: what is not named has its default."""
+    defaults = dataclasses.asdict(OnlineClusterConfig())
+    names = (*LAYOUT_OPTIONS.values(), "colocate_with")
+    layout = [name for name in defaults if name.endswith(names) and name != "devices" and f"cluster.{name}" in known]
+    values: Values = {f"cluster.{name}": defaults[name] for name in layout}
+    entries = dict(word.partition("=")[::2] for word in words)
+    rewards: dict[str, dict[str, str]] = {}  # option -> reward or reward-N -> value
+    for key, value in entries.items():
+        role, _, name = key.rpartition(".")
+        if not value or name not in LAYOUT_OPTIONS or (name == "devices" and role in ("", "actor")):
+            raise UsageError(
+                f"cluster.layout has {f'{key}={value}'.rstrip('=')!r}; use cluster.tensor_parallel_size, "
+                "cluster.rollout_devices and the like instead."
+            )
+        option = LAYOUT_OPTIONS[name] if name != "devices" or value.isdigit() else "colocate_with"
+        kind, _, index = role.partition("-")
+        if kind == "rollout" and option not in ("devices", "tensor_parallel_size"):
+            continue  # it had no effect
+        if kind == "reward" and (index.isdigit() or not index):
+            rewards.setdefault(option, {})[role] = value
+        elif kind and kind != "actor":
+            values[f"cluster.{kind}_{option}"] = value
+        elif kind or f"actor.{name}" not in entries:
+            values[f"cluster.{option}"] = value
+    values |= {f"cluster.reward_{option}": reward_list(given, option) for option, given in rewards.items()}
+    for name, option in LAYOUT_OPTIONS.items():
+        for key in (f"cluster.{role}_{option}" for role in INHERITING):
+            if f"actor.{name}" in entries and not values.get(key, "absent"):  # it is not divided as the actor is
+                size = entries.get(name, "3" if name == "zero" else "1")
+                values[key] = [size] if key.startswith("cluster.reward") else size
+    return values
+
+
+def reward_list(entries: dict[str, str], option: str) -> list[str]:
+    """The values of an option of reward models, from what is said of all (`reward`) and of single ones (`reward-1`)."""
+    single = {int(role.partition("-")[2]): value for role, value in entries.items() if role != "reward"}
+    common = entries.get("reward", "actor" if option == "colocate_with" else "0")
+    return [single.get(index, common) for index in range(max(1, *single) + 1)] if single else [common]
 
 
 TRANSFORMS: dict[str, Transform] = {
@@ -143,6 +217,9 @@ TRANSFORMS: dict[str, Transform] = {
     "update.warmup": warmup,
     "update.betas": betas,
     "log.to": log_to,
+    "rewards.limits": reward_limits,
+    "rewards.overlong": overlong,
+    "cluster.limits": cluster_limits,
     "rewards.normalize_models": normalize_models,
 }
 
@@ -180,7 +257,36 @@ def eval_part(value: Any) -> Values | None:
     return {"data.eval_fraction": numbers[0]} if len(numbers) == 1 else None
 
 
+def dynamic_sampling(value: Any) -> Values | None:
+    """The most batches of a step, 0 for no dynamic sampling."""
+    words = words_of(value)
+    if len(words) != 1 or isinstance(words[0], bool) or not str(words[0]).isdigit():
+        return None
+    batches = int(words[0])
+    if not batches:
+        return {"rollout.dynamic_sampling": False}
+    return {"rollout.dynamic_sampling": True, "rollout.dynamic_sampling_max_batches": batches}
+
+
+def engine(section: str) -> Callable[[Any], Values | None]:
+    """`vllm max_num_seqs=64 inflight`: the engine, its options, and whether weights change in flight."""
+
+    def transform(value: Any) -> Values | None:
+        words = [str(word) for word in words_of(value)]
+        if len(words) < 2:
+            return None
+        name, *rest = words
+        options = dict(word.partition("=")[::2] for word in rest if word != "inflight")
+        found: Values = {f"{section}.engine": name, f"{section}.vllm_options": options}
+        return found | ({"rollout.inflight_updates": "inflight" in rest} if section == "rollout" else {})
+
+    return transform
+
+
 VALUE_FORMS: dict[str, Callable[[Any], Values | None]] = {
     "data.train": weighted_sources,
     "data.eval": eval_part,
+    "rollout.dynamic_sampling": dynamic_sampling,
+    "rollout.engine": engine("rollout"),
+    "generate.engine": engine("generate"),
 }

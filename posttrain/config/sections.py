@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-LAYOUT_KEYS = ("devices", "tp", "cp", "ep", "zero")
-INFLIGHT = "inflight"  # among rollout.engine
 ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
 
 
@@ -146,7 +144,7 @@ class LogConfig:
 
 @dataclass(slots=True, frozen=True)
 class RoleLayout:
-    """Where a role's model lies and how it is divided."""
+    """Where a role's model is placed and how it is divided."""
 
     place: str  # the role whose devices it is on: itself, where it has devices of its own, or `actor`
     devices: int
@@ -157,111 +155,184 @@ class RoleLayout:
 
     @property
     def alike(self) -> int:
-        """Devices that see the same samples."""
+        """Number of devices that see the same samples."""
         return self.tensor_parallel * self.context_parallel
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
+    """Devices, and how models are divided among them."""
+
     devices: int = 1
-    """Worker processes, one a device (on a CPU: with a share of its cores). Under torchrun or srun: theirs are used."""
-    ray: str = ""
+    """Number of worker processes, one per device (on CPU: each with a share of the cores). torchrun or srun set it."""
+    ray_address: str = ""
     """Place the workers on a Ray cluster: `auto`, or its address."""
-    layout: tuple[str, ...] = ()
-    """How models are divided, for all (`tp=2 cp=2 ep=8`) or for one role (`rollout.devices=4 reference.tp=2`)."""
+    tensor_parallel_size: int = 1
+    """Devices that each matrix is divided among."""
+    context_parallel_size: int = 1
+    """Devices that each sequence is divided among."""
+    expert_parallel_size: int = 1
+    """Devices that the experts of a mixture-of-experts model are divided among."""
+    zero_stage: Literal[2, 3] = 3
+    """2: optimizer states and gradients are sharded; 3: parameters too (FSDP)."""
     offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
     """Keep these in host memory while they are not used."""
-    limits: tuple[int, float] = (0, 1800.0)
-    """How often a run may go on by itself after it lost a worker, and the seconds that a wait for a worker may take."""
+    max_restarts: int = 0
+    """Number of times that a run restarts by itself from its last checkpoint after it lost a worker."""
+    worker_timeout_seconds: float = 1800.0
+    """Longest wait for a worker; then it counts as lost."""
+    reference_devices: int = 0
+    """Devices for the reference model alone; 0: it shares those of the policy."""
+    reference_tensor_parallel_size: int = 0
+    """cluster.tensor_parallel_size of the reference model; 0: as for all models."""
+    reference_context_parallel_size: int = 0
+    """cluster.context_parallel_size of the reference model; 0: as for all models."""
+    reference_expert_parallel_size: int = 0
+    """cluster.expert_parallel_size of the reference model; 0: as for all models."""
+    reference_zero_stage: Literal[0, 2, 3] = 0
+    """cluster.zero_stage of the reference model; 0: as for all models."""
 
     def of(self, role: str) -> RoleLayout:
-        """Layout of a role: actor, critic, reference, reward-N, rollout. What all share is called `actor`'s place."""
-        found = {name: self.entry(role, name) for name in LAYOUT_KEYS}
-        devices, own = found["devices"], self.own_devices()
+        """Returns the layout of a role: actor, reference, critic, rollout, or reward-N for the Nth reward (from 0)."""
+        own = self.own_devices()
         place = role if role in own else role.partition("-")[0]
-        if devices in ROLES:  # those of another role
-            other = self.of(devices)
-            place, size = other.place, other.devices
-        elif devices and role != "actor":
-            size = int(devices)
+        if place in own:
+            size = own[place]
+        elif (other := self.option(role, "colocate_with", "actor")) != "actor":
+            shared = self.of(other)
+            place, size = shared.place, shared.devices
         else:
-            place, size = "actor", self.devices - sum(map(int, own.values()))
-        zero = 3 if found["zero"] == "" else int(found["zero"])
-        tensor, context, experts = (int(found[name] or 1) for name in ("tp", "cp", "ep"))
-        return RoleLayout(place, size, tensor, context, experts, zero)
+            place, size = "actor", self.devices - sum(own.values())
+        if role == "rollout":  # engines divide a model in their own way
+            return RoleLayout(place, size, self.option(role, "tensor_parallel_size", 1), 1, 1, 3)
+        return RoleLayout(
+            place,
+            size,
+            self.option(role, "tensor_parallel_size", 0) or self.tensor_parallel_size,
+            self.option(role, "context_parallel_size", 0) or self.context_parallel_size,
+            self.option(role, "expert_parallel_size", 0) or self.expert_parallel_size,
+            self.option(role, "zero_stage", 0) or self.zero_stage,
+        )
 
-    def entry(self, role: str, key: str) -> str:
-        """Of reward-0: its own, or that of all reward models, or that of all models."""
-        names = [f"{role}.{key}", f"{role.partition('-')[0]}.{key}"]
-        if key != "devices" and role != "rollout":  # engines divide a model in their own way
-            names.append(key)
-        written = dict(entry.partition("=")[::2] for entry in self.layout)
-        return next((written[name] for name in names if name in written), "")
+    def option(self, role: str, name: str, default: Any) -> Any:
+        """Returns a role's own option. Of a list, reward-1 takes the second value, or the only one."""
+        kind, _, index = role.partition("-")
+        value = getattr(self, f"{kind}_{name}", default)
+        if not isinstance(value, tuple):
+            return value
+        if len(value) == 1:
+            return value[0]
+        return value[int(index)] if index and int(index) < len(value) else default
 
-    def own_devices(self) -> dict[str, str]:
-        """Role -> number of devices that only it (and who joins it) has."""
-        written = dict(entry.partition("=")[::2] for entry in self.layout)
-        return {
-            key.partition(".")[0]: value
-            for key, value in written.items()
-            if key.endswith(".devices") and value.isdigit() and not key.startswith("actor.")
-        }
+    def own_devices(self) -> dict[str, int]:
+        """Returns place -> number of devices, for roles that do not share the policy's."""
+        found = {role: getattr(self, f"{role}_devices", 0) for role in ("reference", "critic", "rollout")}
+        rewards = getattr(self, "reward_devices", ())
+        names = ["reward"] if len(rewards) == 1 else [f"reward-{index}" for index in range(len(rewards))]
+        return {place: count for place, count in [*found.items(), *zip(names, rewards, strict=True)] if count}
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineClusterConfig(ClusterConfig):
+    """The same with the further roles of online trainers."""
+
+    reference_colocate_with: Literal["actor", "critic", "reward", "rollout"] = "actor"
+    """Role whose devices the reference model shares, if it has none of its own."""
+    critic_devices: int = 0
+    """Devices for the critic alone; 0: it shares those of the policy."""
+    critic_colocate_with: Literal["actor", "reference", "reward", "rollout"] = "actor"
+    """Role whose devices the critic shares, if it has none of its own."""
+    critic_tensor_parallel_size: int = 0
+    """cluster.tensor_parallel_size of the critic; 0: as for all models."""
+    critic_context_parallel_size: int = 0
+    """cluster.context_parallel_size of the critic; 0: as for all models."""
+    critic_expert_parallel_size: int = 0
+    """cluster.expert_parallel_size of the critic; 0: as for all models."""
+    critic_zero_stage: Literal[0, 2, 3] = 0
+    """cluster.zero_stage of the critic; 0: as for all models."""
+    reward_devices: tuple[int, ...] = ()
+    """Devices for reward models: one number for all of them together, or one per entry of reward.functions."""
+    reward_colocate_with: tuple[Literal["actor", "reference", "critic", "rollout"], ...] = ()
+    """Role whose devices reward models share: one for all, or one per entry of reward.functions."""
+    reward_tensor_parallel_size: tuple[int, ...] = ()
+    """cluster.tensor_parallel_size of reward models: one for all, or one per entry of reward.functions."""
+    reward_context_parallel_size: tuple[int, ...] = ()
+    """cluster.context_parallel_size of reward models: one for all, or one per entry of reward.functions."""
+    reward_expert_parallel_size: tuple[int, ...] = ()
+    """cluster.expert_parallel_size of reward models: one for all, or one per entry of reward.functions."""
+    reward_zero_stage: tuple[Literal[0, 2, 3], ...] = ()
+    """cluster.zero_stage of reward models: one for all, or one per entry of reward.functions."""
+    rollout_devices: int = 0
+    """Devices for engines that only generate; 0: the policy's devices generate too."""
+    rollout_tensor_parallel_size: int = 1
+    """Devices of one vLLM engine on cluster.rollout_devices."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
+    """How completions are generated for training."""
+
     samples_per_prompt: int = 8
-    """Answers to each prompt of a step."""
+    """Completions per prompt and step."""
     max_tokens: int = 512
-    """Longest answer, in tokens; all turns together where there is an environment."""
+    """Longest completion in tokens; with an environment, all turns together."""
     temperature: float = 1.0
-    """Above 1: more varied answers, below 1: less. The trainer counts with it, and with the next three, too."""
+    """Sampling temperature; the trainer computes log-probabilities with it, and with top_p, top_k and min_p, too."""
     top_p: float = 1.0
-    """Draw only from the likeliest tokens that have this probability together."""
+    """Sample only from the most likely tokens whose probabilities add up to this."""
     top_k: int = 0
-    """Draw only from so many of the likeliest tokens; 0: from all."""
+    """Sample only from this many of the most likely tokens; 0: from all."""
     min_p: float = 0.0
-    """Draw only tokens at least this times as likely as the likeliest."""
+    """Sample only tokens at least this many times as likely as the most likely one."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the end-of-turn token."""
+    """Texts that end a completion, besides the end-of-turn token."""
     ahead: int = 0
-    """Batches generated while training on earlier ones, with older weights; 0: always with the newest."""
-    dynamic_sampling: int = 0
-    """Replace groups of equal rewards by other prompts, asking at most so many batches a step (DAPO); 0: keep them."""
+    """Batches generated in advance, with older weights, while earlier ones are trained on; 0: on-policy."""
+    dynamic_sampling: bool = False
+    """Replace groups with equal rewards by other prompts, since they have no gradient (DAPO)."""
+    dynamic_sampling_max_batches: int = 10
+    """Most batches that dynamic sampling generates for one step."""
     environment: str = ""
     """Several turns: FILE.py:CLASS with start(row) and step(reply)."""
     replay: str = ""
-    """Take answers from this run folder's records instead of generating them; they are scored again."""
+    """Take completions from this run directory's records instead of generating them; they are scored again."""
     max_mismatch: float = 0.1
-    """Stop when sampler and trainer disagree by this KL a token, three steps in a row; warn at a tenth."""
-    engine: tuple[str, ...] = ("local",)
-    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`;
-    with `inflight` new weights are taken in the middle of answers."""
-
-    @property
-    def inflight(self) -> bool:
-        return INFLIGHT in self.engine[1:]
+    """Stop when sampler and trainer differ by this KL per token in three steps in a row; warn at a tenth of it."""
+    engine: Literal["local", "vllm"] = "local"
+    """What generates: the local engine, which shares the trainer's weights, or vLLM."""
+    vllm_options: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM by its own names, as JSON: {"gpu_memory_utilization": 0.4, "max_num_seqs": 256}."""
+    inflight_updates: bool = False
+    """Give new weights to completions in progress; needs rollout.ahead and cluster.rollout_devices."""
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardsConfig:
+class RewardConfig:
+    """What scores completions, and its limits."""
+
+    main: ClassVar[str] = "functions"
+
+    functions: tuple[str, ...] = ()
+    """Required. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, model:PATH or http://..."""
     weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1 each."""
-    limits: tuple[float, float, float] = (10.0, 2.0, 0.1)
-    """Seconds and GiB for one answer, else it fails and is left out; the part of a batch that may fail."""
+    timeout_seconds: float = 10.0
+    """Time limit for one completion; beyond it the completion fails and is left out."""
+    memory_gib: float = 2.0
+    """Memory limit of a process that runs reward functions."""
+    max_failure_rate: float = 0.1
+    """Share of a batch that may fail before the run stops."""
     workers: int = 2
     """Child processes that run reward functions."""
     clip: float = 0.0
-    """Hold the sum of rewards between -clip and clip; 0: leave it."""
+    """Clip the sum of rewards to [-clip, clip]; 0: no clipping."""
     normalize: Literal["none", "saved", "running"] = "none"
-    """saved: reward models' scores relative to the mean and deviation saved with them; running: the sum of rewards
-    divided by the deviation of all sums so far."""
-    overlong: tuple[int, float] = (0, 1.0)
-    """N and P: the last N tokens before rollout.max_tokens cost a penalty that grows from 0 to P (DAPO)."""
-
-    @property
-    def max_failure_rate(self) -> float:
-        return self.limits[2]
+    """saved: reward models' scores minus the mean and over the deviation saved with them; running: the sum of rewards
+    over the deviation of all sums so far."""
+    overlong_tokens: int = 0
+    """Number of last tokens before rollout.max_tokens in which a length penalty grows from 0 (DAPO); 0: none."""
+    overlong_penalty: float = 1.0
+    """Penalty at rollout.max_tokens, with reward.overlong_tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -300,11 +371,10 @@ class Config:
 class OnlineConfig(Config):
     """What every trainer takes that learns from its own answers."""
 
-    reward: tuple[str, ...] = ()
-    """Needed. What judges answers: names of verifiers (`posttrain rewards list`), FILE.py:FUNCTION, model:PATH, http://..."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     eval: OnlineEvalConfig = field(default_factory=OnlineEvalConfig)
+    cluster: OnlineClusterConfig = field(default_factory=OnlineClusterConfig)
 
 
 def with_algorithm(algorithm: Any) -> Config:

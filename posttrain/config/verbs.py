@@ -23,6 +23,6 @@ TOOLS = {
     "convert": "weights between Hugging Face, Megatron core, Megatron legacy and our checkpoints, all accounted for",
     "inspect": "what a folder of weights holds: format, family, layout, parameters, types, tokenizer",
     "diff": "which tensors of two checkpoints differ and by how much, whatever their formats",
-    "cluster": "a Ray cluster on this machine to try --cluster.ray on: cluster up, cluster down",
+    "cluster": "a Ray cluster on this machine to try --cluster.ray_address on: cluster up, cluster down",
     "doctor": "what is installed, what is missing and how to mend it",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from posttrain.core.types import Floats, Ints, Sample, SamplingDistribution, WeightVersion
 
@@ -26,6 +26,20 @@ class Sampling:
     """Tokens that end a completion; the one that does is its last token."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end a completion; the tokens that complete one are its last tokens."""
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSpec:
+    """Which engine generates, and its options."""
+
+    name: Literal["local", "vllm"] = "local"
+    vllm_options: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM, by its own names."""
+    num_beams: int = 0
+    """Of the local engine: beam search with this many beams; 0: tokens are sampled."""
+
+
+LOCAL = EngineSpec()
 
 
 @dataclass(slots=True, kw_only=True)

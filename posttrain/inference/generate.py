@@ -27,7 +27,7 @@ from posttrain.data.dataset import Dataset, load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.reading.examples import PromptExample
-from posttrain.engines.base import GenerationRequest, Sampling, seed_for
+from posttrain.engines.base import LOCAL, EngineSpec, GenerationRequest, Sampling, seed_for
 from posttrain.inference.completion_files import jsonl
 from posttrain.inference.model import (
     CONDITION,
@@ -37,7 +37,7 @@ from posttrain.inference.model import (
     position_limit,
     stop_ids_of,
 )
-from posttrain.inference.workers import beams_of, check_workers, deciding, open_generator, tensor_parallel
+from posttrain.inference.workers import check_workers, deciding, open_generator, tensor_parallel
 from posttrain.models.loading import read_config, vocabulary_size
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
@@ -62,7 +62,7 @@ class Generation:
     condition: float | None = None  # the reward that prompts ask for
     condition_template: str = CONDITION
     batch: int = 512  # completions generated and written at a time
-    engine: tuple[str, ...] = ("local",)  # see rollout.engine
+    engine: EngineSpec = LOCAL
     cluster: ClusterConfig = field(default_factory=ClusterConfig)  # devices, each with a whole model
     resume: bool = False
 
@@ -148,7 +148,7 @@ def check(config: Generation) -> None:
             raise UsageError(f"{name} is {value}; it must be at least 1.")
     if config.window is not None and min(config.window) < 1:
         raise UsageError(f"window is {config.window[0]}:{config.window[1]}; both numbers must be at least 1.")
-    beams = beams_of(config.engine)
+    beams = config.engine.num_beams
     if beams and config.n > beams:
         raise UsageError(f"n is {config.n}, but engine local beams={beams} finds {beams} completions to a prompt.")
     if config.n > 1 and config.sampling.temperature == 0 and not beams:

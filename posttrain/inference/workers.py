@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +18,10 @@ from posttrain.cluster import worker
 from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_slots import ReplaceableWorkers, SlotCall
 from posttrain.config.checks import launched_size
-from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
+from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, OnlineClusterConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
-from posttrain.engines.base import GenerationRequest, Generator, Sampling
+from posttrain.engines.base import EngineSpec, GenerationRequest, Generator, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.engines.vllm import environment
 from posttrain.engines.vllm import options as vllm_options
@@ -47,10 +48,10 @@ class BatchGenerator(Protocol):
 
 @contextmanager
 def open_generator(
-    model: ModelConfig, template: str, engine: Sequence[str], cluster: ClusterConfig, logs: Path
+    model: ModelConfig, template: str, engine: EngineSpec, cluster: ClusterConfig, logs: Path
 ) -> Iterator[BatchGenerator]:
     """Open a generator in this process or on workers. `logs`: of workers; they are kept if a worker was lost."""
-    if cluster.devices == 1 and not cluster.ray and engine[0] == "local":
+    if cluster.devices == 1 and not cluster.ray_address and engine.name == "local":
         local = LocalGenerator(local_engine(model, template, engine))
         try:
             yield local
@@ -59,14 +60,17 @@ def open_generator(
         return
     release()
     divided = tensor_parallel(engine)
-    layout = (f"rollout.devices={cluster.devices}", f"rollout.tp={divided}")
-    limits = (0, max(SECONDS, cluster.limits[1]))
-    placement = Placement(ClusterConfig(devices=cluster.devices, ray=cluster.ray, layout=layout, limits=limits), logs)
+    devices = OnlineClusterConfig(
+        devices=cluster.devices,
+        ray_address=cluster.ray_address,
+        worker_timeout_seconds=max(SECONDS, cluster.worker_timeout_seconds),
+        rollout_devices=cluster.devices,
+        rollout_tensor_parallel_size=divided,
+    )
+    placement = Placement(devices, logs)
     placement.launched = None  # each process that a launcher started may have workers of its own
     try:
-        slots = placement.rollout_slots(
-            lambda pool: pool.start("generate", GenerationWorker, model, template, tuple(engine))
-        )
+        slots = placement.rollout_slots(lambda pool: pool.start("generate", GenerationWorker, model, template, engine))
         placement.rendezvous_store()  # built once, before several threads need it
         generators = WorkerGenerators(slots)
         yield generators
@@ -76,17 +80,15 @@ def open_generator(
         placement.close()
 
 
-def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterConfig, sampling: Sampling) -> None:
+def check_workers(model: ModelConfig, engine: EngineSpec, cluster: ClusterConfig, sampling: Sampling) -> None:
     """UsageError for what cannot be, before anything is loaded."""
     if worker.is_worker:
         raise UsageError(
             "a worker process read the script that it was started from, and that generates at once. Put the call of "
             'posttrain under `if __name__ == "__main__":`'
         )
-    if engine[:1] not in (("local",), ("vllm",)) or not all("=" in entry for entry in engine[1:]):
-        raise UsageError(f"engine is {' '.join(engine)!r}; it must be local, or vllm and its options as name=value.")
-    if engine[0] == "local" and len(engine) > 1 and not beams_of(engine):
-        raise UsageError(f"engine local has one option of its own, beams=K from 2 on, but got {' '.join(engine[1:])}.")
+    if engine.name == "vllm" and engine.num_beams:
+        raise UsageError("beam search is done by the local engine; use --engine local")
     if cluster.devices < 1:
         raise UsageError(f"devices is {cluster.devices}; it must be at least 1.")
     if cluster.devices > 1 and launched_size() > 1:
@@ -94,7 +96,7 @@ def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterCon
             f"torchrun or srun started {launched_size()} processes, but this command starts those of --devices itself: "
             "call it once, or give each process a --window and --devices 1."
         )
-    if engine[0] == "vllm":
+    if engine.name == "vllm":
         environment.prepare_environment()
         if model.load_in_4bit:
             raise UsageError("load_in_4bit: engine vllm would not see the same weights; use the local engine")
@@ -106,27 +108,35 @@ def check_workers(model: ModelConfig, engine: Sequence[str], cluster: ClusterCon
             )
 
 
-def tensor_parallel(engine: Sequence[str]) -> int:
+def engine_of_words(words: Sequence[str]) -> EngineSpec:
+    """`local`, `local beams=4`, or `vllm name=value ...`, as tools take it on their command lines."""
+    name, *options = words or ("",)
+    if name not in ("local", "vllm") or not all("=" in option for option in options):
+        raise UsageError(f"engine is {' '.join(words)!r}; it must be local, or vllm and its options as name=value.")
+    given = dict(option.partition("=")[::2] for option in options)
+    if name == "vllm":
+        return EngineSpec("vllm", given)
+    beams = given.pop("beams", "")
+    if given or (options and not (beams.isdigit() and int(beams) > 1)):
+        raise UsageError(f"engine local has one option of its own, beams=K from 2 on, but got {' '.join(options)}.")
+    return EngineSpec("local", num_beams=int(beams or 0))
+
+
+def tensor_parallel(engine: EngineSpec) -> int:
     """Devices that hold one model together."""
-    options = dict(entry.partition("=")[::2] for entry in engine[1:])
-    value = options.get(TENSOR_PARALLEL, "1")
+    value = str(engine.vllm_options.get(TENSOR_PARALLEL, 1)) if engine.name == "vllm" else "1"
     if not value.isdigit() or not int(value):
         raise UsageError(f"engine vllm: {TENSOR_PARALLEL} is {value}; it must be a whole number of at least 1")
     return int(value)
 
 
-def beams_of(engine: Sequence[str]) -> int:
-    """Of `local beams=4`; 0: tokens are drawn."""
-    name, _, value = engine[1].partition("=") if engine[0] == "local" and len(engine) == 2 else ("", "", "")
-    return int(value) if name == "beams" and value.isdigit() and int(value) > 1 else 0
-
-
-def deciding(engine: Sequence[str]) -> dict[str, str]:
+def deciding(engine: EngineSpec) -> dict[str, str]:
     """The engine settings that completions depend on; nothing for the local engine."""
-    if tuple(engine) == ("local",):
-        return {}
-    words = [entry for entry in engine[1:] if entry.partition("=")[0].replace("-", "_") not in RESOURCES]
-    return {"engine": " ".join([engine[0], *sorted(words)])}
+    if engine.name == "local":
+        return {"engine": f"local beams={engine.num_beams}"} if engine.num_beams else {}
+    options = {name.replace("-", "_"): value for name, value in engine.vllm_options.items()}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return {"engine": " ".join(["vllm", *sorted(f"{n}={text}" for n, text in texts.items() if n not in RESOURCES)])}
 
 
 class LocalGenerator:
@@ -158,19 +168,19 @@ def release() -> None:
 class GenerationWorker:
     """Runs in a worker process: an engine with a whole model."""
 
-    def __init__(self, model: ModelConfig, template: str, engine: Sequence[str]) -> None:
-        if engine[0] == "local":
+    def __init__(self, model: ModelConfig, template: str, engine: EngineSpec) -> None:
+        if engine.name == "local":
             self.engine = local_engine(model, template, engine)
         else:
-            self.engine = engine_for_path(model, template, engine[1:], read_weights=True)
+            self.engine = engine_for_path(model, template, engine.vllm_options, read_weights=True)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         return self.engine.generate(requests, sampling)
 
 
-def local_engine(model: ModelConfig, template: str, engine: Sequence[str]) -> Generator:
+def local_engine(model: ModelConfig, template: str, engine: EngineSpec) -> Generator:
     served = InferenceModel(model, DataConfig(chat_template=template))
-    if beams := beams_of(engine):
+    if beams := engine.num_beams:
         return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine
 

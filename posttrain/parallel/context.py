@@ -48,18 +48,18 @@ class ContextGroup:
         kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
         if kinds & {"dynamic", "longrope"}:
             raise UsageError(
-                f"cluster.layout: cp={self.size}: how this {config.model_type} model rotates its heads depends on the "
-                "longest position of a pass (rope_type dynamic or longrope), which context ranks do not know of each "
-                "other. Leave cp out, or say cp=1 for its role."
+                f"cluster.context_parallel_size is {self.size}, but how this {config.model_type} model "
+                "rotates its heads depends on the longest position of a pass (rope_type dynamic or longrope), which "
+                "context ranks do not know of each other. Leave it out, or set it to 1 for this role."
             )
         heads = config.num_attention_heads // tensor_parallel
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_parallel
         if heads % self.size or (keys % self.size and self.size % keys):
             each = f" of each of {tensor_parallel} tensor ranks" * (tensor_parallel > 1)
             raise UsageError(
-                f"cluster.layout: cp={self.size} does not divide the {heads} attention heads{each} (and {keys} heads "
-                f"of keys) of this {config.model_type} model, which context ranks take in turn. Take another cp, or "
-                "cp=1 for its role."
+                f"cluster.context_parallel_size is {self.size}, which does not divide the {heads} attention "
+                f"heads{each} (and {keys} heads of keys) of this {config.model_type} model, which context ranks take "
+                "in turn. Take another size, or 1 for this role."
             )
 
     # Slices of the tokens

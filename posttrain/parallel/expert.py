@@ -33,16 +33,19 @@ def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device
     """Keep only this rank's experts, which compute in `dtype` from then on; returns the modules that hold them."""
     found: dict[str, Any] = dict(experts_of(model))
     if not found:
-        raise UsageError(f"cluster.layout: ep={mesh.size()}, but {type(model).__name__} has no experts to divide")
+        raise UsageError(
+            f"cluster.expert_parallel_size is {mesh.size()}, but {type(model).__name__} has no experts to divide"
+        )
     if any(name.endswith(".base_layer") for name in found):
         raise UsageError(
-            f"cluster.layout: ep={mesh.size()}, but there are adapters on experts, which are not divided. Leave ep "
-            "out, or name what gets adapters: --model.lora_target_modules q_proj k_proj v_proj o_proj"
+            f"cluster.expert_parallel_size is {mesh.size()}, but there are adapters on experts, which are not "
+            "divided. Leave it out, or name what gets adapters: --model.lora_target_modules q_proj k_proj v_proj o_proj"
         )
     for module in found.values():
         if module.num_experts % mesh.size():
             raise UsageError(
-                f"cluster.layout: ep={mesh.size()} does not divide {module.num_experts}, the experts of a layer"
+                f"cluster.expert_parallel_size is {mesh.size()}, which does not divide "
+                f"{module.num_experts}, the experts of a layer"
             )
         for name, parameter in module.named_parameters(recurse=False):
             part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]

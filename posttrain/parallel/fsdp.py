@@ -92,12 +92,13 @@ class ModelShards:
             atexit.register(destroy_process_group)
         world, tensor, context = dist.get_world_size(), layout.tensor_parallel, layout.context_parallel
         if world % layout.ranks_per_sample:
-            named = f"tp={tensor}" + f" and cp={context} together do" * (context > 1) + " does" * (context == 1)
-            raise UsageError(f"cluster.layout: {named} not divide the {world} processes of this role")
+            named = f"cluster.tensor_parallel_size {tensor}"
+            named += f" times cluster.context_parallel_size {context}" * (context > 1)
+            raise UsageError(f"{named} does not divide the {world} processes of this role")
         if layout.expert_parallel not in (1, world // tensor):
             raise UsageError(
-                f"cluster.layout: ep is {layout.expert_parallel}; it must be {world // tensor}, the devices that "
-                "divide the rest of the model by FSDP, or be left out"
+                f"cluster.expert_parallel_size is {layout.expert_parallel}; it must be {world // tensor}, the devices "
+                "that divide the rest of the model by FSDP, or be left out"
             )
         mesh = make_mesh(dist.group.WORLD, device.type, tensor)
         return cls(layout, device, dtype, mesh, make_context_group(dist.group.WORLD, device.type, layout))

@@ -26,11 +26,11 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):
-            raise UsageError(f"cluster.layout: zero is {self.zero}; it must be 2 or 3")
+            raise UsageError(f"cluster.zero_stage is {self.zero}; it must be 2 or 3")
         if self.tensor_parallel < 1:
-            raise UsageError(f"cluster.layout: tp is {self.tensor_parallel}; it must be at least 1")
+            raise UsageError(f"cluster.tensor_parallel_size is {self.tensor_parallel}; it must be at least 1")
         if self.context_parallel < 1:
-            raise UsageError(f"cluster.layout: cp is {self.context_parallel}; it must be at least 1")
+            raise UsageError(f"cluster.context_parallel_size is {self.context_parallel}; it must be at least 1")
         if self.expert_parallel > 1 and "parameters" in self.offload:
             raise UsageError("cluster.offload has parameters, but with ep experts stay on the device. Leave out one.")
 

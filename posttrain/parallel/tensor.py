@@ -27,13 +27,14 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh, device: torch.device) ->
     config, size = model.config, mesh.size()
     if config.model_type not in FAMILIES:
         raise UsageError(
-            f"cluster.layout: tp={size}: {type(model).__name__} ({config.model_type}) cannot be split over tensor "
-            f"ranks here; {', '.join(FAMILIES)} can. Leave tp at 1: zero=3 shards every model."
+            f"cluster.tensor_parallel_size is {size}, but {type(model).__name__} ({config.model_type}) cannot be "
+            f"split over tensor ranks here; {', '.join(FAMILIES)} can. Leave it at 1: cluster.zero_stage 3 shards "
+            "every model."
         )
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, what) % size:
             raise UsageError(
-                f"cluster.layout: tp={size} does not divide the model's {what.replace('_', ' ')}, "
+                f"cluster.tensor_parallel_size is {size}, which does not divide the model's {what.replace('_', ' ')}, "
                 f"which is {getattr(config, what)}"
             )
     prefix, plan = model.base_model_prefix, config.base_model_tp_plan

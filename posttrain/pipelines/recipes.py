@@ -15,7 +15,7 @@ from posttrain.config.sections import Config, DataConfig, ModelConfig, as_mappin
 from posttrain.core.errors import Stopped, UsageError
 from posttrain.core.files import atomic_write_json
 from posttrain.data.reading.sources import source_parts
-from posttrain.engines.base import Sampling, seed_for
+from posttrain.engines.base import EngineSpec, Sampling, seed_for
 from posttrain.inference.generate import Generation
 from posttrain.inference.model import fill_condition
 from posttrain.inference.score import Scoring
@@ -27,7 +27,18 @@ from posttrain.pipelines.summary import by_iteration, closing_words
 from posttrain.train.reward_model import check_reward_model
 
 ROOM = 64  # tokens of a chat template and of a condition around prompt and answer
-FREE = ("iterations", "output_dir", "quiet", "resume", "score.workers", "log.", "save.", "cluster.", "generate.engine")
+FREE = (
+    "iterations",
+    "output_dir",
+    "quiet",
+    "resume",
+    "score.workers",
+    "log.",
+    "save.",
+    "cluster.",
+    "generate.engine",
+    "generate.vllm_options",
+)
 """Stages know themselves what of the last two decides what they make."""
 
 
@@ -160,7 +171,7 @@ def generation(config: PipelineConfig, number: int, model: str, place: Path) -> 
         around=bool(config.prompts),
         condition_template=config.condition_template,
         batch=options.batch,
-        engine=options.engine,
+        engine=EngineSpec(options.engine, options.vllm_options),
         cluster=config.cluster,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import read_args, read_mapping
@@ -33,8 +33,10 @@ class GenerateConfig:
     """Texts that end an answer, besides its end."""
     batch: int = 512
     """Answers made and written at a time; each worker (cluster.devices) has a batch of its own."""
-    engine: tuple[str, ...] = ("local",)
-    """Who generates: `local`, or `vllm` and options of its own: `vllm gpu_memory_utilization=0.4 max_num_seqs=256`."""
+    engine: Literal["local", "vllm"] = "local"
+    """What generates: the local engine or vLLM."""
+    vllm_options: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM by its own names, as JSON: {"gpu_memory_utilization": 0.4, "max_num_seqs": 256}."""
 
 
 @dataclass(kw_only=True, slots=True)

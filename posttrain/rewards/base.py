@@ -172,7 +172,7 @@ class Rewards:
         most_frequent = sorted(failures.items(), key=lambda item: -len(item[1]))
         lines = [
             f"reward functions failed for {failed} of {len(verdicts)} completions; "
-            f"rewards.limits allows {self.max_failure_rate:g} of them"
+            f"reward.max_failure_rate allows {self.max_failure_rate:g} of them"
         ]
         for (name, _), texts in most_frequent[:SHOWN_FAILURES]:
             lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")

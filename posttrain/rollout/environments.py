@@ -212,7 +212,7 @@ class Environments:
         most_frequent = Counter(failures).most_common()
         lines = [
             f"{self.name} failed in {len(failures)} of {len(episodes)} episodes; "
-            f"rewards.limits allows {self.max_failure_rate:g} of them"
+            f"reward.max_failure_rate allows {self.max_failure_rate:g} of them"
         ]
         lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in most_frequent[:SHOWN_FAILURES]]
         if len(most_frequent) > SHOWN_FAILURES:

@@ -74,11 +74,11 @@ class Rollouts:
             self.sync_weights(version)
             self.batches.append(BatchJob.completed(self.make_batch(version, self.phase)))
             return
-        if rollout.inflight:  # the batch in progress takes them too
+        if rollout.inflight_updates:  # the batch in progress takes them too
             self.sync_weights(version)
         with self.phase("idle"):
             self.wait()  # one batch at a time: they share the generator's weights and the stream of prompts
-        if not rollout.inflight:
+        if not rollout.inflight_updates:
             self.sync_weights(version)
         self.batches.append(BatchJob.start(lambda: self.make_batch(version, lambda _: nullcontext())))
 
@@ -97,9 +97,10 @@ class Rollouts:
             return self.replay_batch(self.recorded, phase)
         wanted = self.config.train.batch_size
         batch: list[Rollout] = []
-        for _ in range(max(1, self.config.rollout.dynamic_sampling)):
+        rollout = self.config.rollout
+        for _ in range(rollout.dynamic_sampling_max_batches if rollout.dynamic_sampling else 1):
             rollouts = self.make_rollouts([self.next_prompt() for _ in range(wanted)], version, phase)
-            if not self.config.rollout.dynamic_sampling:
+            if not rollout.dynamic_sampling:
                 return rollouts
             useful = [group for group in by_group(rollouts) if has_signal(group)]
             batch += [rollout for group in useful for rollout in group]
@@ -131,7 +132,7 @@ class Rollouts:
         with phase("generate"), self.scorer.score_early(len(repeated)) as early:
             rollouts = self.generate(repeated, seeds, on_rollout=early.add)
             greedy = self.generate(prompts, [0] * len(prompts), greedy=True) if self.greedy_baseline else []
-        if not self.config.rollout.inflight:  # with in-flight updates the generator records the versions itself
+        if not self.config.rollout.inflight_updates:  # with in-flight updates the generator records the versions itself
             for rollout in rollouts:
                 rollout.sample.version = rollout.sample.newest = version
         with phase("reward"):

@@ -29,14 +29,14 @@ class RolloutScorer:
     def __init__(self, rewards: Rewards, models: dict[int, ModelScores], config: OnlineConfig, tokenizer: Any) -> None:
         """`models`: reward models by their index among the rewards."""
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
-        self.weights = list(config.rewards.weights or rewards.weights)
-        self.clip = config.rewards.clip
-        self.statistics = RunningStatistics() if config.rewards.normalize == "running" else None
-        self.overlong = (*config.rewards.overlong, config.rollout.max_tokens)
+        self.weights = list(config.reward.weights or rewards.weights)
+        self.clip = config.reward.clip
+        self.statistics = RunningStatistics() if config.reward.normalize == "running" else None
+        self.overlong = (config.reward.overlong_tokens, config.reward.overlong_penalty, config.rollout.max_tokens)
         self.decode = lru_cache(CACHED_PROMPTS)(lambda tokens: tokenizer.decode(np.frombuffer(tokens, dtype=np.int32)))
 
     def score(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
-        """Score all rollouts; raises RewardError if more of them fail than rewards.limits allows.
+        """Score all rollouts; raises RewardError if more of them fail than reward.max_failure_rate allows.
 
         `training`: False neither updates nor applies the running normalization, so that results are comparable over
         a run.

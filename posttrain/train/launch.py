@@ -25,7 +25,7 @@ def train(verb: str, /, **options: Any) -> Result:
 
 
 def train_from(verb: str, config: Config) -> Result:
-    """Trains until all steps are done; restarts after a lost worker, up to cluster.limits[0] times."""
+    """Trains until all steps are done; restarts after a lost worker, up to cluster.max_restarts times."""
     if worker.is_worker:
         raise UsageError(
             "a worker process imported the script that it was started from, and that script trains when imported. Put "
@@ -34,14 +34,16 @@ def train_from(verb: str, config: Config) -> Result:
     if launched.is_launched_worker():
         launched.serve_controller()
         return Result(Path(config.output_dir), 0, {})
-    for restarts_left in range(config.cluster.limits[0], -1, -1):
+    for restarts_left in range(config.cluster.max_restarts, -1, -1):
         try:
             return run_loop(verb, config)
         except WorkerError as error:
             if not (restarts_left and error.lost and error.folder is not None):
                 raise
             log.warning("%s", error)
-            log.warning("restarting from the last checkpoint; %d restarts left (cluster.limits)", restarts_left - 1)
+            log.warning(
+                "restarting from the last checkpoint; %d restarts left (cluster.max_restarts)", restarts_left - 1
+            )
             # Before the first models were loaded there is no checkpoint, and the directory can be used again.
             config = replace(config, output_dir=str(error.folder), resume=is_run_directory(error.folder))
     raise AssertionError("the last attempt returns or raises")

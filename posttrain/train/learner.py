@@ -38,7 +38,7 @@ from posttrain.core.types import (
 )
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches
-from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.base import LOCAL, BetweenSteps, EngineSpec, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe_sample
 from posttrain.models import adapters as lora
@@ -81,13 +81,13 @@ class Learner:
         template: str = "",
         value_head: bool = False,
         sampler_copy: bool = False,
-        engine: Sequence[str] = ("local",),
+        engine: EngineSpec = LOCAL,
         seed: int = 0,
         layout: ParallelLayout | None = ParallelLayout(),  # noqa: B008  frozen
     ) -> None:
         """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own.
 
-        `engine`: see rollout.engine; engines other than the local one always have weights of their own.
+        `engine`: what generates; vLLM always has weights of its own.
         `layout`: how the processes of a group share the model; None: each process has a whole model.
         """
         self.config, self.update, self.head = model, update, head
@@ -116,8 +116,9 @@ class Learner:
         self.reshard()
         self.runner.value_head = values
         replica = None
-        if engine[0] == "vllm":
-            replica = VllmReplica(engine[1:], self.model, self.tokenizer, self.dtype, self.weights, self.logprobs)
+        if engine.name == "vllm":
+            options, trainer = engine.vllm_options, (self.weights, self.logprobs)
+            replica = VllmReplica(options, self.model, self.tokenizer, self.dtype, *trainer)
         self.generator = LocalGenerator(
             self.runner,
             self.tokenizer,
@@ -128,7 +129,7 @@ class Learner:
             reserved_bytes=training_memory_bytes,
         )
         self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
-        lends_memory = engine[0] == "vllm" or bool(layout and layout.offload)  # in some phases
+        lends_memory = engine.name == "vllm" or bool(layout and layout.offload)  # in some phases
         if trainable and self.shards is None and not lends_memory:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.micro_batch_tokens)
         LEARNERS.add(self)
@@ -389,7 +390,7 @@ class Learner:
         """Returns mean and standard deviation of a reward model's scores, as saved with it."""
         mean, deviation = (getattr(self.model.config, name, None) for name in ("score_mean", "score_std"))
         if mean is None or not deviation:
-            raise UsageError("rewards.normalize: the reward model was saved without score_mean and score_std")
+            raise UsageError("reward.normalize: the reward model was saved without score_mean and score_std")
         return float(mean), float(deviation)
 
     def save(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from posttrain.algorithms import Algorithm, OnlineAlgorithm
 from posttrain.algorithms.base import CriticSettings
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ModelConfig, OnlineConfig
+from posttrain.engines.base import EngineSpec
 from posttrain.models.loading import read_config
 from posttrain.models.paths import resolve_path
 from posttrain.models.tokenizers import load_tokenizer
@@ -39,7 +40,7 @@ class ModelLoader:
             options["sampler_copy"] = bool(self.config.rollout.ahead) and not apart
             options["value_head"] = "values" in self.algorithm.outputs()
             if not apart:
-                options["engine"] = self.config.rollout.engine
+                options["engine"] = engine_of(self.config)
         return self.load(
             model,
             role="actor",
@@ -94,13 +95,11 @@ class ModelLoader:
             return None
         assert isinstance(self.config, OnlineConfig)
         model = replace(self.run.model, lora_rank=0, router_aux_loss_coef=0.0)  # adapters arrive merged
-        engine, template, seed = self.config.rollout.engine, self.config.data.chat_template, self.config.seed
-        tensor_parallel = self.config.cluster.of("rollout").tensor_parallel
-        if tensor_parallel > 1:
-            engine = (*engine, f"tensor_parallel_size={tensor_parallel}")
+        engine, template, seed = engine_of(self.config), self.config.data.chat_template, self.config.seed
+        inflight = self.config.rollout.inflight_updates
         sender = placement.pool("actor").start("actor.sender", WeightSender, RoleRef("actor"))
         slots = placement.rollout_slots(
-            lambda pool: pool.start("rollout", RolloutWorker, model, engine, template, seed)
+            lambda pool: pool.start("rollout", RolloutWorker, model, engine, template, seed, inflight)
         )
         return RolloutWorkers(slots, sender, placement.rendezvous)
 
@@ -120,6 +119,14 @@ class ModelLoader:
         with self.run.log.phase("load"):
             workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
         return LearnerGroup(workers, layout.ranks_per_sample)
+
+
+def engine_of(config: OnlineConfig) -> EngineSpec:
+    """Returns the engine that generates; on devices of its own a vLLM engine may be divided among several."""
+    options, divided = dict(config.rollout.vllm_options), config.cluster.rollout_tensor_parallel_size
+    if config.cluster.rollout_devices and divided > 1:
+        options["tensor_parallel_size"] = divided
+    return EngineSpec(config.rollout.engine, options)
 
 
 def has_router(path: str) -> bool:

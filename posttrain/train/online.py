@@ -112,9 +112,10 @@ class OnlineLoop:
         self.record.add(error.rollouts, self.step + 1)
         self.record.flush()
         folder = self.run.folder.path
+        rewards = " ".join(self.config.reward.functions)
         return RewardError(
             f"{error}\n\nthe completions: posttrain samples {folder} --failed\n"
-            f"score them again: posttrain rewards check {folder / records.FILE} --reward {' '.join(self.config.reward)}"
+            f"score them again: posttrain rewards check {folder / records.FILE} --reward {rewards}"
         )
 
     # The update: mini-batches, each an optimizer step of the critic and of the policy
@@ -124,7 +125,7 @@ class OnlineLoop:
         self.step += 1
         samples = scored_samples(rollouts, self.step)
         metrics = rollout_metrics(rollouts, self.step - 1)
-        if self.config.rollout.inflight:
+        if self.config.rollout.inflight_updates:
             metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.offloader.on_device("optimizer", self.policy):
             metrics |= self.update(samples)

@@ -13,11 +13,11 @@ import torch
 
 from posttrain.cluster.base import PendingCall, Workers, split_evenly
 from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, SlotCall, WorkerSlot
-from posttrain.config.sections import INFLIGHT, ModelConfig, TrainConfig
+from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample, WeightVersion
-from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.base import EngineSpec, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
 from posttrain.models.loading import compute_dtype, read_config
@@ -34,23 +34,24 @@ class RolloutWorker:
     `generate` may run in a second thread, in parallel with the other methods; a ModelLock alternates between them.
     """
 
-    def __init__(self, model: ModelConfig, engine: Sequence[str], template: str, seed: int) -> None:
-        """`engine`: see rollout.engine. With `inflight` new weights do not wait until completions are finished."""
+    def __init__(
+        self, model: ModelConfig, engine: EngineSpec, template: str, seed: int, inflight: bool = False
+    ) -> None:
+        """With `inflight` new weights do not wait until completions are finished."""
         self.transfer: WeightTransfer | None = None
         self.version: WeightVersion = 0
-        self.inflight = INFLIGHT in engine
-        options = [option for option in engine[1:] if option != INFLIGHT]
+        self.inflight = inflight
         self.dtype = compute_dtype(model, default_device())
         config = read_config(base_model_path(resolve_path(model.path)), "token")
         self.probe = probe_sample(config.get_text_config().vocab_size)
         self.learner: Learner | None = None
         self.engine: Any = None
-        if engine[0] == "local":
+        if engine.name == "local":
             self.learner = Learner(model, TrainConfig(), trainable=False, template=template, seed=seed, layout=None)
         else:
             # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
             # token is recorded with would be wrong.
-            options = ["async_scheduling=false", *options] if self.inflight else options
+            options = ({"async_scheduling": False} if self.inflight else {}) | engine.vllm_options
             self.engine = engine_for_path(model, template, options, read_weights=False)
         self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
 

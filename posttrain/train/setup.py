@@ -77,7 +77,7 @@ def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
         models = ModelLoader(run, algorithm)
         policy = models.policy()
         reference = models.reference(policy)
-        normalize = config.rewards.normalize == "saved"
+        normalize = config.reward.normalize == "saved"
         reward_models = {place: models.reward_model(path, place, normalize=normalize) for place, path in rewards.models}
         settings = algorithm.critic()
         first_reward_model = next((path for _, path in rewards.models), "")
@@ -167,26 +167,26 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
 
 
 def make_rewards(config: OnlineConfig) -> Rewards:
-    limits = config.rewards
+    limits = config.reward
     return Rewards(
-        config.reward,
+        limits.functions,
         limits.weights,
-        timeout_seconds=limits.limits[0],
-        memory_gib=limits.limits[1],
+        timeout_seconds=limits.timeout_seconds,
+        memory_gib=limits.memory_gib,
         workers=limits.workers,
         max_failure_rate=limits.max_failure_rate,
     )
 
 
 def make_environments(config: OnlineConfig) -> Environments | None:
-    limits = config.rewards
+    limits = config.reward
     if not config.rollout.environment:
         return None
     return Environments(
         config.rollout.environment,
         workers=limits.workers,
-        timeout_seconds=limits.limits[0],
-        memory_gib=limits.limits[1],
+        timeout_seconds=limits.timeout_seconds,
+        memory_gib=limits.memory_gib,
         max_failure_rate=limits.max_failure_rate,
     )
 

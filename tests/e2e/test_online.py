@@ -129,7 +129,7 @@ def test_answers_that_cannot_be_scored_are_left_out_and_counted(tmp_path):
     assert all("advantages" not in row and "cannot judge" in row["failure"] for row in failed)
     assert sum(row["failures"] for row in metrics_of(tmp_path)) == len(failed)
     strict = chosen | {"rewards": {"limits": [10, 2, 0.01], "workers": 1}, "out": str(tmp_path / "strict")}
-    with pytest.raises(RewardError, match=r"(?s)rewards.limits allows.*cannot judge.*posttrain samples .*--failed"):
+    with pytest.raises(RewardError, match=r"(?s)max_failure_rate allows.*cannot judge.*posttrain samples .*--failed"):
         train("grpo", **strict)
     lines = (tmp_path / "strict" / "rollouts.jsonl").read_text().splitlines()  # what stopped it can be looked at
     assert any("cannot judge" in json.loads(line)["failure"] for line in lines)

@@ -103,8 +103,8 @@ def test_the_ragged_kernel_gives_the_same(made):
 
 
 def test_what_cannot_be_divided_is_said(made):
-    assert "cp=2 does not divide the 3 attention heads (and 3 heads of keys)" in made["answers"][0]["heads"]
-    assert "tp=1 and cp=3 together do not divide the 2 processes" in made["answers"][0]["processes"]
+    assert "size is 2, which does not divide the 3 attention heads (and 3 heads of keys)" in made["answers"][0]["heads"]
+    assert "context_parallel_size 3 does not divide the 2 processes" in made["answers"][0]["processes"]
     assert "depends on the longest position of a pass" in made["answers"][0]["rope"]
 
 

@@ -294,8 +294,8 @@ def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
 
 def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
-    assert "tp=2 does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
-    assert "ep=2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
+    assert "size is 2, which does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
+    assert "size is 2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
     assert "ep is 3; it must be 2, the devices" in found["2"][0]["three"]
-    assert "ep=2, but there are adapters on experts" in found["2"][0]["adapters"]
-    assert "ep=2 does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]
+    assert "size is 2, but there are adapters on experts" in found["2"][0]["adapters"]
+    assert "size is 2, which does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]

@@ -28,7 +28,7 @@ def test_the_same_file(both, tmp_path, caplog):
         batch=4,
     )
     generate(alone)
-    cluster = ClusterConfig(devices=2, ray=both.address)
+    cluster = ClusterConfig(devices=2, ray_address=both.address)
     shared = replace(alone, out=str(tmp_path / "shared.jsonl"), cluster=cluster)
     log = Path(f"{shared.out}.logs/worker-0.log")
 

@@ -26,7 +26,7 @@ def places(both, tmp_path):
     made = []
 
     def make(**options):
-        config = ClusterConfig(devices=2, ray=both.address, limits=(0, float(SECONDS)), **options)
+        config = ClusterConfig(devices=2, ray_address=both.address, worker_timeout_seconds=float(SECONDS), **options)
         made.append(Placement(config, tmp_path / "logs"))
         return made[-1]
 
@@ -83,7 +83,7 @@ def test_more_than_there_is(both, tmp_path):
 
     from posttrain.cluster.placement import Placement
 
-    places = Placement(ClusterConfig(devices=7, ray=both.address, limits=(0, 2.0)), tmp_path)
+    places = Placement(ClusterConfig(devices=7, ray_address=both.address, worker_timeout_seconds=2.0), tmp_path)
     # Where an earlier test lost a node there may soon be more, and it waits.
     said = r"cluster.devices is 7, but the Ray cluster has 6 CPUs on 2 nodes|could not place 7 .* 6 of 6 CPUs are free"
     with pytest.raises((UsageError, WorkerError), match=said) as raised:
@@ -109,7 +109,10 @@ def test_tensor_ranks_share_a_node(both, tmp_path):
     from posttrain.cluster.placement import Placement
 
     found = Placement(
-        ClusterConfig(devices=4, ray=both.address, layout=("tp=2",), limits=(0, float(SECONDS))), tmp_path
+        ClusterConfig(
+            devices=4, ray_address=both.address, tensor_parallel_size=2, worker_timeout_seconds=float(SECONDS)
+        ),
+        tmp_path,
     )
     try:
         found.pool("actor").start("actor", Thing, "a").call("who")
@@ -124,7 +127,10 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
     from posttrain.cluster.placement import Placement
 
     found = Placement(
-        ClusterConfig(devices=4, ray=both.address, layout=("tp=4",), limits=(0, float(SECONDS))), tmp_path
+        ClusterConfig(
+            devices=4, ray_address=both.address, tensor_parallel_size=4, worker_timeout_seconds=float(SECONDS)
+        ),
+        tmp_path,
     )
     try:
         assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
@@ -139,7 +145,7 @@ def test_another_version(both, tmp_path, monkeypatch):
     from posttrain.cluster.placement import Placement
 
     monkeypatch.setattr(ray, "__version__", "2.1.0")
-    places = Placement(ClusterConfig(devices=2, ray=both.address), tmp_path)
+    places = Placement(ClusterConfig(devices=2, ray_address=both.address), tmp_path)
     with pytest.raises(UsageError, match=r"versions differ. The cluster was started with: Ray: .* Ray: 2\.1\.0 Python"):
         places.pool("actor")
     assert not ray.is_initialized()
@@ -172,4 +178,4 @@ def test_no_cluster_there(address, words, tmp_path):
     from posttrain.cluster.placement import Placement
 
     with pytest.raises(UsageError, match=words):
-        Placement(ClusterConfig(devices=2, ray=address), tmp_path).pool("actor")
+        Placement(ClusterConfig(devices=2, ray_address=address), tmp_path).pool("actor")

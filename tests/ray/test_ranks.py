@@ -29,7 +29,9 @@ def made(nodes, tmp_path_factory):
 
     place = tmp_path_factory.mktemp("ranks")
     folders = folders_for_all(place)
-    places = Placement(ClusterConfig(devices=2, ray=nodes.address, limits=(0, float(SECONDS))), place / "logs")
+    places = Placement(
+        ClusterConfig(devices=2, ray_address=nodes.address, worker_timeout_seconds=float(SECONDS)), place / "logs"
+    )
     try:
         answers = places.pool("actor").start("actor", Rank).call("work", folders)
     finally:

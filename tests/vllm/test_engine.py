@@ -35,7 +35,7 @@ class Both:
 
     def __init__(self, folder, **model):
         self.learner = Learner(ModelConfig(path=str(folder), **model), TrainConfig(learning_rate=1e-2))
-        self.engine = VllmEngine(self.learner.model.config, self.learner.tokenizer, ["max_num_seqs=16"])
+        self.engine = VllmEngine(self.learner.model.config, self.learner.tokenizer, {"max_num_seqs": 16})
         self.engine.load(weights_of(self.learner), 0)
 
 
@@ -192,18 +192,23 @@ def test_what_does_not_agree_with_the_trainer_is_refused(both):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("gpu_memory_utilisation=0.4", "no option gpu_memory_utilisation; did you mean gpu_memory_utilization?"),
-        ("logprobs_mode=raw_logprobs", "logprobs_mode cannot be set"),
-        ("max_num_seqs=many", "max-num-seqs"),
+        ({"gpu_memory_utilisation": 0.4}, "no option gpu_memory_utilisation; did you mean gpu_memory_utilization?"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode cannot be set"),
+        ({"max_num_seqs": "many"}, "max-num-seqs"),
     ],
 )
 def test_options_are_vllms_own(option, message):
     with pytest.raises(UsageError, match=message):
-        parse_options([option])
+        parse_options(option)
 
 
 def test_options_are_read_as_vllm_reads_them():
-    options = ["max_num_seqs=7", "enforce_eager=true", "enable_prefix_caching=false", "kv_cache_memory_bytes=2G"]
+    options = {
+        "max_num_seqs": 7,
+        "enforce_eager": True,
+        "enable_prefix_caching": "false",
+        "kv_cache_memory_bytes": "2G",
+    }
     read = parse_options(options)
     assert read == {
         "max_num_seqs": 7,
@@ -231,7 +236,7 @@ def test_random_numbers_and_threads_are_left_alone():
 
 def test_completions_of_a_group_share_their_prompt():
     learner = Learner(ModelConfig(path="pico"), TrainConfig())
-    engine = VllmEngine(learner.model.config, learner.tokenizer, ["block_size=32"])
+    engine = VllmEngine(learner.model.config, learner.tokenizer, {"block_size": 32})
     engine.load(learner.weights(), 0)
     prompt = (np.arange(100) % 90 + 8).tolist()
     params = [engine.sampling_params(Sampling(max_tokens=3), seed, streaming=False) for seed in range(4)]

@@ -34,7 +34,7 @@ def test_active_requests_continue_with_new_weights(tmp_path):
     learner, old = Learner(model, TrainConfig()), Learner(model, TrainConfig())
     # Two at a time: the third begins when one of the others has ended.
     engine = VllmEngine(
-        learner.model.config, learner.tokenizer, ["max_num_seqs=2", "block_size=32", "async_scheduling=false"]
+        learner.model.config, learner.tokenizer, {"max_num_seqs": 2, "block_size": 32, "async_scheduling": False}
     )
     engine.load(learner.weights(), 1)
     looked_at = [probe_sample(learner.model.config.vocab_size)]

@@ -11,7 +11,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import EngineSpec, GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.saving import save_model
@@ -24,7 +24,7 @@ ASKED = [GenerationRequest(prompt=np.arange(8, 8 + n, dtype=np.int32), seed=n) f
 
 def replica_of(learner):
     parts = (learner.model, learner.tokenizer, torch.float32, learner.weights, learner.logprobs)
-    return VllmReplica(["max_num_seqs=8"], *parts)
+    return VllmReplica({"max_num_seqs": 8}, *parts)
 
 
 def move(learner):
@@ -71,7 +71,7 @@ def test_an_update_that_goes_wrong_is_an_error(tmp_path):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_learner_generates_with_the_weights_it_is_asked_for(ahead, tmp_path):
     model = ModelConfig(path=str(tiny_folder("llama", tmp_path, **HEADS)))
-    learner = Learner(model, TrainConfig(), sampler_copy=ahead, engine=("vllm", "max_num_seqs=8"))
+    learner = Learner(model, TrainConfig(), sampler_copy=ahead, engine=EngineSpec("vllm", {"max_num_seqs": 8}))
     local = LocalEngine(learner.runner, learner.tokenizer)
     sampling = Sampling(max_tokens=12, temperature=0.0)
 

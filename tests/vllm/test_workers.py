@@ -30,4 +30,4 @@ def test_a_model_cannot_be_divided_among_one(tmp_path):
 
     learner = Learner(ModelConfig(path="pico"), TrainConfig())
     with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, but there are 1 workers"):
-        VllmEngine(learner.model.config, learner.tokenizer, ["tensor_parallel_size=2"])
+        VllmEngine(learner.model.config, learner.tokenizer, {"tensor_parallel_size": 2})

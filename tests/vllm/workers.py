@@ -21,7 +21,7 @@ def main(divided: str, kind: str) -> None:
     rank = dist.get_rank()
     config = ModelConfig(path="pico")
     model = load_model(config, "token", device=torch.device("cpu"), trainable=False, seed=0)
-    engine = VllmEngine(model.config, load_tokenizer(config), [f"tensor_parallel_size={divided}"])
+    engine = VllmEngine(model.config, load_tokenizer(config), {"tensor_parallel_size": divided})
     engine.load(model.named_parameters(), 3)
     mine = 7 if kind == "same" else rank
     prompts = [np.array([1, 3, 20 + mine, 30 + i], dtype=np.int32) for i in range(2 + mine)]

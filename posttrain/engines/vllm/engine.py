@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -59,14 +59,14 @@ class VllmEngine:
         self,
         config: PreTrainedConfig,
         tokenizer: Any,
-        options: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         base: str = "",
         adapter: dict[str, Any] | None = None,
         beside_trainer: bool = False,
     ) -> None:
-        """`options`: name=value with vLLM's own names; `beside_trainer`: a trainer shares the device's memory.
+        """`options`: by vLLM's own names; `beside_trainer`: a trainer shares the device's memory.
 
         `adapter`: peft's settings; `load` then takes adapters only, for the model in the folder `base`. Without an
         adapter the engine reads the weights of `base` itself, and no others are loaded.
@@ -83,12 +83,12 @@ class VllmEngine:
         self.beside_trainer = beside_trainer
         self.single_process = True
         with preserved_process_state():
-            self.llm, self.on_cpu = self.start(config, options, dtype, base)
+            self.llm, self.on_cpu = self.start(config, options or {}, dtype, base)
         VllmEngine.alive += 1
         self.max_length = int(self.llm.model_config.max_model_len)
 
     def start(
-        self, config: PreTrainedConfig, options: Sequence[str], dtype: torch.dtype, base: str
+        self, config: PreTrainedConfig, options: Mapping[str, Any], dtype: torch.dtype, base: str
     ) -> tuple[Any, bool]:
         """Start vLLM; returns its LLM, and whether it runs on a CPU."""
         prepare_environment()
@@ -283,7 +283,7 @@ class VllmEngine:
         if len(prompt) >= self.max_length:
             raise UsageError(
                 f"a prompt has {len(prompt)} tokens, but vLLM was started for {self.max_length} tokens of prompt and "
-                f"completion: set data.max_length, or give {OPTION} max_model_len=..."
+                f"completion: set data.max_length, or max_model_len in {OPTION}"
             )
 
     # Weights
@@ -370,7 +370,7 @@ def adapter_settings(rank: int) -> dict[str, Any]:
     """vLLM's options for one adapter of this rank."""
     largest = next((size for size in ADAPTER_RANKS if size >= rank), None)
     if largest is None:
-        raise UsageError(f"model.lora_rank is {rank}; {OPTION} supports ranks up to {ADAPTER_RANKS[-1]}")
+        raise UsageError(f"model.lora_rank is {rank}; vLLM supports ranks up to {ADAPTER_RANKS[-1]}")
     return {"enable_lora": True, "max_lora_rank": largest, "max_loras": 1, "max_cpu_loras": 1}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from posttrain.models.tensors import export_tensors
 from posttrain.models.tokenizers import load_tokenizer
 
 
-def engine_for_path(model: ModelConfig, template: str, options: Sequence[str], *, read_weights: bool) -> VllmEngine:
+def engine_for_path(model: ModelConfig, template: str, options: Mapping[str, Any], *, read_weights: bool) -> VllmEngine:
     """Build an engine in the dtype that a learner would use.
 
     `read_weights`: vLLM reads the model's own weights (adapters are merged first); otherwise it waits for `load`.
@@ -37,7 +37,7 @@ def engine_for_path(model: ModelConfig, template: str, options: Sequence[str], *
 
 
 def engine_beside_trainer(
-    model: PreTrainedModel, tokenizer: Any, dtype: torch.dtype, options: Sequence[str], base: str
+    model: PreTrainedModel, tokenizer: Any, dtype: torch.dtype, options: Mapping[str, Any], base: str
 ) -> VllmEngine:
     """Build an engine that shares the device with a trainer. `base`: see base_folder; if set, adapters are loaded."""
     adapter = adapters.adapter_config(model) if base else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.engines.base import Sampling
 
-OPTION = "rollout.engine vllm"
+OPTION = "vllm_options"
 FIXED = {
     "model": "it is model.path",
     "tokenizer": "it is model.tokenizer",
@@ -28,8 +29,8 @@ FIXED = {
 }
 
 
-def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """Parse name=value options with vLLM's own names and vLLM's own parser."""
+def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the values of options by vLLM's own names with vLLM's own parser."""
     from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -39,19 +40,18 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
 
     known = set(EngineArgs.__dataclass_fields__)
     arguments, names = [], []
-    for option in options:
-        name, _, value = option.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
+    for given, value in options.items():
+        name, text = given.strip().lstrip("-").replace("-", "_"), value if isinstance(value, str) else json.dumps(value)
         if name in FIXED:
             raise UsageError(f"{OPTION}: {name} cannot be set: {FIXED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise UsageError(f"{OPTION}: vLLM has no option {name}" + (f"; did you mean {near[0]}?" if near else ""))
         flag = name.replace("_", "-")
-        if value.lower() in ("true", "false"):
-            arguments.append(f"--{flag}" if value.lower() == "true" else f"--no-{flag}")
+        if text.lower() in ("true", "false"):
+            arguments.append(f"--{flag}" if text.lower() == "true" else f"--no-{flag}")
         else:
-            arguments += [f"--{flag}", value]
+            arguments += [f"--{flag}", text]
         names.append(name)
     if not names:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from posttrain.engines.base import GenerationRequest, LogprobFunction, OnComplet
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.environment import prepare_environment
 from posttrain.engines.vllm.factory import base_folder, engine_beside_trainer
-from posttrain.engines.vllm.options import OPTION
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe_sample
 from posttrain.models import adapters
 from posttrain.parallel.shards import full_tensor, local_shard
@@ -26,7 +25,7 @@ class VllmReplica:
 
     def __init__(
         self,
-        options: Sequence[str],
+        options: Mapping[str, Any],
         model: PreTrainedModel,
         tokenizer: Any,
         dtype: torch.dtype,
@@ -35,7 +34,7 @@ class VllmReplica:
     ) -> None:
         """`weights` and `logprobs`: of the trainer."""
         if getattr(model, "is_quantized", False):
-            raise UsageError(f"model.load_in_4bit: {OPTION} would not see the same weights; use the local engine")
+            raise UsageError("model.load_in_4bit: vLLM would not see the same weights; use the local engine")
         prepare_environment()
         self.options, self.model, self.tokenizer, self.dtype = options, model, tokenizer, dtype
         self.logprobs = logprobs

@@ -203,7 +203,7 @@ def test_no_weight_is_loaded(tmp_path, capsys):
 def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     from posttrain.models import memory
 
-    config = settings("sft", **{"model.path": "pico", "cluster.devices": 8, "cluster.layout": ("tp=2",)})
+    config = settings("sft", **{"model.path": "pico", "cluster.devices": 8, "cluster.tensor_parallel_size": 2})
     assert plan.plan("sft", config, device_gib=80.0) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
@@ -223,11 +223,11 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
 
 def test_context_ranks_divide_the_tokens(capsys):
     found = {}
-    for layout in ((), ("cp=4",)):
+    for size in (1, 4):
         sizes = {"cluster.devices": 8, "data.max_length": 4096, "train.micro_batch_tokens": 4096}
-        config = settings("sft", **{"model.path": "pico", "cluster.layout": layout} | sizes)
+        config = settings("sft", **{"model.path": "pico", "cluster.context_parallel_size": size} | sizes)
         assert plan.plan("sft", config, device_gib=80.0) == 0
-        found[layout] = lines_of(capsys.readouterr().out)
+        found[size] = lines_of(capsys.readouterr().out)
     one, four = found.values()
     assert four["devices"] == ("8", "2 of them see different samples, 4 divide the tokens of each; zero 3")
     assert (one["tokens a pack"][0], four["tokens a pack"][0]) == ("4,096", "16,384")
@@ -238,7 +238,7 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
     from posttrain.models import memory
 
     folder = str(tiny_folder("mixtral", tmp_path))
-    config = settings("sft", **{"model.path": folder, "cluster.devices": 4, "cluster.layout": ("ep=4",)})
+    config = settings("sft", **{"model.path": folder, "cluster.devices": 4, "cluster.expert_parallel_size": 4})
     assert plan.plan("sft", config, device_gib=80.0) == 0
     note = "4 of them see different samples, each keeps some experts; zero 3"
     assert lines_of(capsys.readouterr().out)["devices"] == ("4", note)
@@ -251,9 +251,9 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
 
 
 def test_roles_on_devices_of_their_own_are_told_apart(capsys):
-    layout = ("critic.devices=2", "reference.devices=1", "rollout.devices=4")
+    own = {"cluster.critic_devices": 2, "cluster.reference_devices": 1, "cluster.rollout_devices": 4}
     together = settings("ppo", **{"model.path": "pico", "cluster.devices": 8})
-    apart = settings("ppo", **{"model.path": "pico", "cluster.devices": 8, "cluster.layout": layout})
+    apart = settings("ppo", **{"model.path": "pico", "cluster.devices": 8} | own)
     plan.plan("ppo", together, device_gib=80.0)
     ledger = lines_of(capsys.readouterr().out)
     assert {"critic", "reference", "to generate with"} <= set(ledger)

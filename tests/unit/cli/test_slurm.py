@@ -32,8 +32,8 @@ def test_what_cannot_work_is_found_before_the_queue(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("model: {path: pico}\ndata: {train: a.jsonl}\n")
     assert main(["slurm", str(tmp_path / "c.yaml"), "--nodes", "2"]) == 2
     assert "does not say what it is for" in capsys.readouterr().err
-    assert main(["slurm", "sft", *OPTIONS, "--nodes", "1", "--cluster.layout", "tp=3"]) == 2
-    assert "8 devices, which tp=3 does not divide" in capsys.readouterr().err
+    assert main(["slurm", "sft", *OPTIONS, "--nodes", "1", "--cluster.tensor_parallel_size", "3"]) == 2
+    assert "8 devices, which cluster.tensor_parallel_size 3 does not divide" in capsys.readouterr().err
 
 
 # Two tasks on this machine, as srun would start them.

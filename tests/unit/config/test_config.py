@@ -35,17 +35,37 @@ SPECIAL = {
     "algo.kl": 0.25,
     "algo.kl_target": [2.5, 100],
     "algo.clip_low": 0.45,
-    "reward": ["gsm8k", "a.py:b"],
+    "reward.functions": ["gsm8k", "a.py:b"],
     "rollout.top_p": 0.5,
     "rollout.replay": "",  # does not go with rollout.ahead
-    "rollout.engine": ["vllm", "max_num_seqs=3"],
+    "rollout.vllm_options": {"max_num_seqs": 3, "dtype": "half", "enforce_eager": True},
     "cluster.devices": 8,
-    "cluster.layout": ["tp=2", "zero=2", "reference.tp=1"],
+    "cluster.tensor_parallel_size": 2,
+    "cluster.context_parallel_size": 1,
+    "cluster.expert_parallel_size": 1,
+    "cluster.zero_stage": 2,
+    "cluster.reference_devices": 0,  # does not go with cluster.reference_colocate_with
+    "cluster.reference_colocate_with": "critic",
+    "cluster.reference_tensor_parallel_size": 2,
+    "cluster.reference_context_parallel_size": 1,
+    "cluster.reference_expert_parallel_size": 1,
+    "cluster.critic_devices": 2,
+    "cluster.critic_colocate_with": "actor",
+    "cluster.critic_tensor_parallel_size": 1,
+    "cluster.critic_context_parallel_size": 2,
+    "cluster.critic_expert_parallel_size": 1,
+    "cluster.reward_devices": [1, 0],
+    "cluster.reward_colocate_with": ["actor", "rollout"],
+    "cluster.reward_tensor_parallel_size": [1, 1],
+    "cluster.reward_context_parallel_size": [1],
+    "cluster.reward_expert_parallel_size": [],
+    "cluster.reward_zero_stage": [2, 3],
+    "cluster.rollout_devices": 1,
+    "cluster.rollout_tensor_parallel_size": 1,
     "cluster.offload": ["parameters", "reference"],
-    "cluster.limits": [2, 60.5],
-    "rewards.weights": [0.5, 2.0],
-    "rewards.overlong": [4, 0.5],
-    "rewards.limits": [5.0, 0.5, 0.25],
+    "reward.weights": [0.5, 2.0],
+    "reward.overlong_penalty": 0.5,
+    "reward.max_failure_rate": 0.25,
     "log.report_to": ["tensorboard", "wandb"],
 }
 
@@ -137,13 +157,6 @@ def test_what_is_typed_wins_over_the_file(tmp_path):
     assert config.model.lora_rank == 4
 
 
-@pytest.mark.parametrize(("old", "new"), [("false", "none"), ("true", "saved")])
-def test_a_run_of_old_goes_on_with_the_name_that_an_option_had(old, new, tmp_path):
-    (tmp_path / "c.yaml").write_text(f"model: {{path: a}}\nrewards:\n  normalize_models: {old}\n")
-    more = ("--data.train", "z", "--reward", "acc")
-    assert typed("grpo", tmp_path / "c.yaml", *more).rewards.normalize == new
-
-
 def test_a_file_begins_with_those_it_names(tmp_path):
     """What is written nearer to the user wins, wherever in the file `defaults` stands."""
     (tmp_path / "model").mkdir()
@@ -201,7 +214,8 @@ BOUNDS = [
     ("train.learning_rate", [-1e-9, float("nan"), float("inf")]),
     ("train.min_lr_ratio", [-0.1, 1.1]),
     ("cluster.devices", [0]),
-    ("cluster.limits", [(-1, 3.0), (0, 0.0), (0, float("inf"))]),
+    ("cluster.max_restarts", [-1]),
+    ("cluster.worker_timeout_seconds", [0.0, float("inf")]),
     ("train.warmup_steps", [-1]),
     ("train.warmup_ratio", [-0.1, 1.1]),
     ("train.weight_decay", [-0.1]),
@@ -383,59 +397,101 @@ ONLINE = LEAST | {"reward": ["gsm8k"]}
 
 
 def test_layouts_of_roles():
-    layout = ["tp=2", "zero=2", "rollout.devices=4", "rollout.tp=1", "critic.devices=2", "reward.devices=critic"]
-    cluster = made("ppo", ONLINE | {"cluster": {"devices": 10, "layout": layout}}).cluster
+    options = {"tensor_parallel_size": 2, "zero_stage": 2, "rollout_devices": 4, "critic_devices": 2}
+    options |= {"devices": 10, "reward_colocate_with": "critic"}
+    cluster = made("ppo", ONLINE | {"cluster": options}).cluster
     assert cluster.of("actor") == configs.RoleLayout("actor", 4, 2, 1, 1, 2)
     assert cluster.of("reference") == cluster.of("actor")
     assert cluster.of("rollout") == configs.RoleLayout("rollout", 4, 1, 1, 1, 3)
     assert cluster.of("critic") == cluster.of("reward-1") == configs.RoleLayout("critic", 2, 2, 1, 1, 2)
-    other = made(
-        "ppo", ONLINE | {"cluster": {"devices": 4, "layout": ["reward-0.devices=1", "reward.devices=2"]}}
+    both = ONLINE | {"reward": ["model:a", "model:b"]}
+    other = made("ppo", both | {"cluster": {"devices": 4, "reward_devices": [1, 2]}}).cluster
+    assert [other.of(role).place for role in ("actor", "reward-0", "reward-1")] == ["actor", "reward-0", "reward-1"]
+    assert [other.of(role).devices for role in ("actor", "reward-0", "reward-1")] == [1, 1, 2]
+    one = made(
+        "ppo", both | {"cluster": {"devices": 4, "reward_devices": 2, "reward_tensor_parallel_size": [2, 1]}}
     ).cluster
-    assert [other.of(role).place for role in ("actor", "reward-0", "reward-1")] == ["actor", "reward-0", "reward"]
+    assert one.of("reward-0") == configs.RoleLayout("reward", 2, 2, 1, 1, 3)
+    assert one.of("reward-1") == configs.RoleLayout("reward", 2, 1, 1, 1, 3)
     assert made("sft", LEAST).cluster.of("actor") == configs.RoleLayout("actor", 1, 1, 1, 1, 3)
-    long = made("ppo", ONLINE | {"cluster": {"devices": 9, "layout": ["cp=2", "tp=2", "rollout.devices=1"]}}).cluster
+    sizes = {"devices": 9, "context_parallel_size": 2, "tensor_parallel_size": 2, "rollout_devices": 1}
+    long = made("ppo", ONLINE | {"cluster": sizes}).cluster
     assert long.of("actor") == configs.RoleLayout("actor", 8, 2, 2, 1, 3) and long.of("actor").alike == 4
-    assert long.of("rollout") == configs.RoleLayout("rollout", 1, 1, 1, 1, 3), "answers are made token by token"
+    assert long.of("rollout") == configs.RoleLayout("rollout", 1, 1, 1, 1, 3), "completions are made token by token"
 
 
 LAYOUTS = [
-    (["tp"], "must be .role..key=value"),
-    (["tpp=2"], "with a key of devices, tp, cp, ep, zero"),
-    (["tp=x"], "and a whole number"),
-    (["zero=1"], "1 is too small"),
-    (["zero=4"], "zero is 2 or 3"),
-    (["judge.tp=1"], "and a role of actor, critic"),
-    (["actor.devices=1"], "the devices that cluster.devices leaves it"),
-    (["rollout.devices=4"], "cluster.devices is 4, but roles of cluster.layout take 4"),
-    (["critic.devices=reference", "reference.devices=reward"], "reference has no devices of its own"),
-    (["tp=3"], "actor has 4 devices, which tp=3 does not divide"),
-    (["tp=2", "cp=4"], "actor has 4 devices, which tp=2 times cp=4 does not divide"),
-    (["rollout.devices=2", "rollout.cp=2"], "answers are made by whole models"),
-    (["ep=2"], "ep is 2 for actor; it must be 4, the devices among which FSDP divides"),
+    ({"tensor_parallel_size": 0}, "^cluster.tensor_parallel_size is 0; it must be at least 1"),
+    ({"critic_devices": -1}, "^cluster.critic_devices is -1; it must be at least 0"),
+    ({"reward_devices": [1, -1]}, "^cluster.reward_devices is -1"),
+    ({"zero_stage": 1}, "^cluster.zero_stage is 1; it must be one of 2, 3"),
+    ({"worker_timeout_seconds": 0}, "^cluster.worker_timeout_seconds is 0.0; it must be above 0"),
+    ({"max_restarts": -1}, "^cluster.max_restarts is -1"),
+    ({"rollout_devices": 4}, "^cluster.devices is 4, but rollout take 4 of them, and the policy needs one too"),
+    (
+        {"critic_colocate_with": "reference", "reference_colocate_with": "reward"},
+        "^cluster.critic_colocate_with is reference, which has no devices of its own: set cluster.reference_devices",
+    ),
+    (
+        {"critic_devices": 1, "critic_colocate_with": "rollout"},
+        "^cluster.critic_devices is 1 and cluster.critic_colocate",
+    ),
+    ({"tensor_parallel_size": 3}, "^actor has 4 devices, which cluster.tensor_parallel_size 3 does not divide"),
+    (
+        {"tensor_parallel_size": 2, "context_parallel_size": 4},
+        "^actor has 4 devices, which cluster.tensor_parallel_size 2 times cluster.context_parallel_size 4 does not",
+    ),
+    (
+        {"expert_parallel_size": 2},
+        "^cluster.expert_parallel_size is 2; it must be 1, or 4: the devices among which FSDP",
+    ),
+    ({"reward_zero_stage": [2], "reward_devices": [1, 1, 1]}, "^cluster.reward_devices has 3 values for 1 rewards"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "words"), LAYOUTS)
-def test_layouts_that_cannot_be(layout, words):
+@pytest.mark.parametrize(("options", "words"), LAYOUTS)
+def test_layouts_that_cannot_be(options, words):
     with pytest.raises(UsageError, match=words):
-        made("ppo", ONLINE | {"cluster": {"devices": 4, "layout": layout}})
+        made("ppo", ONLINE | {"cluster": {"devices": 4} | options})
 
 
-@pytest.mark.parametrize("engine", [["fast"], ["local", "a=1"], ["vllm", "a"], []])
+@pytest.mark.parametrize("engine", ["fast", []])
 def test_engines_that_there_are_not(engine):
-    with pytest.raises(UsageError, match=r"^rollout.engine "):
+    with pytest.raises(UsageError, match=r"^rollout.engine is .*; it must be one of 'local', 'vllm'"):
         made("ppo", ONLINE | {"rollout": {"engine": engine}})
 
 
-def test_weights_in_the_middle_of_answers_need_workers_that_make_them_ahead():
-    apart = {"devices": 4, "layout": ["rollout.devices=2"]}
-    for engine in (["local", "inflight"], ["vllm", "inflight", "max_num_seqs=3"]):
-        found = made("ppo", ONLINE | {"rollout": {"engine": engine, "ahead": 1}, "cluster": apart})
-        assert found.rollout.inflight
+def test_the_local_engine_is_not_divided():
+    cluster = {"devices": 4, "rollout_devices": 2, "rollout_tensor_parallel_size": 2}
+    with pytest.raises(UsageError, match=r"^cluster.rollout_tensor_parallel_size is 2, but the local engine"):
+        made("ppo", ONLINE | {"cluster": cluster})
+    made("ppo", ONLINE | {"cluster": cluster, "rollout": {"engine": "vllm"}})
+
+
+def test_weights_in_flight_need_workers_that_generate_ahead():
+    apart = {"devices": 4, "rollout_devices": 2}
+    for engine in ("local", "vllm"):
+        chosen = {"engine": engine, "inflight_updates": True}
+        assert made("ppo", ONLINE | {"rollout": chosen | {"ahead": 1}, "cluster": apart}).rollout.inflight_updates
         for rollout, cluster in (({"ahead": 1}, {"devices": 4}), ({}, apart), ({}, {})):
-            with pytest.raises(
-                UsageError, match=r"inflight, but answers are not made while the model learns: .*ahead 1"
-            ):
-                made("ppo", ONLINE | {"rollout": {"engine": engine, **rollout}, "cluster": cluster})
-    assert not made("ppo", ONLINE).rollout.inflight
+            with pytest.raises(UsageError, match=r"inflight_updates is set, but .* set --rollout.ahead 1"):
+                made("ppo", ONLINE | {"rollout": chosen | rollout, "cluster": cluster})
+
+
+def test_rewards_that_cannot_be():
+    for reward, words in (
+        ({}, "reward.functions is not set: what scores completions"),
+        ({"functions": "gsm8k", "weights": [1, 2]}, "reward.weights has 2 numbers for 1 rewards"),
+        ({"functions": "gsm8k", "timeout_seconds": 0}, "reward.timeout_seconds is 0.0; it must be at least 0.01"),
+        ({"functions": "gsm8k", "memory_gib": 0}, "reward.memory_gib is 0.0"),
+        (
+            {"functions": "gsm8k", "max_failure_rate": 1.5},
+            "reward.max_failure_rate is 1.5; it must be at least 0 and at",
+        ),
+        (
+            {"functions": "gsm8k", "overlong_tokens": 513},
+            "reward.overlong_tokens is 513; it must be at least 0 and at most 512",
+        ),
+    ):
+        with pytest.raises(UsageError, match=f"^{words}"):
+            made("grpo", LEAST | {"reward": reward})

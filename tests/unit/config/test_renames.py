@@ -46,6 +46,33 @@ RENAMED = [
     ("sft", "log.to", ["tensorboard"], {"log.report_to": ("tensorboard",), "log.wandb_project": ""}),
     ("sft", "log.to", ["wandb:P"], {"log.report_to": ("wandb",), "log.wandb_project": "P"}),
     ("grpo", "eval.max_rows", 3, {"eval.max_examples": 3}),
+    ("grpo", "rewards.weights", [2.0], {"reward.weights": (2.0,)}),
+    ("grpo", "rewards.limits", [3.0, 1.5, 0.2], {"reward.timeout_seconds": 3.0, "reward.memory_gib": 1.5}),
+    ("grpo", "rewards.limits", [3.0, 1.5, 0.2], {"reward.max_failure_rate": 0.2}),
+    ("grpo", "rewards.workers", 4, {"reward.workers": 4}),
+    ("grpo", "rewards.clip", 5.0, {"reward.clip": 5.0}),
+    ("grpo", "rewards.normalize", "running", {"reward.normalize": "running"}),
+    ("grpo", "rewards.normalize_models", True, {"reward.normalize": "saved"}),
+    ("grpo", "rewards.overlong", [40, 0.5], {"reward.overlong_tokens": 40, "reward.overlong_penalty": 0.5}),
+    (
+        "grpo",
+        "rollout.dynamic_sampling",
+        3,
+        {"rollout.dynamic_sampling": True, "rollout.dynamic_sampling_max_batches": 3},
+    ),
+    ("grpo", "rollout.dynamic_sampling", 0, {"rollout.dynamic_sampling": False}),
+    ("grpo", "rollout.engine", ["vllm"], {"rollout.engine": "vllm", "rollout.vllm_options": {}}),
+    (
+        "grpo",
+        "rollout.engine",
+        ["vllm", "max_num_seqs=64", "dtype=half"],
+        {"rollout.engine": "vllm", "rollout.vllm_options": {"max_num_seqs": "64", "dtype": "half"}},
+    ),
+    ("sft", "cluster.ray", "auto", {"cluster.ray_address": "auto"}),
+    ("sft", "cluster.limits", [2, 60.5], {"cluster.max_restarts": 2, "cluster.worker_timeout_seconds": 60.5}),
+    ("sft", "cluster.layout", [], {"cluster.tensor_parallel_size": 1, "cluster.zero_stage": 3}),
+    ("sft", "cluster.layout", ["zero=2"], {"cluster.zero_stage": 2}),
+    ("sft", "cluster.layout", ["actor.zero=2"], {"cluster.zero_stage": 2, "cluster.reference_zero_stage": 3}),
 ]
 
 
@@ -89,6 +116,72 @@ def test_every_name_of_the_table_leads_to_an_option():
         assert old not in known, old
         assert set([new] if isinstance(new, str) else new) <= known, old
     assert set(renames.VALUE_FORMS) <= known and not set(renames.TRANSFORMS) & known
+
+
+LAYOUTS = [
+    (["tp=2", "cp=2"], {"tensor_parallel_size": 2, "context_parallel_size": 2, "reference_tensor_parallel_size": 0}),
+    (["ep=8"], {"expert_parallel_size": 8}),
+    (["rollout.devices=4", "rollout.tp=2"], {"rollout_devices": 4, "rollout_tensor_parallel_size": 2}),
+    (
+        ["reference.devices=1", "reference.tp=1", "zero=2"],
+        {"reference_devices": 1, "reference_tensor_parallel_size": 1},
+    ),
+    (["critic.devices=1", "reference.devices=critic"], {"critic_devices": 1, "reference_colocate_with": "critic"}),
+    (["reference.devices=actor"], {"reference_colocate_with": "actor", "reference_devices": 0}),
+    (["reward.devices=2"], {"reward_devices": (2,), "reward_colocate_with": ()}),
+    (["reward-1.devices=2"], {"reward_devices": (0, 2)}),
+    (["reward-0.devices=2"], {"reward_devices": (2, 0)}),
+    (["reward-0.devices=1", "reward.devices=2"], {"reward_devices": (1, 2)}),
+    (
+        ["reward-1.devices=critic", "critic.devices=2"],
+        {"reward_colocate_with": ("actor", "critic"), "critic_devices": 2},
+    ),
+    (["reward.tp=2"], {"reward_tensor_parallel_size": (2,)}),
+    (
+        ["actor.tp=2"],
+        {"tensor_parallel_size": 2, "reference_tensor_parallel_size": 1, "reward_tensor_parallel_size": (1,)},
+    ),
+    (["tp=4", "actor.tp=2", "critic.tp=1"], {"tensor_parallel_size": 2, "reference_tensor_parallel_size": 4}),
+    (["tp=4", "actor.tp=2", "critic.tp=1"], {"critic_tensor_parallel_size": 1, "reward_tensor_parallel_size": (4,)}),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=[" ".join(layout) for layout, _ in LAYOUTS])
+def test_layouts(layout, options):
+    reward = ["model:a", "model:b"]
+    cluster = from_mapping(
+        "ppo", ALGORITHMS["ppo"], LEAST | {"reward": reward, "cluster.devices": 16} | given(layout)
+    ).cluster
+    for name, wanted in options.items():
+        assert getattr(cluster, name) == wanted, name
+
+
+def given(layout):
+    """Some of them need an engine that can be divided, or experts on all devices."""
+    needed = {"rollout.engine": "vllm"} if "rollout.tp=2" in layout else {}
+    return needed | {"cluster.layout": layout} | ({"cluster.devices": 8} if "ep=8" in layout else {})
+
+
+def test_a_layout_is_all_there_is(tmp_path):
+    """What is typed replaces the file's, as it always did, under either name."""
+    for text in ("cluster: {layout: [tp=2]}\n", "cluster: {tensor_parallel_size: 2}\n"):
+        (tmp_path / "c.yaml").write_text("model: pico\ndata: a.jsonl\n" + text)
+        found = parse("sft", ALGORITHMS["sft"], [str(tmp_path / "c.yaml"), "--cluster.layout", "cp=1", "zero=2"])
+        assert (found.cluster.tensor_parallel_size, found.cluster.zero_stage) == (1, 2)
+
+
+@pytest.mark.parametrize("layout", [["tp"], ["tpp=2"], ["actor.devices=1"], ["devices=3"]])
+def test_layouts_that_never_were(layout):
+    with pytest.raises(UsageError, match=r"^cluster.layout has .*; use cluster.tensor_parallel_size, cluster.r"):
+        from_mapping("sft", ALGORITHMS["sft"], LEAST | {"cluster.layout": layout})
+    with pytest.raises(UsageError, match=r"^cluster.critic_devices: no such option"):
+        from_mapping("sft", ALGORITHMS["sft"], LEAST | {"cluster.layout": ["critic.devices=1"]})
+
+
+def test_weights_in_flight():
+    words = {"rollout.engine": ["local", "inflight"], "rollout.ahead": 1, "cluster.layout": ["rollout.devices=1"]}
+    found = from_mapping("grpo", ALGORITHMS["grpo"], least("grpo") | words | {"cluster.devices": 2})
+    assert found.rollout.inflight_updates and found.rollout.engine == "local" and not found.rollout.vllm_options
 
 
 def test_switches_that_are_off():

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import EngineSpec, Sampling
 from posttrain.engines.vllm.engine import distinct
 from posttrain.engines.vllm.options import check_sampling
 from posttrain.train.learner import Learner
@@ -14,8 +14,8 @@ from posttrain.train.learner import Learner
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
 def test_without_vllm_the_error_says_how_to_get_it():
-    with pytest.raises(UsageError, match=r"rollout\.engine vllm needs vLLM, see docs/vllm\.md"):
-        Learner(ModelConfig(path="pico"), TrainConfig(), engine=("vllm",))
+    with pytest.raises(UsageError, match=r"engine vllm needs vLLM, see docs/vllm\.md"):
+        Learner(ModelConfig(path="pico"), TrainConfig(), engine=EngineSpec("vllm"))
 
 
 def test_min_p_with_top_p_is_refused():

@@ -14,7 +14,7 @@ from posttrain.core.errors import DataError, UsageError
 from posttrain.core.progress import ProgressDisplay
 from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
-from posttrain.engines.base import Sampling, seed_for
+from posttrain.engines.base import EngineSpec, Sampling, seed_for
 from posttrain.inference.completion_files import read_completions
 from posttrain.inference.generate import Generation, GenerationProgress, generate, manifest_of, opened
 from posttrain.inference.model import InferenceModel
@@ -277,7 +277,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch)
 
 def test_beams_are_answers_of_their_own(config):
     greedy = Sampling(max_tokens=6, temperature=0.0)
-    generate(replace(config, engine=("local", "beams=3"), n=2, sampling=greedy))
+    generate(replace(config, engine=EngineSpec(num_beams=3), n=2, sampling=greedy))
     rows = rows_of(config)
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
     assert len(pairs) == 7 and all(a["index"] == b["index"] and a["tokens"] != b["tokens"] for a, b in pairs)

@@ -13,10 +13,10 @@ from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig
 from posttrain.core.errors import UsageError, WorkerError
 from posttrain.data.encoding.templates import apply_template
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import LOCAL, EngineSpec, Sampling
 from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
 from posttrain.inference.model import InferenceModel, stop_ids_of
-from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding
+from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding, engine_of_words
 from posttrain.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_folder
 
@@ -132,13 +132,12 @@ def test_it_gives_up_when_they_are_lost_again_and_again():
         (("vllm", "eager"), 1, "name=value"),
         (("local", "a=1"), 1, "one option of its own"),
         (("local", "beams=1"), 1, "beams=K from 2 on"),
-        (("local", "beams=4", "beams=3"), 1, "one option of its own"),
         (("local",), 0, "devices is 0"),
     ],
 )
 def test_what_cannot_be(engine, devices, words):
     with pytest.raises(UsageError, match=words):
-        check_workers(ModelConfig(path="pico"), engine, ClusterConfig(devices=devices), Sampling())
+        check_workers(ModelConfig(path="pico"), engine_of_words(engine), ClusterConfig(devices=devices), Sampling())
 
 
 @pytest.mark.parametrize(
@@ -154,13 +153,15 @@ def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
     # As if vLLM were installed.
     monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match=words):
-        check_workers(ModelConfig(**model), engine, ClusterConfig(devices=devices), Sampling(**sampling))
+        check_workers(
+            ModelConfig(**model), engine_of_words(engine), ClusterConfig(devices=devices), Sampling(**sampling)
+        )
 
 
 def test_vllm_is_missing(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs vLLM, see docs/vllm.md"):
-        generate(replace(config, engine=("vllm",)))
+        generate(replace(config, engine=EngineSpec("vllm")))
     assert not Path(config.out).exists()
 
 
@@ -172,20 +173,20 @@ def test_processes_of_a_launcher_are_not_doubled(config, monkeypatch):
 
 
 def test_the_engine_counts_where_it_decides_the_answers(config, monkeypatch):
-    assert deciding(("local",)) == {}
-    assert deciding(("vllm", "max_num_seqs=4", "dtype=half")) == {"engine": "vllm dtype=half"}
+    assert deciding(LOCAL) == {}
+    assert deciding(EngineSpec("vllm", {"max_num_seqs": 4, "dtype": "half"})) == {"engine": "vllm dtype=half"}
     generate(config)
     monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match="engine was None, is 'vllm'"):
-        generate(replace(config, engine=("vllm", "max_num_seqs=4"), resume=True))
+        generate(replace(config, engine=EngineSpec("vllm", {"max_num_seqs": 4}), resume=True))
 
 
 def test_devices_without_a_batch_are_not_started_but_mentioned(config, caplog):
-    config = replace(config, cluster=ClusterConfig(devices=8, ray="auto"), batch=512)
-    assert devices_for([range(100)], config) == ClusterConfig(devices=1, ray="auto") and not caplog.text
+    config = replace(config, cluster=ClusterConfig(devices=8, ray_address="auto"), batch=512)
+    assert devices_for([range(100)], config) == ClusterConfig(devices=1, ray_address="auto") and not caplog.text
     assert devices_for([range(256), range(100)], config).devices == 2
     assert "712 completions in batches of 512: 6 of 8 devices are idle" in caplog.text
-    divided = replace(config, engine=("vllm", "tensor_parallel_size=4"))
+    divided = replace(config, engine=EngineSpec("vllm", {"tensor_parallel_size": 4}))
     assert [devices_for([[1]] * batches, divided).devices for batches in (1, 2, 3)] == [4, 8, 8]
 
 

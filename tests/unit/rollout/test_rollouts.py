@@ -44,7 +44,7 @@ def digit(request):
 
 
 def rollouts(rewards, generator=None, rows=10, reward="number", update=None, **options):
-    given = {"train__batch_size": 2, "rollout__samples_per_prompt": 3, "reward": (reward,)}
+    given = {"train__batch_size": 2, "rollout__samples_per_prompt": 3, "reward__functions": (reward,)}
     config = online(**given | options)
     stream = ExampleStream(PromptStore([prompt(str(n)) for n in range(rows)]), 2, config.seed, shuffle=False)
     scorer = RolloutScorer(rewards[reward], {}, config, TOKENIZER)
@@ -118,7 +118,14 @@ def test_another_seed_of_the_run_gives_other_seeds():
 def test_dynamic_sampling_keeps_groups_with_signal(rewards):
     """Every completion of an odd prompt has reward 0."""
     generator = FakeGenerator(digit)
-    made = rollouts(rewards, generator, reward="hard", rollout__dynamic_sampling=4, rollout__samples_per_prompt=4)
+    made = rollouts(
+        rewards,
+        generator,
+        reward="hard",
+        rollout__dynamic_sampling=True,
+        rollout__dynamic_sampling_max_batches=4,
+        rollout__samples_per_prompt=4,
+    )
     batch = made.next_batch(0)
     assert all(has_signal(group) for group in by_group(batch))
     assert {int(question) % 2 for question in asked(batch)} == {0}
@@ -128,7 +135,7 @@ def test_dynamic_sampling_keeps_groups_with_signal(rewards):
 
 def test_dynamic_sampling_gives_up(rewards):
     generator = FakeGenerator(lambda _: "1<|end|>")
-    made = rollouts(rewards, generator, rollout__dynamic_sampling=3)
+    made = rollouts(rewards, generator, rollout__dynamic_sampling=True, rollout__dynamic_sampling_max_batches=3)
     batch = made.next_batch(0)
     assert len(generator.requests) == 3 * 2 * 3  # three batches of two prompts with three answers
     assert groups(batch) == [4, 4, 4, 5, 5, 5]  # the last, so that the log can say that there is no signal
@@ -232,7 +239,7 @@ def test_a_batch_in_progress_takes_the_newest_weights(rewards):
             news.notify_all()
 
     generator.generate = slow
-    made = rollouts(rewards, generator, update=update, rollout__ahead=1, rollout__engine=("local", "inflight"))
+    made = rollouts(rewards, generator, update=update, rollout__ahead=1, rollout__inflight_updates=True)
     batches = trained(made, 4)
     update(4)
     made.wait()  # the one that nobody takes

@@ -42,12 +42,14 @@ def rollout(text, **options):
 
 
 def scorer(rewards, **options):
-    return RolloutScorer(rewards, {}, online(reward=("words", "letters"), rollout__max_tokens=20, **options), TOKENIZER)
+    return RolloutScorer(
+        rewards, {}, online(reward__functions=("words", "letters"), rollout__max_tokens=20, **options), TOKENIZER
+    )
 
 
 def test_a_weighted_sum_and_its_parts(rewards):
     rollouts = [rollout("a bc"), rollout("d")]
-    scorer(rewards, rewards__weights=(2.0, 0.5)).score(rollouts)
+    scorer(rewards, reward__weights=(2.0, 0.5)).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [2 * 2 + 0.5 * 4, 2 * 1 + 0.5 * 1]
     assert [r.rewards for r in rollouts] == [{"r.words": 2, "r.letters": 4}, {"r.words": 1, "r.letters": 1}]
     assert all(r.seconds > 0 and not r.failure for r in rollouts)
@@ -60,7 +62,9 @@ def test_a_combining_function(tmp_path):
     specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
     with Rewards(specs, workers=1, max_failure_rate=0.5) as rewards:
         rewards.check(["ground_truth"])
-        asked = RolloutScorer(rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward=specs), TOKENIZER)
+        asked = RolloutScorer(
+            rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward__functions=specs), TOKENIZER
+        )
         rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]
         asked.score(rollouts)
     assert [r.sample.reward for r in rollouts[:3]] == [2.0, 3.0, -1.0]
@@ -71,7 +75,7 @@ def test_a_combining_function(tmp_path):
 def test_the_environment_and_reward_models_count_too(rewards):
     rollouts = [rollout("a", rewards={"environment": 0.25}), rollout("b")]
     place = 1
-    rewards_and_model = scorer(rewards, rewards__weights=(1.0, 10.0))
+    rewards_and_model = scorer(rewards, reward__weights=(1.0, 10.0))
     rewards_and_model.models = {place: lambda asked: [7.0 for _ in asked]}
     rewards_and_model.score(rollouts)
     assert [r.sample.reward for r in rollouts] == [1 + 70 + 0.25, 1 + 70]
@@ -79,7 +83,7 @@ def test_the_environment_and_reward_models_count_too(rewards):
 
 def test_the_clip_holds_the_sum(rewards):
     rollouts = [rollout("a b c"), rollout("a")]
-    scorer(rewards, rewards__weights=(1.0, -2.0), rewards__clip=3.0).score(rollouts)
+    scorer(rewards, reward__weights=(1.0, -2.0), reward__clip=3.0).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [-3.0, -1.0]
 
 
@@ -101,7 +105,7 @@ REWARD = st.integers(-400, 400).map(lambda number: number / 10)
 @given(st.lists(st.lists(REWARD, max_size=5), max_size=6), st.sampled_from([0.0, 1.5]), st.integers(0, 6))
 def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
     specs = ("model:somewhere/judge",)
-    config = online(reward=specs, rewards__normalize="running", rewards__clip=clip)
+    config = online(reward__functions=specs, reward__normalize="running", reward__clip=clip)
     given_out, found, examined = [], [], []
     with Rewards(specs) as rewards:
         scores = {0: lambda asked: given_out[-1]}
@@ -128,7 +132,7 @@ def test_rewards_that_are_all_alike_have_no_deviation(value):
         running = RolloutScorer(
             rewards,
             {0: lambda asked: [value] * len(asked)},
-            online(reward=specs, rewards__normalize="running"),
+            online(reward__functions=specs, reward__normalize="running"),
             TOKENIZER,
         )
         for size in (6, 3, 7):
@@ -139,7 +143,7 @@ def test_rewards_that_are_all_alike_have_no_deviation(value):
 
 def test_failures_are_not_in_the_running_deviation(rewards):
     rollouts = [rollout("a"), rollout("bad"), rollout("a b c d")]
-    scorer(rewards, rewards__normalize="running", rewards__weights=(1.0, 0.0)).score(rollouts)
+    scorer(rewards, reward__normalize="running", reward__weights=(1.0, 0.0)).score(rollouts)
     assert [r.sample.reward for r in rollouts if not r.failure] == pytest.approx([1 / 4.5**0.5, 4 / 4.5**0.5])
 
 
@@ -160,7 +164,7 @@ def test_functions_get_the_columns_and_the_completion(tmp_path):
     (tmp_path / "r.py").write_text(CODE)
     with Rewards([f"{tmp_path / 'r.py'}:wanted"], workers=1) as rewards:
         asked = rollout("abc")
-        RolloutScorer(rewards, {}, online(reward=("wanted",)), TOKENIZER).score([asked])
+        RolloutScorer(rewards, {}, online(reward__functions=("wanted",)), TOKENIZER).score([asked])
     assert asked.sample.reward == 100.0
 
 
@@ -169,7 +173,7 @@ def test_the_overlong_penalty_is_that_of_dapo(longest, buffer, whole, tokens):
     """arXiv:2503.14476, eq. 13, times the penalty factor."""
     buffer = min(buffer, longest)
     tokens = min(tokens, longest)
-    config = online(rollout__max_tokens=longest, rewards__overlong=(buffer, whole))
+    config = online(rollout__max_tokens=longest, reward__overlong_tokens=buffer, reward__overlong_penalty=whole)
     if tokens <= longest - buffer:
         expected = 0.0
     elif tokens <= longest:
@@ -183,7 +187,7 @@ def test_the_overlong_penalty_is_that_of_dapo(longest, buffer, whole, tokens):
 def test_the_penalty_is_a_reward_of_its_own_and_counts_the_tokens_of_the_environment(rewards):
     rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
     rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
-    scorer(rewards, rewards__overlong=(10, 2.0)).score(rollouts)
+    scorer(rewards, reward__overlong=(10, 2.0)).score(rollouts)
     assert "overlong" not in rollouts[0].rewards
     assert [r.rewards["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
     assert rollouts[1].sample.reward == 1 + 14 - 1

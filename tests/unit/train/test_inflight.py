@@ -13,7 +13,7 @@ from posttrain.cluster.worker_host import RoleRef
 from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import LOCAL, GenerationRequest, Sampling
 from posttrain.parallel.weight_transfer import Rendezvous
 from posttrain.train.learner import Learner
 from posttrain.train.rollout_workers import RolloutWorkers, WeightSender
@@ -39,7 +39,7 @@ def place(tmp_path_factory):
         return ProcessPool(1, folder / "logs", timeout_seconds=SECONDS, rendezvous=store)
 
     def start(pool):
-        return pool.start("rollout", Pausing, STEPS, folder, PICO, ("local", "inflight"), "", 1)
+        return pool.start("rollout", Pausing, STEPS, folder, PICO, LOCAL, "", 1, True)
 
     workers = RolloutWorkers(
         [WorkerSlot(make, start)], sender, lambda size: Rendezvous(size, store.address, store.new_group_name(), SECONDS)
