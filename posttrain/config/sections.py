@@ -174,7 +174,7 @@ class ClusterConfig:
     expert_parallel_size: int = 1
     """Devices that the experts of a mixture-of-experts model are divided among."""
     zero_stage: Literal[2, 3] = 3
-    """2: optimizer states and gradients are sharded; 3: parameters too (FSDP)."""
+    """3: free gathered parameters after each layer; 2: keep them until the backward pass, faster with more memory."""
     offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
     """Keep these in host memory while they are not used."""
     max_restarts: int = 0

@@ -276,7 +276,7 @@ def test_options_named_in_the_documentation_exist():
     sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
     known |= {key for verb in PIPELINES for key in option_keys(start_of(verb))}
     end = r"(?=[`\s,;.)])(?!\.\d)"  # the last: not model.layers.1
-    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|\*)(?:no_)?\w+){end}")
+    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|short\b|\*)(?:no_)?\w+){end}")
     found = 0
     for document in sorted({*DOCUMENTS} - {"CHANGELOG.md"}):  # which lists previous names
         for match in named.finditer(text_of(document)):

@@ -187,7 +187,7 @@ def test_the_overlong_penalty_is_that_of_dapo(longest, buffer, whole, tokens):
 def test_the_penalty_is_a_reward_of_its_own_and_counts_the_tokens_of_the_environment(rewards):
     rollouts = [rollout("a" * 9), rollout("a" * 14), rollout("a" * 14)]
     rollouts[2].sample.mask[-10:-5] = False  # of another's tokens
-    scorer(rewards, reward__overlong=(10, 2.0)).score(rollouts)
+    scorer(rewards, reward__overlong_tokens=10, reward__overlong_penalty=2.0).score(rollouts)
     assert "overlong" not in rollouts[0].rewards
     assert [r.rewards["overlong"] for r in rollouts[1:]] == [-1.0, -1.0]
     assert rollouts[1].sample.reward == 1 + 14 - 1
