@@ -217,6 +217,10 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "--cluster.rollout_devices N.",
     )
     refuse(
+        rollout.engine == "local" and bool(rollout.vllm_options),
+        "rollout.vllm_options is set, but rollout.engine is local. Leave it out, or take --rollout.engine vllm.",
+    )
+    refuse(
         rollout.engine == "local" and cluster.rollout_tensor_parallel_size > 1,
         f"cluster.rollout_tensor_parallel_size is {cluster.rollout_tensor_parallel_size}, but the local engine keeps a "
         "whole model on each device. Leave it out, or take --rollout.engine vllm.",

@@ -52,7 +52,7 @@ def open_generator(
 ) -> Iterator[BatchGenerator]:
     """Open a generator in this process or on workers. `logs`: of workers; they are kept if a worker was lost."""
     if cluster.devices == 1 and not cluster.ray_address and engine.name == "local":
-        local = LocalGenerator(local_engine(model, template, engine))
+        local = InProcessGenerator(local_engine(model, template, engine))
         try:
             yield local
         finally:
@@ -139,7 +139,7 @@ def deciding(engine: EngineSpec) -> dict[str, str]:
     return {"engine": " ".join(["vllm", *sorted(f"{n}={text}" for n, text in texts.items() if n not in RESOURCES)])}
 
 
-class LocalGenerator:
+class InProcessGenerator:
     """Generates in this process."""
 
     def __init__(self, engine: Generator) -> None:

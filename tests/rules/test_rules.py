@@ -183,3 +183,13 @@ def test_no_paths_of_a_machine_and_no_addresses_of_registries():
         if file.suffix in (".py", ".md", ".toml", ".txt", ".yaml", "") and file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
             assert not [word for word in words if word in text], name
+
+
+def test_a_class_name_means_one_thing():
+    """Nested `Config` dataclasses hold the options of their algorithm; every other name is defined once."""
+    homes = defaultdict(list)
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef) and node.name != "Config":
+                homes[node.name].append(str(file.relative_to(ROOT)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}

@@ -34,7 +34,7 @@ def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
+    class OptionParser(FlexibleArgumentParser):
         def error(self, message: str) -> Any:
             raise UsageError(f"{OPTION}: {message}")
 
@@ -55,7 +55,7 @@ def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
         names.append(name)
     if not names:
         return {}
-    read = EngineArgs.add_cli_args(Parser()).parse_args(arguments)
+    read = EngineArgs.add_cli_args(OptionParser()).parse_args(arguments)
     return {name: getattr(read, name) for name in names}
 
 
