@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import posttrain
 from posttrain.core.host import host_memory
 
 if TYPE_CHECKING:  # imported when asked for: that it can be is one of the questions
@@ -27,8 +28,8 @@ OPTIONAL = {
     "accelerate": "QLoRA (model.load_in_4bit)",
     "pyarrow": "parquet files",
     "datasets": "data sets from the hub",
-    "tensorboard": "log.to tensorboard",
-    "wandb": "log.to wandb:PROJECT",
+    "tensorboard": "log.report_to tensorboard",
+    "wandb": "log.report_to wandb",
     "ray": "clusters",
     "vllm": "the vLLM engine",
     "math-verify": "mathematical rewards",
@@ -135,10 +136,7 @@ def python_range() -> str:
 
 
 def own_version() -> str:
-    try:
-        return metadata.version("posttrain")
-    except metadata.PackageNotFoundError:
-        return source_project().get("version", "unknown")
+    return posttrain.__version__
 
 
 def tokenizers_range() -> str:

@@ -16,8 +16,8 @@ WALL_CLOCK_KEYS = frozenset({"tokens_per_second", "memory_gib"})
 """Metrics that differ between two equal runs, besides all that begin with `time/`."""
 
 INSTALL = {
-    "tensorboard": "log.to tensorboard needs the package tensorboard: pip install 'tensorboard>=2.19'",
-    "wandb": "log.to wandb:PROJECT needs the package wandb: pip install 'wandb>=0.20'",
+    "tensorboard": "log.report_to tensorboard needs the package tensorboard: pip install 'tensorboard>=2.19'",
+    "wandb": "log.report_to wandb needs the package wandb: pip install 'wandb>=0.20'",
 }
 
 Metrics = dict[str, float]
@@ -96,7 +96,7 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise UsageError(
-                f"log.to wandb: {str(error).rstrip('.')}. Run `wandb login`, or set WANDB_MODE=offline"
+                f"log.report_to wandb: {str(error).rstrip('.')}. Run `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
     def step(self, step: int, metrics: Metrics) -> None:

@@ -140,7 +140,7 @@ def test_answers_that_cannot_be_scored_are_left_out_and_counted(tmp_path):
     [
         (["gsm8"], "gsm8k"),
         (["nowhere.py:score"], "nowhere.py"),
-        ([], "reward is not set"),
+        ([], "reward.functions is not set"),
         (["model:nowhere"], "nowhere"),
         (["model:pico"], "no score head"),
     ],

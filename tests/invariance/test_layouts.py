@@ -296,6 +296,6 @@ def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
     assert "size is 2, which does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
     assert "size is 2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
-    assert "ep is 3; it must be 2, the devices" in found["2"][0]["three"]
+    assert "cluster.expert_parallel_size is 3; it must be 2, the devices" in found["2"][0]["three"]
     assert "size is 2, but there are adapters on experts" in found["2"][0]["adapters"]
     assert "size is 2, which does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]

@@ -9,7 +9,7 @@ import pytest
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import CheckpointError, Stopped, UsageError
 from posttrain.core.jsonl import as_line
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import EngineSpec, Sampling
 from posttrain.inference.generate import Generation
 from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
@@ -259,12 +259,13 @@ def test_devices_and_engine_are_those_of_the_pipeline(configured, monkeypatch):
     monkeypatch.setattr(
         "posttrain.engines.vllm.environment.prepare_environment", lambda: None
     )  # as if it were installed
-    changes = {"generate.engine": ("vllm", "max_num_seqs=4"), "cluster.devices": 3}
+    changes = {"generate.engine": "vllm", "generate.vllm_options": {"max_num_seqs": 4}, "cluster.devices": 3}
     plain, other = (
         [stage for stage in stages_of(verb, configured(verb, **given), Path("run")) if isinstance(stage, Generate)]
         for verb, given in (("rejection-sampling", {}), ("rejection-sampling", changes))
     )
-    assert {(stage.config.engine, stage.config.cluster.devices) for stage in other} == {(("vllm", "max_num_seqs=4"), 3)}
+    assert all(stage.config.engine == EngineSpec("vllm", {"max_num_seqs": 4}) for stage in other)
+    assert {stage.config.cluster.devices for stage in other} == {3}
     for before, now in zip(plain, other, strict=True):
         assert now.settings() == before.settings() | {"engine": "vllm"}
 
@@ -317,7 +318,6 @@ def test_defaults_are_those_of_the_recipes():
         ("rejection-sampling", {"iterations": 0}, "iterations is 0"),
         ("rejection-sampling", {"train.batch_size": 0}, "train.batch_size is 0"),
         ("iterative-dpo", {"algo.beta": -1.0}, "algo.beta"),
-        ("iterative-dpo", {"generate.engine": ("vlm",)}, "local, or vllm"),
         ("conditional-sft", {"generate.n": 0}, "iterations must be 1"),
         ("conditional-sft", {"generate.n": 0, "iterations": 1, "prompts": 4}, "leave prompts out"),
         ("conditional-sft", {"condition_template": "no place"}, "needs {prompt}"),
@@ -329,6 +329,11 @@ def test_mistakes_are_named_before_anything_is_made(verb, changes, words, config
         check(verb, config)
     assert words in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_engine_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError, match=r"generate.engine is 'vlm'; it must be one of"):
+        from_options("iterative-dpo", {"generate": {"engine": "vlm"}})
 
 
 def test_options_from_python():

@@ -46,7 +46,7 @@ def test_for_a_verb_and_a_model(capsys):
     assert "data.max_length is 40" in said and "over the limit" in said and "1 rows are longer" in said
     assert "counted by pico" not in said
     assert main(["data", "check", "rows.jsonl", "--verb", "sft"]) == 1
-    assert "rows.jsonl:1: this is preference" in capsys.readouterr().out
+    assert "rows.jsonl:1: the format is preference" in capsys.readouterr().out
 
 
 def test_without_a_model_any_role_will_do(capsys):

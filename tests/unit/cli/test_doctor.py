@@ -58,7 +58,7 @@ def test_an_optional_package_is_only_noted(monkeypatch):
     installed(monkeypatch, {"wandb": None, "peft": "0.1", "ray": None})
     found = by_name(doctor.packages())
     assert found["wandb"] == Finding(
-        "wandb", "missing, for log.to wandb:PROJECT", "note", ">=0.20", "pip install 'wandb>=0.20'"
+        "wandb", "missing, for log.report_to wandb", "note", ">=0.20", "pip install 'wandb>=0.20'"
     )
     assert (found["peft"].state, found["peft"].found) == ("note", "0.1")
     assert found["ray"].fix == "pip install 'ray>=2.60,<2.61'"

@@ -182,7 +182,7 @@ def test_errors_for_users_are_raised_unchanged(tmp_path):
         (
             "stop",
             ([False, True],),
-            r"rank 1 .*did not finish stop within 1 s \(cluster.limits\) and does not answer a ping.*either: 0",
+            r"rank 1 .*stop within 1 s \(cluster.worker_timeout_seconds\) and does not answer a ping.*either: 0",
         ),
         ("stop", ([False, False],), "rank 0 .*; it is still running. Ranks that did not finish either: 1"),
         ("quit", (), "rank 0 .*ended with exit code 7"),

@@ -34,7 +34,7 @@ def home(tmp_path, monkeypatch):
 def test_without_ray(monkeypatch, capsys):
     monkeypatch.setenv("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # which it would set for good
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"cluster\.ray needs Ray: pip install 'posttrain\[ray\]'"):
+    with pytest.raises(UsageError, match=r"cluster\.ray_address needs Ray: pip install 'posttrain\[ray\]'"):
         connect("auto")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="Ray is not installed"):

@@ -241,7 +241,7 @@ def test_bad_rows_are_set_aside_and_counted(config, prompts):
         {"sampling": Sampling(temperature=0.0)},
         {"sampling": Sampling(temperature=float("nan"))},
         {"sampling": Sampling(top_p=0.0)},
-        {"n": 3, "engine": ("local", "beams=2")},
+        {"n": 3, "engine": EngineSpec(num_beams=2)},
         {"sampling": Sampling(max_tokens=0)},
         {"sampling": Sampling(stop_texts=("",))},
     ],

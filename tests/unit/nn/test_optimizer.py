@@ -25,7 +25,7 @@ def test_equals_plain_adamw_with_clipping_and_decay_on_matrices_only():
     optimizer = Optimizer(ours, config)
     reference = torch.optim.AdamW(
         [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["norm"]], "weight_decay": 0.0}],
-        betas=config.betas,
+        betas=(config.adam_beta1, config.adam_beta2),
     )
     for step in range(5):
         give_gradients(ours, step)

@@ -26,9 +26,9 @@ def test_parts_are_those_of_torch(size, parts):
 
 
 def test_layouts_that_are_none():
-    with pytest.raises(UsageError, match="zero is 1; it must be 2 or 3"):
+    with pytest.raises(UsageError, match="zero_stage is 1; it must be 2 or 3"):
         ParallelLayout(zero=1)
-    with pytest.raises(UsageError, match="tp is 0; it must be at least 1"):
+    with pytest.raises(UsageError, match="tensor_parallel_size is 0; it must be at least 1"):
         ParallelLayout(tensor_parallel=0)
     assert not ParallelLayout().is_sharded() and ParallelLayout(always=True).is_sharded()
     assert (
