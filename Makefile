@@ -58,6 +58,9 @@ bench: setup
 # The reference of commands from the code, then the site in site/; a wrong link fails the build.
 docs: setup
 	$(BIN)/python -m posttrain.cli.reference > docs/commands.md
+	$(BIN)/python -m posttrain.config.foreign.page docs/coming-from.md
+	$(BIN)/python -m tests.unit.data.reading.schemas docs/data-sets.md
+	$(BIN)/python -m tests.e2e.seeds docs/seeds.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # Without posttrain.egg-info, which would add the files that it lists, present or not.

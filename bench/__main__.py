@@ -1,6 +1,6 @@
-"""`python -m bench [NAME ...]`: ours and its peers on the same work in one process; a row for each in bench/results.md.
+"""Run benchmarks of posttrain and its peers on the same work: `python -m bench [NAME ...]`.
 
-On a CPU only ratios mean something; they are taken with one thread each.
+Each appends a row to bench/results.md. On a CPU only ratios are meaningful; both sides run with one thread.
 """
 
 import argparse
@@ -10,21 +10,26 @@ import sys
 import time
 from pathlib import Path
 
-TABLES = ("generate", "sft", "dpo", "grpo")  # bench/<name>.py with a function measure_<name>(options)
+TABLES = ("generate", "long", "sft", "dpo", "grpo")  # bench/<name>.py with a function measure_<name>(options)
 CURVES = "curves"
 OTHERS = ("data", "convert", "serve", "scale")  # with a function measure_<name>()
+CHAOS = "chaos"  # the same; takes long
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    known = (*TABLES, CURVES, *OTHERS)
-    told = f"{', '.join(known)}; all but {CURVES} if none is named"
+    known = (*TABLES, CURVES, *OTHERS, CHAOS)
+    told = f"{', '.join(known)}; all but {CURVES} and {CHAOS} if none is named"
     parser.add_argument("names", nargs="*", metavar="NAME", help=told)
     add = parser.add_argument_group("of the tables and curves").add_argument
-    add("--shapes", type=listed, metavar="A,B", help="sizes of models: small, 0.5b, 1.5b, 7b")
+    add("--shapes", type=listed, metavar="A,B", help="sizes of models: small, 0.5b, 1.5b, 7b, 30b-a3b, 30b-a3b-4")
     add("--pack", type=int, metavar="TOKENS", help="tokens of one of our forward passes in training")
     add("--steps", type=int, help="steps of each; the median of the last 7 of 10 counts")
+    add("--rounds", type=int, help="rounds of generation; the fastest counts")
+    add("--row", type=int, metavar="TOKENS", help="length of all SFT examples (on a GPU), in place of different ones")
+    add("--lora_rank", type=int, metavar="N", help="generate with adapters of this rank (on a GPU)")
+    add("--adapters", type=int, metavar="N", help="with --lora_rank: N adapters mixed in one batch")
     add("--profile", action="store_true", help="print the kernels that take longest")
     add("--peers", type=listed, metavar="A,B", help="of trl, vllm, hf: those that may run, if they are installed")
     add("--model", metavar="FOLDER", help="generate with this model in place of random weights (on a CPU)")
@@ -47,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = Options(**given, command=command_line(arguments))
     for name in names:
         measure = getattr(importlib.import_module(f"bench.{name}"), f"measure_{name}")
-        measure() if name in OTHERS else measure(options)
+        measure() if name in (*OTHERS, CHAOS) else measure(options)
 
 
 def listed(text: str) -> tuple[str, ...]:

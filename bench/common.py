@@ -1,4 +1,4 @@
-"""What the tables share: shapes and models, rows, the clock, the machine's limits, peers, and the page of results."""
+"""Shared parts of the benchmarks: models, examples, timing, the machine's limits, peers, and the results page."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.config.sections import ModelConfig, TrainConfig
+from posttrain.config.sections import ModelConfig, TrainConfig, with_algorithm
+from posttrain.core.devices import device_memory
 from posttrain.core.host import peak_memory_gib
-from posttrain.core.types import Objective, Sample, count
+from posttrain.core.types import Objective, Sample, count_units
+from posttrain.parallel.layouts import ParallelLayout
+from posttrain.train import memory_plan
 from posttrain.train.learner import Learner
 
 GPU = torch.cuda.is_available()
 PEERS = ("trl", "vllm", "hf")
-PEER_STEPS = 5  # of a peer on a GPU, where ours and theirs do not take turns
+PEER_STEPS = 5  # of a peer on a GPU, where posttrain and peer do not alternate
 COLUMNS = ("date", "what", "ours", "peer", "ratio", "of the machine's limits", "versions", "command")
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says; zeros and nothing stand for what suits the device."""
+    """Options of the command line; 0 and empty values mean a default for the device."""
 
     shapes: tuple[str, ...] = ()
-    pack: int = 16384 if GPU else 1024  # tokens of one forward pass; on a CPU what its cache holds
+    pack: int = 16384 if GPU else 1024  # tokens of one forward pass; on a CPU as many as fit its cache
     steps: int = 10 if GPU else 4
+    rounds: int = 0  # of generation; the fastest counts
+    row: int = 0  # tokens of every SFT example on a GPU, instead of different lengths
+    lora_rank: int = 0  # of adapters in generation
+    adapters: int = 0  # of this rank, mixed in one batch; 0: one, which is part of the model
     profile: bool = False
     peers: tuple[str, ...] = PEERS
-    model: str = ""  # folder of a model to generate with, in place of random weights
+    model: str = ""  # directory of a model to generate with, instead of random weights
     out: Path = Path(__file__).parent / "results.md"
-    picture: Path | None = None  # of the curves
+    picture: Path | None = None  # file for the curves
     redraw: bool = False
     command: str = "python -m bench"
 
     def chosen(self, *on_gpu: str) -> list[str]:
-        """Shapes to measure."""
+        """Return the shapes to measure."""
         return list(self.shapes or (on_gpu if GPU else ("small",)))
 
     def peer(self, name: str) -> bool:
@@ -61,7 +68,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen2 of published size, and how many sequences it generates at once."""
+    """A published shape, and the number of sequences that it generates concurrently.
+
+    Qwen2; with experts Qwen3-MoE, where `intermediate` is the width of one expert.
+    """
 
     hidden: int
     layers: int
@@ -71,16 +81,29 @@ class Shape:
     vocabulary: int
     tied: bool
     sequences: int
+    experts: int = 0
+    experts_per_token: int = 1
+    own_head_size: int = 0  # if it is not hidden / heads
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.own_head_size or self.hidden // self.heads
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
 
     @property
     def layer_weights(self) -> int:
-        """Of all layers' matrix products."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_size)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        """Number of weights that one token is multiplied with in all layers: of its own experts only."""
+        mlp = 3 * self.hidden * self.intermediate * self.experts_per_token + self.hidden * self.experts
+        return self.layers * (self.attention_weights + mlp)
+
+    @property
+    def read_weights(self) -> int:
+        """Number of weights of all layers that a decode step with many sequences reads: of all experts."""
+        mlp = (3 * self.hidden * self.intermediate + self.hidden) * self.experts if self.experts else 0
+        return self.layers * (self.attention_weights + mlp) if self.experts else self.layer_weights
 
     @property
     def head_weights(self) -> int:
@@ -92,18 +115,31 @@ SHAPES = {
     "0.5b": Shape(896, 24, 14, 2, 4864, 151_936, True, 512),
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151_936, True, 512),
     "7b": Shape(3584, 28, 28, 4, 18_944, 152_064, False, 256),
+    # Qwen3-30B-A3B with 12 of its 48 layers, and with 4 for training: float32 masters of 12 do not fit one GPU.
+    "30b-a3b": Shape(2048, 12, 32, 4, 768, 151_936, False, 256, experts=128, experts_per_token=8, own_head_size=128),
+    "30b-a3b-4": Shape(2048, 4, 32, 4, 768, 151_936, False, 256, experts=128, experts_per_token=8, own_head_size=128),
 }
 
 
 def random_weights(shape: Shape, positions: int = 4096) -> Any:
-    """bfloat16 on a GPU, float32 on a CPU."""
+    """Create a model with random weights: bfloat16 on a GPU, float32 on a CPU."""
     dtype = torch.bfloat16 if GPU else torch.float32
-    config = Qwen2Config(
+    kind: Any = Qwen2Config
+    sizes: dict[str, int] = {"intermediate_size": shape.intermediate}
+    if shape.experts:
+        kind = partial(Qwen3MoeConfig, norm_topk_prob=True)
+        sizes = {
+            "moe_intermediate_size": shape.intermediate,
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "head_dim": shape.head_size,
+        }
+    config = kind(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
+        **sizes,
         vocab_size=shape.vocabulary,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=positions,
@@ -119,7 +155,7 @@ def random_weights(shape: Shape, positions: int = 4096) -> Any:
 
 @contextmanager
 def saved_model(shape: Shape) -> Iterator[str]:
-    """A folder with random weights and a tokenizer whose token i is written `wi`, so that texts are exact."""
+    """Save random weights and a tokenizer that writes token i as `wi`, so that texts are exact; yield the directory."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape.vocabulary)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{shape.vocabulary - 1}", pad_token="w0")
@@ -131,7 +167,7 @@ def saved_model(shape: Shape) -> Iterator[str]:
 
 
 def words_of(folder: str) -> PreTrainedTokenizerFast:
-    """Its tokenizer as it was saved: for peers, who would take the model's family for the tokenizer's."""
+    """Load the tokenizer as it was saved; peers would choose one by the model's family."""
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -140,40 +176,50 @@ def text_of(tokens: np.ndarray) -> str:
 
 
 def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner:
-    update = TrainConfig(micro_batch_tokens=options.pack)
-    return Learner(ModelConfig(path=folder, dtype="auto" if GPU else "float32"), update, trainable=trainable)
+    """Load a model to train; on a GPU with a smaller step if that of the options does not fit, as a run does."""
+    config = with_algorithm(ALGORITHMS["sft"])
+    config.model = ModelConfig(path=folder, dtype="auto" if GPU else "float32")
+    config.train, config.data.max_length = TrainConfig(micro_batch_tokens=options.pack), min(2048, options.pack)
+    if GPU and trainable:
+        algo, device = ALGORITHMS["sft"](config.algo), torch.device("cuda")
+        largest, available = memory_plan.full_micro_batch(config, algo), device_memory(device)[1]
+        if found := memory_plan.fitting_step(config, algo, device, largest, available):
+            print("memory:", *found.options(config))
+            config = found.applied(config)
+    layout = ParallelLayout(offload=frozenset(config.cluster.offload))
+    return Learner(config.model, config.train, trainable=trainable, layout=layout)
 
 
 def objective(name: str) -> tuple[Any, Objective]:
-    """An algorithm with its defaults, and what a learner must know of it."""
+    """Return an algorithm with its defaults, and its objective for the learner."""
     algo = ALGORITHMS[name](ALGORITHMS[name].Config())
     return algo, algo.objective(algo.forward_request(lambda _: 0))
 
 
 def update(policy: Learner, samples: list[Sample], wanted: Objective) -> float:
-    """One optimizer step; the loss."""
-    denominator = count(samples, wanted.unit)
+    """Make one optimizer step; return the loss."""
+    denominator = count_units(samples, wanted.unit)
     sums = policy.forward_backward(samples, wanted, denominator, sum(map(len, samples)))
     policy.step(1e-6)
     return sums["loss"][0] / denominator
 
 
-# Rows
+# Examples
 
 
 def ragged(rng: np.random.Generator, low: int, high: int, shape: Shape, prompt: int = 0) -> Sample:
-    """Random tokens: a prompt that does not count, and low..high more. The last one ends a text, as peers want it."""
+    """Return random tokens: a prompt, then low..high that are trained on; the last is EOS, as peers expect."""
     size = prompt + int(rng.integers(low, high))
     tokens = rng.integers(10, min(100_000, shape.vocabulary - 1), size).astype(np.int32)
     tokens[-1] = shape.vocabulary - 1
     return Sample(tokens=tokens, mask=np.arange(size) >= max(1, prompt))
 
 
-# The clock
+# Timing
 
 
 def clock() -> float:
-    """Seconds; on a CPU those that this process computed, because others may be at work too."""
+    """Return seconds: on a CPU the CPU time of this process, because the machine may be busy."""
     if not GPU:
         return time.process_time()
     torch.cuda.synchronize()
@@ -187,7 +233,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def typical(seconds: list[float]) -> float:
-    """The median without the first steps, which meet new shapes: of 10 the last 7."""
+    """Return the median without the first steps, which have new shapes: of 10 the last 7."""
     first = max(1, len(seconds) * 3 // 10) if len(seconds) > 1 else 0
     return float(np.median(seconds[first:]))
 
@@ -205,7 +251,7 @@ def peak() -> str:
 
 @contextmanager
 def profiled(wanted: bool) -> Iterator[None]:
-    """Print where the time went, kernel by kernel."""
+    """Profile and print the time by kernel."""
     if not wanted:
         yield
         return
@@ -221,12 +267,12 @@ def profiled(wanted: bool) -> Iterator[None]:
         print(f"  {microseconds / 1e3:9.1f} ms {kernel.count:6d} x  {kernel.key[:110]}", flush=True)
 
 
-# What the machine can do
+# The machine's limits
 
 
 @cache
 def limits() -> tuple[float, float]:
-    """(FLOP/s of a large matrix product, bytes/s of a large copy), measured, in the precision that is trained in."""
+    """Measure FLOP/s of a large matrix product and bytes/s of a large copy, in the precision of training."""
     device, dtype = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
     size, megabytes, times = (8192, 2048, 20) if GPU else (1024, 128, 3)
     a, b, product = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
@@ -245,14 +291,14 @@ def limits() -> tuple[float, float]:
 
 
 def training_flops(policy: Learner, samples: list[Sample], wanted: Objective, shape: Shape) -> float:
-    """Of forward and backward through all matrices; attention, and what is computed again, do not count."""
+    """Return the FLOPs of forward and backward through all matrices, without attention and recomputation."""
     batches = [batch for batch in policy.micro_batches(samples, wanted.group_size) if batch is not None]
     computed = sum(len((batch.sharing or batch).tokens) for batch in batches)
     return 6.0 * (shape.layer_weights * computed + shape.head_weights * sum(len(batch.counted) for batch in batches))
 
 
 def share_of_limits(flops: float, moved: float, seconds: float) -> str:
-    """Both as far as they were counted."""
+    """Describe FLOP/s, and bytes/s if they were counted, with their share of the machine's limits."""
     product, copy = limits()
     parts = [f"{flops / seconds / 1e12:.3g} TFLOP/s ({100 * flops / seconds / product:.0f}%)"]
     if moved:
@@ -265,7 +311,7 @@ def share_of_limits(flops: float, moved: float, seconds: float) -> str:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each step, what it logged, and the peak of memory."""
+    """Seconds and logged values of each step, and peak memory."""
 
     seconds: list[float] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
@@ -278,11 +324,11 @@ class Times:
 
 Step = Callable[[int], dict[str, float]]
 MakeTrainer = Callable[[list[Any]], Any]
-"""TRL's trainer with these callbacks."""
+"""Creates TRL's trainer with these callbacks."""
 
 
 class Ours:
-    """Our steps, one a call."""
+    """Steps of posttrain, one per call."""
 
     def __init__(self, options: Options, make_step: Callable[[], Step]) -> None:
         self.options, self.step, self.times = options, make_step(), Times()
@@ -297,10 +343,10 @@ class Ours:
 
 
 def in_turns(options: Options, make_step: Callable[[], Step], make_trl: MakeTrainer | None) -> dict[str, Times]:
-    """Our steps and TRL's on the same rows.
+    """Measure steps of posttrain and TRL on the same examples.
 
-    On a CPU one of each in turn, so that a busy machine is busy for both. A GPU has no room for both, and does not
-    need it: ours, then theirs.
+    On a CPU the steps alternate, so that other load on the machine affects both. On a GPU, which has no room for both,
+    TRL follows posttrain.
     """
     limits()
     free()
@@ -317,7 +363,7 @@ def in_turns(options: Options, make_step: Callable[[], Step], make_trl: MakeTrai
 
 
 def trl_times(make_trl: MakeTrainer, between: Callable[[], None] | None = None) -> Times:
-    """TRL's steps by its own loop; `between` is called before each, off the clock."""
+    """Run TRL's steps in its own loop; `between` is called before each and not timed."""
     from transformers import TrainerCallback
 
     times = Times()
@@ -341,9 +387,9 @@ def trl_times(make_trl: MakeTrainer, between: Callable[[], None] | None = None) 
 
 
 def trl_options(options: Options) -> dict[str, Any]:
-    """What all its trainers are told: the rows in order, nothing written, no recomputation.
+    """Return arguments of all its trainers: examples in order, nothing written, no recomputation.
 
-    On a CPU float32 and no autocast; on a GPU bfloat16 weights, as TRL trains them. (Ours keep float32 masters.)
+    On a CPU float32 and no autocast; on a GPU bfloat16 weights, as TRL trains them (posttrain: float32 master weights).
     """
     return {
         "output_dir": str(Path(tempfile.gettempdir()) / "bench-trl"),
@@ -377,7 +423,7 @@ def versions(*names: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """A row of the page of results."""
+    """A row of the results page."""
 
     what: str
     ours: str
@@ -388,7 +434,7 @@ class Result:
 
 
 def record(result: Result, options: Options) -> None:
-    """Print it and append it to the page."""
+    """Print the row and append it to the results page."""
     ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
     print(f"{result.what}: {result.ours}; {result.limits}")
     if result.peer:

@@ -1,9 +1,9 @@
-"""Weight conversion: bytes a second against a plain copy of the same bytes, and memory against the model's size.
+"""Compare weight conversion with a plain copy of the same bytes, and measure its memory by the model's size.
 
-A made-up Llama in bfloat16 goes hf -> mcore (tp 2, pp 2) -> hf. BENCH_CONVERT_GIGABYTES gives its sizes (`0.5 1 2`),
-BENCH_CONVERT_PICTURE a .png file for memory against size, BENCH_CONVERT_MEMORY a limit in GiB on what a conversion may
-take (as the kernel counts data; more is refused). Twice the model's size must be free on the disk.
-Copy and conversion both begin with nothing in the page cache and end when the disk has everything.
+A random Llama in bfloat16 goes hf -> mcore (tp 2, pp 2) -> hf. BENCH_CONVERT_GIGABYTES gives its sizes (`0.5 1 2`),
+BENCH_CONVERT_PICTURE a .png file for memory against size, BENCH_CONVERT_MEMORY a limit in GiB for a
+conversion (RLIMIT_DATA). Twice the model's size must be free on the disk.
+Copy and conversion both start with an empty page cache and end when everything is synced to disk.
 """
 
 import json
@@ -39,7 +39,7 @@ def measure_convert() -> None:
 
 
 def measure_size(gigabytes: float) -> list[dict[str, float]]:
-    """There and back at one size; copies before and after."""
+    """Convert there and back at one size, with copies before and after."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = write_model(folder / "hf", gigabytes)
@@ -64,7 +64,7 @@ def measure_size(gigabytes: float) -> list[dict[str, float]]:
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """A Llama of about this size, random enough that no disk can compress it; returns its bytes."""
+    """Write a Llama of about this size, with weights that do not compress; return its bytes."""
     per_layer = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN)
     layers = max(2, round((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / per_layer / 2) * 2)
     config = {
@@ -92,7 +92,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Take a folder's files out of the page cache."""
+    """Drop a directory's files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -102,7 +102,7 @@ def forget(folder: Path) -> None:
 
 
 def timed_copy(source: Path, target: Path) -> float:
-    """Seconds of a sequential copy that is on the disk at the end."""
+    """Return the seconds of a sequential copy, synced to disk."""
     forget(source)
     start = time.perf_counter()
     shutil.copytree(source, target)
@@ -114,7 +114,7 @@ def timed_copy(source: Path, target: Path) -> float:
 
 
 def in_a_process(kind: str, source: Path, out: Path) -> dict[str, float]:
-    """Seconds and memory of one conversion in a fresh process."""
+    """Return seconds and memory of one conversion in a new process."""
     forget(source)
     words = [sys.executable, "-m", "bench.convert", kind, str(source), str(out)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
@@ -123,7 +123,7 @@ def in_a_process(kind: str, source: Path, out: Path) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes at most, as the kernel counts them."""
+    """Return the peak memory in bytes, as the kernel counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
@@ -146,7 +146,7 @@ def one_conversion(kind: str, folder: str, out: str) -> None:
 
 
 def draw(rows: list[dict[str, float]], file: Path) -> None:
-    """Peak memory of the whole process against the size of the model."""
+    """Draw the peak memory of the process against the size of the model."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""Scaling: speed of generation against batch size and length, memory of a training pass against length and vocabulary.
+"""Measure throughput of generation by batch size and length, and memory of a training pass by length and vocabulary.
 
     python -m bench curves                 measures, writes docs/performance.json and draws docs/performance.png
     python -m bench curves --redraw        draws it again from the numbers; needs no GPU
 
-On a GPU the shape of Qwen2-0.5B. On a CPU a small shape, speed only (nobody counts what torch allocates there), and
-nothing is written unless --picture says where. Generation is timed as further tokens at a given length: two calls that
-differ in the number of new tokens, so that prompts do not count.
+On a GPU the shape of Qwen2-0.5B. On a CPU a small shape, throughput only (torch does not count its allocations there),
+and nothing is written without --picture. Generation is timed as further tokens at a given length: by two calls that
+differ in the number of new tokens, so that the time for prompts cancels out.
 """
 
 import gc
@@ -21,7 +21,7 @@ import torch
 from bench import common
 from bench.common import GPU, SHAPES, Options
 from bench.generate import requests_of
-from posttrain.core.types import Objective, Sample, count
+from posttrain.core.types import Objective, Sample, count_units
 from posttrain.engines.base import Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
@@ -77,7 +77,7 @@ def generation(name: str) -> Rows:
 
 
 def rate_at(engine: LocalEngine, name: str, batch: int, length: int) -> float:
-    """Tokens a second of sequences that are `length` tokens long when they end."""
+    """Return tokens per second of sequences that end with `length` tokens."""
     work = requests_of(SHAPES[name], batch, 0, count=batch, prompt=length - FEW - MORE)  # one prompt for all
     long, short = Sampling(max_tokens=FEW + MORE), Sampling(max_tokens=FEW)
     engine.generate(work, long)  # room, kernels and graphs
@@ -108,18 +108,18 @@ def memory(name: str, options: Options) -> Rows:
 
 
 def peak_of_a_pass(policy: Learner, wanted: Objective, tokens: int) -> int:
-    """Bytes that forward and backward over one row take beyond what is there before."""
+    """Return the bytes that forward and backward over one sample allocate in addition."""
     sample = Sample(tokens=np.full(tokens, 11, dtype=np.int32), mask=np.arange(tokens) > 0)
     common.free()
     before = torch.cuda.memory_allocated()
-    policy.forward_backward([sample], wanted, count([sample], wanted.unit), tokens)
+    policy.forward_backward([sample], wanted, count_units([sample], wanted.unit), tokens)
     most = torch.cuda.max_memory_allocated()
     policy.discard()
     return most - before
 
 
 def slopes(rows: Rows) -> dict[int, float]:
-    """MiB that a token more takes, for each vocabulary."""
+    """Return MiB per additional token for each vocabulary size."""
     found = {}
     for vocabulary in sorted({int(row["vocabulary"]) for row in rows}):
         points = [(row["tokens"], row["gib"] * 1024) for row in rows if row["vocabulary"] == vocabulary]

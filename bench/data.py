@@ -1,8 +1,8 @@
-"""Data: tokenising a file into indexed ones against `datasets.map`, reading packed batches back, and memory.
+"""Compare preprocessing with `datasets.map`; measure reading of packed batches, and memory.
 
 The text is generated: words by Zipf's law, with punctuation, numbers and line breaks. BENCH_MEGABYTES sets its size
-(96), BENCH_TOKENIZER the folder of a tokenizer (otherwise a byte-level BPE is trained on some of the text). With
-BENCH_STREAM_MEGABYTES=2000 a file of that size streams through, and the memory it takes is printed.
+(96), BENCH_TOKENIZER a tokenizer directory (default: a byte-level BPE is trained on a part of the text). With
+BENCH_STREAM_MEGABYTES=2000 a file of that size is preprocessed, and its peak memory is printed.
 """
 
 import json
@@ -143,11 +143,11 @@ def by_hand(_: Path, source: Path, tokenizer, workers: int) -> tuple[float, floa
 
 
 def read_batches(folder: Path, tokenizer) -> None:
-    """Rows in a random order, packed and laid end to end, as the learner takes them."""
+    """Read examples in random order, packed and concatenated as for the learner."""
     config = DataConfig(max_length=2048)
     encoder = Encoder(tokenizer, config, "text", vocab_size=len(tokenizer))
     started = time.perf_counter()
-    rows = load_dataset([str(folder / "1-0" / "out")], encoder).rows
+    rows = load_dataset([str(folder / "1-0" / "out")], encoder).examples
     opened = time.perf_counter() - started
     order = np.random.default_rng(0).permutation(len(rows))
     tokens = 0
@@ -167,7 +167,7 @@ def read_batches(folder: Path, tokenizer) -> None:
 
 
 def stream(folder: Path, source: Path, tokenizer, megabytes: float) -> None:
-    """In a process of its own, whose largest memory is the answer."""
+    """Preprocess files of two sizes in separate processes and print their peak memory."""
     context = multiprocessing.get_context("spawn")
     peaks = []
     for part in (megabytes / 10, megabytes):

@@ -1,11 +1,11 @@
-"""docs/demo.svg: what `posttrain demo` shows on a terminal, from a real run. No benchmark; it takes minutes.
+"""Draw docs/demo.svg: the terminal output of a real run of `posttrain demo`. This is not a benchmark; it takes minutes.
 
     python -m bench.demo_picture                    runs the demo on the CPU and draws docs/demo.svg
-    python -m bench.demo_picture --keep raw.txt     also keeps what the terminal got, byte for byte
-    python -m bench.demo_picture --redraw raw.txt   draws again from that; runs nothing
+    python -m bench.demo_picture --keep raw.txt     also keeps the terminal output, byte for byte
+    python -m bench.demo_picture --redraw raw.txt   draws again from that output; runs nothing
 
-The demo runs in an empty folder, so its paths are relative. All that it leaves on the screen is about 75 lines: of each
-stage the picture has its title and what came out, then everything from the curve on. The picture's title says so.
+The demo runs in an empty directory, so its paths are relative. Its output is about 75 lines: the picture has the title
+and the result of each stage, then everything from the curve on, as its title states.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run_on_a_terminal() -> bytes:
-    """All that the demo writes to a terminal of its own."""
+    """Run the demo in a pseudo-terminal and return its output."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
     unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
@@ -84,7 +84,7 @@ def draw(raw: str) -> str:
 
 
 def polished(svg: str) -> str:
-    """No fonts from elsewhere; letters a little larger and nowhere clipped, so that bars and boxes have no seams."""
+    """Remove external fonts and enlarge letters a little without clipping, so that bars and boxes have no seams."""
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r' clip-path="[^"]*"|<clipPath.*?</clipPath>\s*', "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code, monospace", FONTS).replace("font-family: arial", "font-family: arial, sans-serif")

@@ -1,9 +1,9 @@
-"""Preference training on pairs of ragged answers, the reference's pass included: ours against TRL's DPOTrainer.
+"""Compare DPO, including the reference's forward pass, with TRL's DPOTrainer.
 
     python -m bench dpo [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
 
-On a GPU: 64 pairs a step, 128 tokens of prompt and 64..512 of answer. On a CPU: 16 pairs, 64 and 16..128.
-TRL pads: its DPO has no way without padding (1.16).
+On a GPU: 64 pairs per step, prompts of 128 tokens and completions of 64..512. On a CPU: 16 pairs, 64 and 16..128.
+TRL 1.16 pads: its DPO has no mode without padding.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def measure_dpo(options: Options) -> None:
 
 
 def pairs_of_steps(shape: Shape, steps: int) -> list[list[Sample]]:
-    """Chosen, rejected, chosen ..."""
+    """Return the samples of random pairs: chosen, rejected, chosen ..."""
     rng = np.random.default_rng(0)
     found: list[list[Sample]] = [[] for _ in range(steps)]
     for samples in found:
@@ -46,7 +46,9 @@ def compare(name: str, folder: str, options: Options) -> None:
         policy, reference = common.learner(folder, options), common.learner(folder, options, trainable=False)
         _, wanted = common.objective("dpo")
         trained = (common.training_flops(policy, samples, wanted, shape) for samples in pairs)
-        flops.extend(4 / 3 * each for each in trained)  # the reference only looks: 2 where training takes 6
+        flops.extend(
+            4 / 3 * each for each in trained
+        )  # the reference has a forward pass only: 2 where training takes 6
 
         def step(number: int) -> dict[str, float]:
             for sample, stream in zip(pairs[number], reference.logprobs(pairs[number]), strict=True):

@@ -1,14 +1,15 @@
-"""Generation with log-probabilities: our engine against transformers' generate and vLLM on the same work.
+"""Compare generation with log-probabilities with transformers' generate and vLLM.
 
-    python -m bench generate [--shapes 0.5b,1.5b,7b] [--peers vllm] [--profile] [--out FILE]
+    python -m bench generate [--shapes 0.5b,1.5b,7b,30b-a3b] [--lora_rank R [--adapters N]] [--rounds N] [--profile]
 
-On a GPU: random bf16 weights of published shapes, 128 + 256 tokens a sequence, temperature 1, every answer at full
-length. `group` is how many neighbours share a prompt. On a CPU: 64 prompts of 16..128 tokens, pieces of this project's
-own pages (--model FOLDER: with a trained model, and vLLM), 64 new tokens each, and the cache against recomputation
-(without --model).
+On a GPU: random bf16 weights of published shapes, 128 + 256 tokens per sequence, temperature 1, every completion at
+full length. `group` is the number of neighbours that share a prompt. On a CPU: 64 prompts of 16..128 tokens, taken from
+this project's pages (--model DIRECTORY: with a trained model, and vLLM), 64 new tokens each, and the cache against
+recomputation (without --model).
 """
 
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
+from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.core.types import Sample
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
+from posttrain.models.adapters import add_adapters, save_adapter
 from posttrain.models.pico import build_tokenizer
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 
-PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts are ragged, and so long on average
+PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts have different lengths, with this mean
 GROUP = 8
 ROUNDS = 3 if GPU else 2
 PAGES = ("README.md", "docs/architecture.md")
@@ -45,20 +48,20 @@ def ours(engine: LocalEngine, requests: list[GenerationRequest]) -> None:
 
 
 def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float) -> str:
-    """Arithmetic of prompts and answers; what is read: the weights at each step, each sequence's cache at each step."""
+    """Describe FLOP/s, and bytes/s of reading the weights and each sequence's cache at every decode step."""
     different = {request.group: len(request.prompt) for request in requests}
     made = len(requests) * ANSWER
     flops = 2.0 * (shape.layer_weights * (sum(different.values()) + made) + shape.head_weights * made)
     size = 2 if GPU else 4
     cached = 2 * shape.layers * shape.kv_heads * shape.head_size * size  # bytes a position
     seen = sum(ANSWER * (len(request.prompt) + ANSWER / 2) for request in requests)
-    read = ANSWER * (shape.layer_weights + shape.head_weights) * size + cached * seen
+    read = ANSWER * (shape.read_weights + shape.head_weights) * size + cached * seen
     return common.share_of_limits(flops, read, seconds)
 
 
 @torch.inference_mode()
 def theirs(model: Any, prompts: list[np.ndarray]) -> None:
-    """One batch, padded on the left; log-probabilities of the sampled tokens as its pages say to get them."""
+    """Generate one batch, padded on the left, with log-probabilities as transformers' documentation computes them."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     seen = torch.zeros_like(ids)
@@ -169,7 +172,7 @@ def compare(
 
 @torch.inference_mode()
 def recomputed(runner: ModelRunner, prompts: list[np.ndarray]) -> None:
-    """No cache: the whole sequence runs through the model for each new token."""
+    """Generate without a cache: the whole sequence goes through the model for each new token."""
     rows = [prompt.tolist() for prompt in prompts]
     for _ in range(ANSWER):
         samples = [Sample(tokens=np.array(row, dtype=np.int32), mask=np.zeros(len(row), dtype=bool)) for row in rows]
@@ -203,25 +206,39 @@ def on_gpu(name: str, options: Options) -> None:
 
 
 def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
-    """Group size -> what was found, and its seconds."""
+    """Measure each group size; return the results and their seconds."""
     shape = SHAPES[name]
     model = common.random_weights(shape)
-    model.set_attn_implementation(attention.NAME)
-    engine = LocalEngine(ModelRunner.from_model(model), None, slots=shape.sequences)
-    first = requests_of(shape, GROUP, 0)
+    if options.lora_rank:
+        add_adapters(model, ModelConfig(lora_rank=options.lora_rank), "token")
+        name = f"{name} with {options.adapters or 'adapters'}{' adapters' if options.adapters else ''}"
+        name += f" of rank {options.lora_rank}"
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {f"a{i}": Path(folder) / f"a{i}" for i in range(options.adapters)}
+        for own in folders.values():
+            save_adapter(model, own)
+        if folders:
+            model = common.random_weights(shape)
+        model.set_attn_implementation(attention.NAME)
+        engine = LocalEngine(ModelRunner.from_model(model), None, slots=shape.sequences, frozen=bool(folders))
+        if folders:
+            engine.use_adapters(folders)
+    first = requests_of(shape, GROUP, 0, adapters=options.adapters)
     ready = common.timed(lambda: engine.generate(first, Sampling(max_tokens=4)))
     print(f"generation {name}: first 4 tokens of {shape.sequences} sequences after {ready:.1f} s, graphs included")
     found = {}
     for group in (1, GROUP):
-        work = requests_of(shape, group, group)
-        seconds = min(common.timed(lambda work=work: ours(engine, work)) for _ in range(ROUNDS))
+        work = requests_of(shape, group, group, adapters=options.adapters)
+        rounds = options.rounds or ROUNDS
+        seconds = min(common.timed(lambda work=work: ours(engine, work)) for _ in range(rounds))
         result = Result(
             what=f"generation {name}, {shape.sequences} sequences, groups of {group}, {PROMPT} + {ANSWER} tokens",
             ours=f"{shape.sequences * ANSWER / seconds:,.0f} tokens/s{common.peak()}",
             limits=limits_of(shape, work, seconds),
         )
+        print(f"{result.what}: {result.ours}", flush=True)  # kept if the command is stopped before its end
         found[group] = (result, seconds)
-    compare_with_training(name, engine, requests_of(shape, 1, 2))
+    compare_with_training(name, engine, requests_of(shape, 1, 2))  # without mixed adapters
     if options.profile:
         profile_a_step(engine)
     return found
@@ -233,16 +250,27 @@ def hf_seconds(shape: Shape) -> float:
     return common.timed(lambda: theirs(model, prompts))
 
 
-def requests_of(shape: Shape, group: int, seed: int, count: int = 0, prompt: int = PROMPT) -> list[GenerationRequest]:
+def requests_of(
+    shape: Shape, group: int, seed: int, count: int = 0, prompt: int = PROMPT, adapters: int = 0
+) -> list[GenerationRequest]:
+    """Return requests in groups of one prompt; with `adapters` a0, a1, ..., each group has the next one."""
     count = count or shape.sequences
     rng = np.random.default_rng(seed)
     top = min(100_000, shape.vocabulary - 1)
     prompts = [rng.integers(10, top, prompt).astype(np.int32) for _ in range(-(-count // group))]
-    return [GenerationRequest(prompt=prompts[i // group], group=i // group, seed=i) for i in range(count)]
+    return [
+        GenerationRequest(
+            prompt=prompts[i // group],
+            group=i // group,
+            seed=i,
+            adapter=f"a{i // group % adapters}" if adapters else "",
+        )
+        for i in range(count)
+    ]
 
 
 def compare_with_training(name: str, engine: LocalEngine, requests: list[GenerationRequest]) -> None:
-    """How far the sampler's log-probabilities are from the trainer's."""
+    """Print the difference between the sampler's log-probabilities and the trainer's."""
     samples = engine.generate(requests, Sampling(max_tokens=ANSWER))[:16]
     with torch.no_grad():
         again = forward(engine.runner, collate(samples, engine.device), Wanted()).logprobs.cpu().numpy()
@@ -252,7 +280,7 @@ def compare_with_training(name: str, engine: LocalEngine, requests: list[Generat
 
 
 def profile_a_step(engine: LocalEngine) -> None:
-    """One captured step, kernel by kernel."""
+    """Profile one captured decode step, kernel by kernel."""
     graph = next(iter(engine.executor.graphs.captured.values()))
     with torch.inference_mode():
         engine.executor.slots.length.fill_(PROMPT)
@@ -262,7 +290,7 @@ def profile_a_step(engine: LocalEngine) -> None:
 
 
 def vllm_seconds(shape: Shape) -> tuple[float, float]:
-    """(of the work, log-probabilities of the sampled tokens included; until it is ready)."""
+    """Return seconds of the work, including log-probabilities of the sampled tokens, and seconds of start-up."""
     with common.saved_model(shape) as folder:
         began = time.perf_counter()
         llm = vllm_engine(folder, dtype="bfloat16", gpu_memory_utilization=0.8, max_num_seqs=shape.sequences)
@@ -275,7 +303,7 @@ def vllm_seconds(shape: Shape) -> tuple[float, float]:
 
 
 def vllm_engine(folder: str, **settings: Any) -> Any:
-    """In this process, with as many threads as we have."""
+    """Create vLLM's engine in this process, with the same number of threads."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

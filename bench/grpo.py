@@ -1,9 +1,9 @@
-"""Whole steps of GRPO, one update, no KL: generate, judge by random numbers, train. Ours against TRL's GRPOTrainer.
+"""Compare whole steps of GRPO (generation, random rewards, one update, no KL) with TRL's GRPOTrainer.
 
     python -m bench grpo [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
 
-On a GPU: 64 prompts x 8 answers, 128 + 256 tokens. On a CPU: 8 x 8, 32 + 64. Every answer has its full length.
-TRL generates by transformers' generate.
+On a GPU: 64 prompts x 8 completions, 128 + 256 tokens. On a CPU: 8 x 8, 32 + 64. Every completion has full length.
+TRL generates with transformers' generate.
 """
 
 from typing import Any
@@ -75,14 +75,14 @@ def compare(name: str, folder: str, options: Options) -> None:
 
 
 def whole(prompts: np.ndarray, shape: Shape) -> list[np.ndarray]:
-    """Prompts with answers of random tokens, as many as there will be, to count their arithmetic."""
+    """Return each prompt with random completions of full length, to compute the FLOPs of a step."""
     rng = np.random.default_rng(1)
     answers = rng.integers(10, shape.vocabulary - 1, (len(prompts) * SAMPLES, ANSWER)).astype(np.int32)
     return [np.concatenate([prompts[i // SAMPLES], answer]) for i, answer in enumerate(answers)]
 
 
 def sampling_flops(shape: Shape) -> float:
-    """Each prompt once, each token of the answers once."""
+    """Return the FLOPs of generation; each prompt is computed once."""
     made = PROMPTS * SAMPLES * ANSWER
     return 2.0 * (shape.layer_weights * (PROMPTS * PROMPT + made) + shape.head_weights * made)
 

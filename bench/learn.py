@@ -1,10 +1,11 @@
-"""How well and how fast a small chat model learns a task: as it comes, after SFT, after GRPO; greedy, all test rows.
+"""Measure the accuracy of a small chat model before training, after SFT and after GRPO: greedy, all test examples.
 
-    python bench/learn.py gsm8k MODEL_FOLDER GSM8K_FOLDER OUT [--grpo_steps 60] [--until SECONDS]
-    python bench/learn.py countdown MODEL_FOLDER COUNTDOWN_FOLDER OUT
+    python bench/learn.py gsm8k MODEL_DIR GSM8K_DIR OUT [--grpo_steps 60] [--until SECONDS]
+    python bench/learn.py countdown MODEL_DIR COUNTDOWN_DIR OUT
 
-GSM8K is the same work as TRL's anchor: the same prompts, SFT for 3 epochs at 3e-4 with 64 rows a step, then GRPO with
-64 prompts x 8 answers of at most 256 tokens, judged by the number after `####`. Seconds count from the process's start.
+GSM8K is the same work as the measurement of TRL: the same prompts, SFT for 3 epochs at 3e-4 with 64 examples per step,
+then GRPO with 64 prompts x 8 completions of at most 256 tokens, scored by the number after `####`. Seconds count from
+the start of the process.
 """
 
 import argparse
@@ -19,7 +20,7 @@ RULE = '''import re
 
 
 def right(text, ground_truth):
-    """1 if the number after the last #### is the row's, else 0."""
+    """Return 1 if the number after the last #### is the example's, else 0."""
     found = re.findall(r"####\\s*\\$?(-?[\\d,]*\\.?\\d+)", text)
     return float(bool(found) and found[-1].replace(",", "").rstrip(".") == ground_truth)
 '''
@@ -30,7 +31,7 @@ def say(text: str) -> None:
 
 
 def gsm8k(folder: Path, split: str):
-    """(prompt, answer, what the reward must know) of each row."""
+    """Return (prompt, completion, columns for the reward) of each example."""
     system = {"role": "system", "content": "You solve grade-school maths problems step by step."}
     for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -40,7 +41,7 @@ def gsm8k(folder: Path, split: str):
 
 
 def countdown(folder: Path, split: str):
-    """The same for verl's rows: numbers, a target, and a worked solution."""
+    """Return the same for examples in verl's format: numbers, a target, and a worked solution."""
     import pyarrow.parquet
 
     for row in pyarrow.parquet.read_table(folder / f"{split}.parquet").to_pylist():
@@ -59,7 +60,7 @@ def write_rows(task, source: Path, out: Path) -> None:
 
 
 def merged(first: dict, second: dict) -> dict:
-    """Both, section by section; the second decides."""
+    """Merge two configurations section by section; the second takes precedence."""
     return first | {
         key: merged(first[key], value) if isinstance(first.get(key), dict) else value for key, value in second.items()
     }

@@ -1,7 +1,7 @@
-"""What many processes cost: samples on their way, calls of a step, weights from the training to the rollout layout.
+"""Measure the cost of many processes: sending samples, the calls of a step, weights from training to rollout layout.
 
-On a CPU: processes of this machine over gloo, a model of 135M parameters. On a GPU: the copy that a sharded learner of
-7B parameters keeps to generate with is brought up to date on the device.
+On a CPU: processes of this machine over gloo, a model of 135M parameters. On a GPU: a sharded learner of 7B parameters
+updates its copy of the weights for generation on the device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_scale() -> None:
 
 
 def samples_of(rows: int, tokens: int, streams: int = 1) -> list[Sample]:
-    """Answers as reinforcement learning sends them to be trained on."""
+    """Return samples as reinforcement learning sends them to the learners."""
     rng = np.random.default_rng(0)
     names = ("logprobs", "advantages", "ref_logprobs")[:streams]
     return [
@@ -55,7 +55,7 @@ def samples_of(rows: int, tokens: int, streams: int = 1) -> list[Sample]:
 
 
 class Idle:
-    """A learner that does nothing: what is left is the controller's work."""
+    """A learner that does nothing, so that only the controller's work is measured."""
 
     def forward_backward(self, samples: list[Sample], *_: object) -> dict[str, tuple[float, None]]:
         return {"loss": (float(len(samples)), None)}
@@ -72,7 +72,7 @@ def no_loss(*_: object) -> None:
 
 
 def timed(work) -> float:
-    """Seconds, the median of some rounds after one that is not counted."""
+    """Return the median seconds of some rounds after a warm-up round."""
     work()
     taken = []
     for _ in range(ROUNDS):
@@ -97,7 +97,7 @@ def transport(folder: Path) -> None:
 
 
 def overhead(count: int, folder: Path) -> None:
-    """One step's calls: log-probabilities of 512 x 384 tokens, gradients, the optimizer."""
+    """Make the calls of one step: log-probabilities of 512 x 384 tokens, gradients, the optimizer."""
     cluster = OnlineClusterConfig(devices=count + 1, worker_timeout_seconds=SECONDS, critic_devices=1)
     places = Placement(cluster, folder / "logs")
     try:
@@ -116,7 +116,7 @@ def overhead(count: int, folder: Path) -> None:
 
 
 def move_between_processes(folder: Path) -> None:
-    """From 2 FSDP ranks to a rollout worker of its own."""
+    """Send weights from 2 FSDP ranks to a rollout worker."""
     with saved_model(SMOL) as path:
         move(ModelConfig(path=path), folder)
 

@@ -1,8 +1,8 @@
-"""The server under load: as fast as offline generation? Fair, without errors, with flat memory?
+"""Measure the server under load: throughput against offline generation, fairness, errors and memory.
 
-The server is a process of its own, `posttrain serve` as users start it; the clients are in this one and speak plain
-HTTP, so that they cost little. Every answer runs to its full length, offline too, so that both do equal work.
-BENCH_MODEL is a model's folder (otherwise pico), BENCH_SECONDS how long the streams last (60).
+The server is a separate process, `posttrain serve` as users start it; the clients are in this process and use plain
+HTTP, so that they cost little. Every completion has full length, offline too, so that both do the same work.
+BENCH_MODEL is a model directory (default: pico), BENCH_SECONDS the duration of the streams (60).
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.inference.model import InferenceModel
 
 CLIENTS, STREAMS = 32, 64
-TOKENS = 128  # of each answer
-ANSWERS = 4  # of each client, one after another
+TOKENS = 128  # per completion
+ANSWERS = 4  # completions per client, one after another
 ROUNDS = 2
 SECONDS = float(os.environ.get("BENCH_SECONDS", "60"))
 MODEL = os.environ.get("BENCH_MODEL", "pico")
@@ -51,7 +51,7 @@ def measure_serve() -> None:
 
 
 def offline(served: InferenceModel) -> float:
-    """Tokens a second for the same questions, as many at once as there are clients."""
+    """Return tokens per second of offline generation for the same prompts, as many at a time as there are clients."""
     work = [
         GenerationRequest(
             prompt=served.encode([{"role": "user", "content": question(client, turn)}]).tokens, seed=client
@@ -79,7 +79,7 @@ async def online(port: int, stream: bool) -> float:
 
 
 def endure(server: "Server") -> None:
-    """Many streams for a long time."""
+    """Run many streams for a long time."""
     memory: list[float] = []
 
     async def client(number: int, end: float) -> int:
@@ -128,7 +128,7 @@ class Connection:
         await self.writer.wait_closed()
 
     async def ask(self, text: str, stream: bool) -> int:
-        """The tokens of the answer; anything but an answer is an error."""
+        """Return the number of tokens of the completion; raise an error for any other response."""
         asked = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "stream": stream}
         asked |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         body = json.dumps(asked).encode()
@@ -151,7 +151,7 @@ class Connection:
 
 
 class Server:
-    """`posttrain serve` in a process of its own."""
+    """`posttrain serve` in a separate process."""
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-m", "posttrain", "serve", MODEL, "--port", "0", *options]
@@ -172,11 +172,11 @@ class Server:
         assert self.process.wait(60) == 0
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its threads so far: it says more than a clock where the machine is busy."""
+        """Return the CPU time of all its threads, which is more reliable than wall time on a busy machine."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory(self) -> float:
-        """MiB that it has now."""
+        """Return its current memory in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024

@@ -1,9 +1,10 @@
-"""Supervised training on ragged rows: our packed learner against TRL's SFTTrainer.
+"""Compare SFT on examples of different lengths with TRL's SFTTrainer.
 
-    python -m bench sft [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
+    python -m bench sft [--shapes 0.5b,1.5b,7b,30b-a3b-4] [--row TOKENS] [--pack TOKENS] [--steps N] [--profile]
 
-On a GPU: rows of 64..2048 tokens, 65,536 tokens a step, every token counts; TRL packs them to 4,096. On a CPU: 32 rows
-of 32..384 tokens, a question that does not count and its answer; TRL lays rows end to end without padding.
+On a GPU: examples of 64..2048 tokens, 65,536 tokens per step, every token is trained on; TRL packs them to 4,096. With
+--row all examples have that length, as in the tables of other projects. On a CPU: 32 examples of 32..384 tokens, a
+prompt and a completion; TRL concatenates examples without padding.
 """
 
 from typing import Any
@@ -25,14 +26,14 @@ def measure_sft(options: Options) -> None:
             compare(name, folder, options)
 
 
-def rows_of_steps(shape: Shape, steps: int) -> list[list[Sample]]:
+def rows_of_steps(shape: Shape, steps: int, row: int) -> list[list[Sample]]:
     rng = np.random.default_rng(0)
     if not GPU:
         return [[question_and_answer(rng, shape) for _ in range(ROWS_PER_STEP)] for _ in range(steps)]
     found: list[list[Sample]] = [[] for _ in range(steps)]
     for rows in found:
         while sum(map(len, rows)) < TOKENS_PER_STEP:
-            rows.append(common.ragged(rng, 64, 2048, shape))
+            rows.append(common.ragged(rng, row or 64, row + 1 if row else 2048, shape))
     return found
 
 
@@ -44,7 +45,7 @@ def question_and_answer(rng: np.random.Generator, shape: Shape) -> Sample:
 
 def compare(name: str, folder: str, options: Options) -> None:
     shape = SHAPES[name]
-    rows = rows_of_steps(shape, options.steps)
+    rows = rows_of_steps(shape, options.steps, options.row)
     flops: list[float] = []
 
     def ours() -> common.Step:
@@ -57,15 +58,15 @@ def compare(name: str, folder: str, options: Options) -> None:
     times = common.in_turns(options, ours, trl)
     size, seconds = typical_size(rows), times["ours"].typical
     result = Result(
-        what=f"SFT {name}, {size:,.0f} tokens a step in ragged rows",
+        what=f"SFT {name}, {size:,.0f} tokens a step in rows of {options.row or 'different lengths'}",
         ours=f"{size / seconds:,.0f} tokens/s{times['ours'].memory}",
         limits=common.share_of_limits(float(np.median(flops)), 0.0, seconds),
     )
     if "TRL" in times:
         logs = times["TRL"].logs
-        if GPU:  # it packs rows itself
+        if GPU:  # it packs examples itself
             size = float(np.median(np.diff([log["num_tokens"] for log in logs if "num_tokens" in log])))
-        else:  # the same weights and rows give the same loss
+        else:  # the same weights and examples give the same loss
             first = (times["ours"].logs[0]["loss"], logs[0]["loss"])
             assert abs(first[0] - first[1]) < 1e-3 * first[1], first
         rate = size / times["TRL"].typical

@@ -1,7 +1,7 @@
-"""A pipeline of one's own: best-of-n distillation. A teacher answers, rewards choose, a student learns.
+"""A custom pipeline: best-of-n distillation. A teacher generates, rewards select, a student is trained.
 
-From the top of the repository: python examples/best_of_n.py [FOLDER]
-Killed anywhere, the same command goes on where it was.
+From the top of the repository: python examples/best_of_n.py [DIRECTORY]
+After an interruption the same command continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stage
 
 @dataclass
 class WithoutRepeats(Stage):
-    """A stage of one's own: every prompt keeps each answer once, so that n counts different answers."""
+    """A custom stage: keeps each different completion of a prompt once."""
 
     file: str
     out: Path
@@ -30,13 +30,13 @@ class WithoutRepeats(Stage):
         return [self.file]
 
     def settings(self) -> dict[str, Any]:
-        return {}  # nothing but what it reads decides what it makes
+        return {}  # the result depends only on the input
 
     def run(self, quiet: bool) -> dict[str, float]:
-        answers = read_completions(self.file)
-        kept = {(answer.group, answer.text.strip()): answer.row for answer in reversed(answers)}  # the first of equals
+        completions = read_completions(self.file)
+        kept = {(one.group, one.text.strip()): one.row for one in reversed(completions)}  # the first of equal ones
         write_rows(self.out, reversed(kept.values()))
-        return {"answers": len(answers), "kept": len(kept)}
+        return {"completions": len(completions), "kept": len(kept)}
 
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/best-of-n")
@@ -50,12 +50,12 @@ stages = [
         Generation(
             model=ModelConfig(path="pico"),  # the teacher
             data=DataConfig(train=("examples/data/questions.jsonl",)),
-            out=str(folder / "answers.jsonl"),
+            out=str(folder / "completions.jsonl"),
             sampling=Sampling(max_tokens=32, temperature=0.8),
             n=8,
         )
     ),
-    WithoutRepeats(file=str(folder / "answers.jsonl"), out=folder / "different.jsonl"),
+    WithoutRepeats(file=str(folder / "completions.jsonl"), out=folder / "different.jsonl"),
     Score(
         Scoring(
             file=str(folder / "different.jsonl"),

@@ -1,4 +1,4 @@
-"""Environments of your own: a class in a plain file; one object per episode.
+"""Custom environments: a class in any file; each episode has its own object.
 
 posttrain grpo configs/grpo.yaml --rollout.environment examples/environment.py:SecondChance
 """

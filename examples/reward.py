@@ -1,6 +1,6 @@
-"""Reward functions of your own in a plain file: the names of the parameters say what a function gets.
+"""Custom reward functions in any file: the names of the parameters determine what a function gets.
 
-posttrain rewards check examples/data/answers.jsonl --reward examples/reward.py:short gsm8k --weights 0.2 1
+posttrain rewards check examples/data/answers.jsonl --reward examples/reward.py:short gsm8k --reward_weights 0.2 1
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ FULL_SCORE_WORDS = 20
 
 
 def short(text: str) -> float:
-    """1 for up to 20 words, then falling to 0 at 40."""
+    """Return 1 for up to 20 words, then less, down to 0 at 40."""
     words = len(text.split())
     return max(0.0, min(1.0, 2 - words / FULL_SCORE_WORDS))
 
 
 def letters(text: str) -> float:
-    """The share of letters, digits and spaces."""
+    """Return the share of letters, digits and spaces."""
     return sum(letter.isascii() and (letter.isalnum() or letter.isspace()) for letter in text) / max(1, len(text))
 
 
 def states_the_answer(text: str, ground_truth: str, **columns: Any) -> tuple[float, str]:
-    """1 if the ground truth is in the text as a separate word; the second value is shown as the reason."""
+    """Return 1 if the ground truth is in the text as a separate word; the second value is shown as the reason."""
     found = re.search(rf"(?<!\w){re.escape(str(ground_truth))}(?!\w)", text) is not None
     return float(found), "" if found else f"{ground_truth} is not in the text"
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
@@ -20,8 +21,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+
+from posttrain.config.sections import ModelConfig
+from posttrain.models.adapters import add_adapters, save_adapter
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
 CHARACTERS = tuple("\n" + "".join(map(chr, range(32, 127))))
@@ -60,6 +66,8 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}  # the first layer is dense
 _GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -73,7 +81,13 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gemma2": (Gemma2Config, _COMMON | {"head_dim": 8, "sliding_window": 8}),
     "mistral": (MistralConfig, _COMMON | {"sliding_window": 8}),
 }
-NAMES = tuple(CONFIGS)
+NAMES = tuple(CONFIGS)  # tests/recorded has numbers of these
+CONFIGS |= {
+    "qwen2_moe": (Qwen2MoeConfig, _COMMON | _EXPERTS | _SHARED),
+    "qwen3_moe": (Qwen3MoeConfig, _COMMON | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "deepseek_v2": (DeepseekV2Config, _COMMON | _DEEPSEEK | {"topk_method": "group_limited_greedy"}),
+}
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def tiny_model(name: str, *, head: str = "token", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -117,4 +131,15 @@ def tiny_folder(name: str, tmp_path: Path, *, head: str = "token", seed: int = 0
     folder = tmp_path / f"tiny-{name}-{head}"
     tiny_model(name, head=head, seed=seed, **changes).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def saved_adapter(model: PreTrainedModel, folder: Path, rank: int, targets: tuple[str, ...] = ("all-linear",)) -> Path:
+    """Add an adapter that changes the outputs, and save it."""
+    add_adapters(model, ModelConfig(lora_rank=rank, lora_target_modules=targets), "token")
+    generator = torch.Generator().manual_seed(rank)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    save_adapter(model, folder)
     return folder

@@ -3,10 +3,10 @@
 # isort: off
 from posttrain.algorithms import sft, reward, process_reward
 from posttrain.algorithms import dpo, kto, simpo, orpo, cpo, distill
-from posttrain.algorithms import grpo, rloo, reinforce, ppo
+from posttrain.algorithms import grpo, rloo, reinforce, ppo, opd
 
 # isort: on
-from posttrain.algorithms.base import ALGORITHMS, Algorithm, OnlineAlgorithm, RolloutSettings, register
+from posttrain.algorithms.base import ALGORITHMS, Algorithm, OnlineAlgorithm, RolloutSettings, example_kind, register
 
 __all__ = [
     "ALGORITHMS",
@@ -16,8 +16,10 @@ __all__ = [
     "cpo",
     "distill",
     "dpo",
+    "example_kind",
     "grpo",
     "kto",
+    "opd",
     "orpo",
     "ppo",
     "process_reward",

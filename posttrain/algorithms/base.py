@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
+from posttrain.core.errors import UsageError
 from posttrain.core.types import (
     ExampleKind,
+    ExpertUse,
     ForwardRequest,
     Head,
     Loss,
@@ -31,7 +33,7 @@ A = TypeVar("A", bound="type[Algorithm]")
 
 
 class Algorithm:
-    """One file, one subclass.
+    """Defines what is trained on and what is minimised; each algorithm is a subclass in a file of its own.
 
     `assign_credit` runs on the controller over a whole batch; `loss` runs on the workers over a micro-batch.
     A subclass with options of its own declares a nested `Config` and the line `config: Config`.
@@ -79,6 +81,15 @@ class Algorithm:
         """What the log-probabilities that the algorithm reads are of; the model's own distribution by default."""
         return SamplingDistribution()
 
+    @property
+    def experts(self) -> ExpertUse:
+        """What the policy does with the experts that the sampler chose."""
+        return "ignore"
+
+    def is_separable(self) -> bool:
+        """Whether the loss is separable with these options (see `separable`)."""
+        return self.separable
+
     def outputs(self) -> set[str]:
         """Fields of `Outputs` that the loss reads."""
         return {"logprobs"}
@@ -103,12 +114,16 @@ class Algorithm:
         """Path of the teacher, if there is one."""
         return ""
 
+    def needs_margin(self) -> bool:
+        """Whether every pair must have a margin."""
+        return False
+
     def placeholder(self) -> str:
         """Text of the token that ends each step of a stepwise example."""
         return ""
 
     def stratum(self, sample: Sample) -> float:
-        """Examples that differ in this number are spread evenly over an epoch, so that every step has some of each."""
+        """Return a number by which examples are stratified: each value is spread evenly over the steps of an epoch."""
         return 0.0
 
     def prepare(self, samples: list[Sample]) -> list[Sample]:
@@ -120,16 +135,18 @@ class Algorithm:
         return samples
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
+        """Return the sum of the loss over the units of a micro-batch, and sums of metrics."""
         raise NotImplementedError
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
-        """What the forward pass must compute; `token_id` returns the id of a text that is one token."""
-        return ForwardRequest(names=frozenset(self.outputs()), distribution=self.distribution)
+        """Return what the forward pass must compute; `token_id` maps a text that is one token to its id."""
+        names = frozenset(self.outputs())
+        return ForwardRequest(names=names, distribution=self.distribution, experts=self.experts)
 
     def objective(self, request: ForwardRequest) -> Objective:
-        """What a learner must know of this algorithm."""
+        """Return what a learner must know about this algorithm."""
         return Objective(
-            request=request, loss=self.loss, unit=self.unit, group_size=self.group_size, separable=self.separable
+            request=request, loss=self.loss, unit=self.unit, group_size=self.group_size, separable=self.is_separable()
         )
 
     def annotations(self) -> dict[str, Any]:
@@ -143,6 +160,7 @@ class RolloutSettings:
 
     max_completion_tokens: int = 0
     distribution: SamplingDistribution = SamplingDistribution()  # noqa: RUF009  frozen
+    router_replay: bool = False  # train with the experts that the sampler chose
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -160,11 +178,18 @@ class OnlineAlgorithm(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         epochs_per_batch: int = 1
-        """Passes over a batch of answers."""
+        """Number of passes over each batch of completions."""
         mini_batch_size: int = 0
-        """Answers an optimizer step sees; 0: all of the batch."""
+        """Completions per optimizer step; 0: the whole batch."""
         shuffle_mini_batch: bool = True
         """Draw mini-batches in random order."""
+        mask_truncated_completions: bool = False
+        """Leave completions that were truncated at rollout.max_tokens out of the loss; their rewards still count in the
+        advantages of others."""
+
+        def needs_reward(self) -> bool:
+            """Whether something must score the completions."""
+            return True
 
     config: Config
 
@@ -181,6 +206,10 @@ class OnlineAlgorithm(Algorithm):
     def distribution(self) -> SamplingDistribution:
         return self.rollout.distribution
 
+    @property
+    def experts(self) -> ExpertUse:
+        return "replay" if self.rollout.router_replay else "compare"
+
     def several_updates(self) -> bool:
         """Whether the policy changes before the last update on a batch, so that old log-probabilities matter."""
         return self.config.epochs_per_batch > 1 or self.config.mini_batch_size > 0
@@ -193,39 +222,50 @@ class OnlineAlgorithm(Algorithm):
         """Replace the reference by the current policy every N steps; 0: the reference does not change."""
         return 0
 
+    def is_trained_on(self, sample: Sample) -> bool:
+        """Whether a sample counts in the loss and in its denominator."""
+        return not (self.config.mask_truncated_completions and sample.finish == "length")
+
     def has_gradient(self, sample: Sample) -> bool:
         """Whether a sample contributes to the gradient; others are not computed."""
         return True
 
     def critic(self) -> CriticSettings | None:
-        """The critic as a model of its own; None: there is none, or it shares the policy's trunk."""
+        """Return the settings of a separate critic; None: no critic, or a value head on the policy."""
         return None
 
     def policy_frozen(self, step: int) -> bool:
         """Whether only the critic is trained at this step (from 1)."""
         return False
 
-    def pretrain_files(self) -> tuple[str, ...]:
-        """Files of texts whose loss, `pretrain_loss`, is added to the policy's."""
-        return ()
+    def pretrain_sources(self) -> list[tuple[tuple[str, ...], float]]:
+        """Return groups of text files with the weight of each; their `pretrain_loss` is added to the policy's loss."""
+        return []
 
     def pretrain_loss(self, out: Outputs, batch: MicroBatch, weight: float) -> Loss:
-        """The weighted loss on texts, as a sum over their tokens."""
+        """Return the weighted loss on texts, as a sum over their tokens."""
         raise NotImplementedError
 
     def after_step(self, metrics: dict[str, float], samples: int) -> None:
         """Adapt what changes from step to step; called after each step with its metrics and number of samples."""
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold of this object."""
+        """Return the state that a checkpoint must hold."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Restore what `state` returned."""
 
 
+def example_kind(trainer: str) -> ExampleKind | None:
+    """Return the kind of example that a trainer reads; None without a trainer."""
+    if trainer and trainer not in ALGORITHMS:
+        raise UsageError(f"trainer {trainer}: no such trainer; there are {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[trainer].example_kind if trainer else None
+
+
 def register(name: str, help: str) -> Callable[[A], A]:
-    """Class decorator: makes an algorithm the verb `name`, described by the line `help`."""
+    """Decorate a class: makes an algorithm the verb `name`, described by the line `help`."""
 
     def enter(cls: A) -> A:
         assert name not in ALGORITHMS, f"two algorithms named {name}"
@@ -237,6 +277,6 @@ def register(name: str, help: str) -> Callable[[A], A]:
 
 
 def groups(samples: list[Sample]) -> Iterator[list[Sample]]:
-    """Consecutive samples that share a group."""
+    """Yield consecutive samples that share a group, together."""
     for _, members in groupby(samples, key=lambda sample: sample.group):
         yield list(members)

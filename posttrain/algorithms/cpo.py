@@ -17,8 +17,8 @@ class CPO(Margin):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Margin.Config):
-        pref_ftx: float = 1.0
-        """Weight of the SFT loss on the chosen answer (mean over its tokens); other libraries' cpo_alpha."""
+        sft_coef: float = 1.0
+        """Weight of the SFT loss on the chosen completion (mean over its tokens); TRL's cpo_alpha."""
 
     config: Config
 

@@ -21,15 +21,18 @@ class Distill(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         teacher: str = ""
-        """Path of the teacher; it must have the student's vocabulary."""
+        """Required. Path of the teacher model; it must have the student's vocabulary."""
         divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-        """forward_kl: KL(teacher, student), covers; reverse_kl: KL(student, teacher), seeks modes; jsd: between."""
+        """forward_kl: KL(teacher || student); reverse_kl: KL(student || teacher), mode-seeking; jsd: generalised
+        Jensen-Shannon divergence, between the two."""
         jsd_beta: float = 0.5
-        """Share of the teacher in the mixture that jsd compares both with."""
+        """Weight of the teacher in the mixture distribution of jsd."""
         temperature: float = 1.0
-        """Both distributions are softened by it."""
-        sft_weight: float = 0.0
-        """Weight of the SFT loss on the data's own tokens."""
+        """Temperature of the teacher's and the student's distributions."""
+        divergence_top_k: int = 0
+        """Compare the teacher's N likeliest tokens and all others as one; 0: the whole vocabulary."""
+        sft_coef: float = 0.0
+        """Weight of the SFT loss on the tokens of the data."""
 
     config: Config
 
@@ -38,18 +41,11 @@ class Distill(Algorithm):
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-5}
 
     def check(self) -> None:
-        if not self.config.teacher:
-            raise UsageError("algo.teacher is not set: give the path of the model to learn from")
-        if not 0 < self.config.jsd_beta < 1:
-            raise UsageError(
-                f"algo.jsd_beta is {self.config.jsd_beta}: it must be between 0 and 1; "
-                "for the ends set algo.divergence to forward_kl (towards 0) or reverse_kl (towards 1)"
-            )
-        if self.config.temperature <= 0:
-            raise UsageError(f"algo.temperature is {self.config.temperature}: it must be above 0")
+        config = self.config
+        check_divergence(config.teacher, config.jsd_beta, config.temperature, config.divergence_top_k)
 
     def outputs(self) -> set[str]:
-        return {"divergence", "logprobs"} if self.config.sft_weight else {"divergence"}
+        return {"divergence", "logprobs"} if self.config.sft_coef else {"divergence"}
 
     def teacher_path(self) -> str:
         return self.config.teacher
@@ -61,16 +57,32 @@ class Distill(Algorithm):
             divergence=config.divergence,
             jsd_beta=config.jsd_beta,
             temperature=config.temperature,
+            divergence_top_k=config.divergence_top_k,
         )
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.divergence is not None
         divergence = out.divergence[batch.counted].sum()
-        if not self.config.sft_weight:
+        if not self.config.sft_coef:
             return Loss(total=divergence)
         assert out.logprobs is not None
         nll = -out.logprobs[batch.counted].sum()
         return Loss(
-            total=divergence + self.config.sft_weight * nll,
+            total=divergence + self.config.sft_coef * nll,
             metrics={"divergence": divergence.detach(), "nll": nll.detach()},
         )
+
+
+def check_divergence(teacher: str, jsd_beta: float, temperature: float, top_k: int) -> None:
+    """Raise UsageError if a divergence from the teacher cannot be computed with these options."""
+    if not teacher:
+        raise UsageError("algo.teacher is not set: give the path of the model to learn from")
+    if not 0 < jsd_beta < 1:
+        raise UsageError(
+            f"algo.jsd_beta is {jsd_beta}: it must be between 0 and 1; "
+            "for the ends set algo.divergence to forward_kl (towards 0) or reverse_kl (towards 1)"
+        )
+    if temperature <= 0:
+        raise UsageError(f"algo.temperature is {temperature}: it must be above 0")
+    if top_k < 0:
+        raise UsageError(f"algo.divergence_top_k is {top_k}: it must be at least 0")

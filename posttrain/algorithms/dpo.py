@@ -1,30 +1,120 @@
-"""Direct preference optimisation (arXiv:2305.18290), with IPO, hinge, cDPO and robust DPO as shapes of its loss."""
+"""Direct preference optimisation (arXiv:2305.18290) and its family: one reward per completion, many shapes of the loss.
+
+The reward is beta times the log-ratio of policy and reference. Losses of preference.py read the margin of a pair; those
+here read both rewards.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from posttrain.algorithms.base import register
-from posttrain.algorithms.preference import Margin
-from posttrain.core.lazy import torch
+from posttrain.algorithms.base import Algorithm, register
+from posttrain.algorithms.preference import LOSSES, SMOOTHED, Pairwise, check_loss
+from posttrain.core.errors import UsageError
+from posttrain.core.lazy import F, torch
+from posttrain.core.ops import bounded_exp
 from posttrain.core.types import MicroBatch, Outputs
 
+LossType = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "apo_zero",
+    "apo_down",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "discopop",
+]
 
-@register("dpo", help="direct preference optimisation: also IPO, cDPO, hinge and robust")
-class DPO(Margin):
+
+def apo_zero(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Raises the chosen and lowers the rejected (arXiv:2408.06266, eq. 7)."""
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Lowers both, the rejected more (arXiv:2408.06266, eq. 8)."""
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def exo_pair(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """KL of the policy's preference to the label's, which errs with label_smoothing (arXiv:2402.00856, eq. 16)."""
+    logit, wrong = chosen - rejected, config.label_smoothing
+    better, worse = F.logsigmoid(logit), F.logsigmoid(-logit)
+    return better.exp() * (better - math.log1p(-wrong)) + worse.exp() * (worse - math.log(wrong))
+
+
+def nca_pair(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Noise-contrastive alignment of two completions (arXiv:2402.05369)."""
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def bco_pair(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Classifies the chosen as good and the rejected as bad, without a shift of the rewards (arXiv:2404.04656)."""
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def sppo_hard(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Squared distance of log-ratios from 1 / (2 beta) and its negative (arXiv:2405.00675, eq. 4.7)."""
+    return ((chosen - 0.5) / config.beta) ** 2 + ((rejected + 0.5) / config.beta) ** 2
+
+
+def discopop(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
+    """Mixes the logistic and the exponential loss, by the margin (arXiv:2406.08414, eq. 5)."""
+    logit = chosen - rejected
+    share = torch.sigmoid(logit / config.discopop_tau)
+    return -F.logsigmoid(logit) * (1 - share) + bounded_exp(-logit) * share
+
+
+PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, DPO.Config], torch.Tensor]] = {
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "discopop": discopop,
+}
+
+
+@register("dpo", help="direct preference optimisation: also IPO, cDPO, APO, EXO, NCA, BCO, SPPO and mixtures")
+class DPO(Pairwise):
     """The implicit reward is beta times the log-ratio of policy and reference."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Margin.Config):
+    class Config(Algorithm.Config):
+        loss_type: LossType = "sigmoid"
+        """Loss on the rewards of the chosen and the rejected completion."""
+        loss_types: tuple[LossType, ...] = ()
+        """Several losses, added up with algo.loss_weights, instead of algo.loss_type (MPO)."""
+        loss_weights: tuple[float, ...] = ()
+        """Weight of each of algo.loss_types; empty: 1 each."""
+        discopop_tau: float = 0.05
+        """Temperature of the mixture in the loss discopop."""
+        f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+        """Which divergence from the reference regularises; it decides how a log-ratio becomes a reward (f-DPO)."""
+        f_alpha: float = 0.5
+        """Alpha of the alpha-divergence."""
+        ld_alpha: float = 1.0
+        """Weight of the tokens by which a completion is longer than the other of its pair (LD-DPO); 1: full weight."""
         beta: float = 0.1
-        """How hard the policy is held to the reference."""
+        """Strength of the KL regularisation towards the reference model."""
+        label_smoothing: float = 0.0
+        """Fraction of the labels assumed to be flipped: with sigmoid this is cDPO, with robust it is robust DPO."""
+        sft_coef: float = 0.0
+        """Weight of the SFT loss on the chosen completion (mean over its tokens)."""
         length_normalize: bool = False
-        """Mean over an answer's tokens instead of their sum (other libraries do this for IPO)."""
+        """Use the mean log-ratio over a completion's tokens instead of the sum, as other libraries do for IPO."""
         reference: str = ""
-        """Path of the reference model; empty: the policy as it was at the start."""
+        """Path of the reference model; empty: the policy at the start of training."""
         precompute_reference: bool = False
-        """Compute the reference's log-probabilities of all rows first, then free the reference model."""
+        """Compute the reference's log-probabilities of all examples before training, then free the reference model."""
 
     config: Config
 
@@ -39,9 +129,71 @@ class DPO(Margin):
     def precompute_reference(self) -> bool:
         return self.config.precompute_reference
 
+    def check(self) -> None:
+        config, losses = self.config, self.losses()
+        smoothed = [loss for loss in losses if loss in SMOOTHED]
+        for loss in smoothed or losses:  # of a mixture, those that assume flipped labels are smoothed
+            check_loss(loss, config.beta, config.label_smoothing)
+        if "exo_pair" in losses and not config.label_smoothing:
+            raise UsageError("algo.label_smoothing is 0: exo_pair needs the probability of a wrong label, such as 1e-3")
+        if not all(map(math.isfinite, config.loss_weights)):
+            raise UsageError(f"algo.loss_weights {config.loss_weights}: weights must be finite numbers")
+        if config.loss_weights and len(config.loss_weights) != len(config.loss_types):
+            raise UsageError(
+                f"algo.loss_weights has {len(config.loss_weights)} numbers for {len(config.loss_types)} losses in "
+                "algo.loss_types. Give one each."
+            )
+        if len(losses) < len(config.loss_types):
+            raise UsageError(
+                f"algo.loss_types {' '.join(config.loss_types)}: a loss is named twice. Give it one weight."
+            )
+        if not 0 <= config.ld_alpha <= 1:
+            raise UsageError(f"algo.ld_alpha is {config.ld_alpha}: it must be from 0 to 1")
+        if config.discopop_tau <= 0:
+            raise UsageError(f"algo.discopop_tau is {config.discopop_tau}: it must be above 0")
+
+    def losses(self) -> dict[str, float]:
+        """Returns the weight of each loss."""
+        names = self.config.loss_types or (self.config.loss_type,)
+        return dict(zip(names, self.config.loss_weights or [1.0] * len(names), strict=False))
+
+    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        config, total = self.config, torch.zeros_like(chosen)
+        for name, weight in self.losses().items():
+            if name in LOSSES:
+                total = total + weight * LOSSES[name](chosen - rejected, config.beta, config.label_smoothing)
+            else:
+                total = total + weight * PAIR_LOSSES[name](chosen, rejected, config)
+        return total
+
+    def nll_weight(self) -> float:
+        return self.config.sft_coef
+
     def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
         assert out.logprobs is not None and batch.ref_logprobs is not None
-        ratio = batch.per_sample(out.logprobs - batch.ref_logprobs)
+        ratios = out.logprobs - batch.ref_logprobs
+        if self.config.ld_alpha < 1:
+            ratios = torch.where(longer_part(batch), self.config.ld_alpha * ratios, ratios)
+        ratio = batch.per_sample(ratios)
         if self.config.length_normalize:
             ratio = ratio / batch.counts()
-        return self.config.beta * ratio
+        return self.config.beta * self.score(ratio)
+
+    def score(self, ratio: torch.Tensor) -> torch.Tensor:
+        """Returns f'(policy / reference) up to a constant, from the logarithm (arXiv:2309.16240, table 1)."""
+        kind, power = self.config.f_divergence, self.config.f_alpha - 1
+        if kind == "forward_kl":
+            return -bounded_exp(-ratio)
+        if kind == "js_divergence":
+            return F.logsigmoid(ratio)
+        if kind == "alpha_divergence" and abs(power) > 1e-6:
+            return bounded_exp(power * ratio) / power
+        return ratio
+
+
+def longer_part(batch: MicroBatch) -> torch.Tensor:
+    """Returns where a token is beyond the length of the shorter completion of its pair: [T]."""
+    counts = batch.per_sample(batch.mask.float())
+    shorter = torch.minimum(*batch.pairs(counts)).repeat_interleave(2)
+    place = batch.mask.float().cumsum(0) - (counts.cumsum(0) - counts)[batch.sample_of]
+    return place > shorter[batch.sample_of]

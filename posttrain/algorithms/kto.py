@@ -6,6 +6,7 @@ is estimated over the whole step in `assign_credit` and is a constant in the los
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -20,26 +21,29 @@ from posttrain.core.types import Loss, MicroBatch, Outputs, Sample
 DESIRABLE, UNDESIRABLE, MISMATCHED = 1.0, 0.0, -1.0
 
 
-@register("kto", help="preference learning from single answers labelled good or bad")
+@register(
+    "kto", help="preference learning from single completions labelled good or bad (Kahneman-Tversky optimisation)"
+)
 class KTO(Algorithm):
     """Raises the log-ratio of desirable completions above the baseline, lowers that of undesirable ones below it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        variant: Literal["kto", "vanilla"] = "kto"
-        """kto: the baseline comes from mismatched pairs; vanilla: each side's mean is the baseline of the other."""
+        variant: Literal["kto", "vanilla", "apo_zero_unpaired"] = "kto"
+        """kto: the KL baseline is estimated from mismatched prompts and completions; vanilla: desirable completions are
+        compared with the mean of undesirable ones, and the other way round; apo_zero_unpaired: the baseline is 0."""
         beta: float = 0.1
-        """How hard the policy is held to the reference."""
+        """Strength of the KL regularisation towards the reference model."""
         desirable_weight: float = 1.0
-        """Weight of desirable answers."""
+        """Weight of desirable completions."""
         undesirable_weight: float = 1.0
-        """Weight of undesirable answers."""
+        """Weight of undesirable completions."""
         length_normalize: bool = False
-        """Mean over an answer's tokens instead of their sum."""
+        """Use the mean log-ratio over a completion's tokens instead of the sum."""
         reference: str = ""
-        """Path of the reference model; empty: the policy as it was at the start."""
+        """Path of the reference model; empty: the policy at the start of training."""
         precompute_reference: bool = False
-        """Compute the reference's log-probabilities of all rows first; only with variant vanilla."""
+        """Compute the reference's log-probabilities of all examples before training; needs algo.variant vanilla."""
 
     config: Config
 
@@ -49,16 +53,16 @@ class KTO(Algorithm):
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 5e-7}
 
     def check(self) -> None:
-        if self.config.beta <= 0:
+        if not 0 < self.config.beta < math.inf:
             raise UsageError(f"algo.beta is {self.config.beta}: it must be above 0")
         if self.config.precompute_reference and self.config.variant == "kto":
             raise UsageError(
                 "algo.precompute_reference does not go with algo.variant kto, whose mismatched pairs are new every "
-                "step: leave it out, or set algo.variant to vanilla"
+                "step: leave it out, or set algo.variant to vanilla or apo_zero_unpaired"
             )
 
     def needs(self) -> set[str]:
-        return {"ref_logprobs", "logprobs"}
+        return {"ref_logprobs"} if self.config.variant == "apo_zero_unpaired" else {"ref_logprobs", "logprobs"}
 
     def reference_path(self) -> str:
         return self.config.reference
@@ -70,16 +74,16 @@ class KTO(Algorithm):
         return sample.label if self.config.variant == "vanilla" else 0.0
 
     def is_needed(self, stream: str, sample: Sample) -> bool:
-        """The policy's log-probabilities are needed only where the baseline is estimated."""
+        """Whether to compute them: the policy's log-probabilities only where the baseline is estimated."""
         return stream != "logprobs" or self.config.variant == "vanilla" or sample.label == MISMATCHED
 
     def prepare(self, samples: list[Sample]) -> list[Sample]:
-        if self.config.variant == "vanilla":
+        if self.config.variant != "kto":
             return samples
         if len(samples) < self.min_batch_size:
             raise UsageError(
-                f"{samples[0].origin or 'kto'}: KTO needs at least 2 rows a step, to match a prompt with another row's "
-                "answer; this step has 1: change train.batch_size or the number of rows"
+                f"{samples[0].origin or 'kto'}: KTO needs at least 2 examples per step, to match a prompt with the "
+                "completion of another one; this step has 1: change train.batch_size or the number of examples"
             )
         return samples + mismatched(samples)
 
@@ -88,10 +92,12 @@ class KTO(Algorithm):
         if self.config.variant == "vanilla":
             if not sides[DESIRABLE] or not sides[UNDESIRABLE]:
                 raise UsageError(
-                    "algo.variant vanilla needs desirable and undesirable rows in every step: "
+                    "algo.variant vanilla needs desirable and undesirable examples in every step: "
                     "raise train.batch_size, or set algo.variant to kto"
                 )
             baseline = {DESIRABLE: self.kl(sides[UNDESIRABLE]), UNDESIRABLE: self.kl(sides[DESIRABLE])}
+        elif self.config.variant == "apo_zero_unpaired":
+            baseline = dict.fromkeys((DESIRABLE, UNDESIRABLE), 0.0)
         else:
             baseline = dict.fromkeys((DESIRABLE, UNDESIRABLE), self.kl(sides[MISMATCHED]))
         real = [sample for sample in samples if sample.label != MISMATCHED]

@@ -3,8 +3,8 @@
 The gradient is that of the log-probability of tokens the policy sampled, weighted by their advantage. Three sets of
 log-probabilities meet in the loss: the sampler's (`logprobs`), the trainer's before the first update on the batch
 (`old_logprobs`; with one update per batch they are those of the loss's own forward pass), and the current ones. The
-ratio that is clipped is current / old; old / sampler, truncated at `importance_cap`, corrects for the difference
-between sampler and trainer (arXiv:2503.14286).
+ratio that is clipped is current / old; old / sampler, truncated or masked at `importance_cap`, corrects for the
+difference between sampler and trainer (arXiv:2503.14286).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp, kl_estimate
 from posttrain.core.types import Floats, ForwardRequest, Loss, Metrics, MicroBatch, Outputs, Sample, Unit
 
-RENEWED = "every"  # algo.reference every:N
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 
 
 class PolicyGradient(OnlineAlgorithm):
@@ -31,25 +31,56 @@ class PolicyGradient(OnlineAlgorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(OnlineAlgorithm.Config):
         clip_low: float = 0.2
-        """The ratio is held above 1 - clip_low; 0 with clip_high 0: no clipping."""
+        """Lower clip bound: the ratio is clipped to at least 1 - clip_low; no clipping if both bounds are 0."""
         clip_high: float = 0.2
-        """The ratio is held below 1 + clip_high; raise it alone for DAPO's clip-higher."""
-        kl: float = 0.0
-        """Weight of the KL to the reference model; 0 loads no reference model."""
+        """Upper clip bound: the ratio is clipped to at most 1 + clip_high; DAPO's clip-higher raises only this one."""
+        dual_clip: float = 0.0
+        """Bound the loss of a token with negative advantage A at dual_clip times abs(A), where the ratio is large
+        (dual-clip PPO; above 1, usually 3); 0: no bound."""
+        off_policy_mask_threshold: float = 0.0
+        """Leave tokens with negative advantage out of completions whose mean log(sampler / policy) is above this
+        (DeepSeek-V3.2); 0: keep all."""
+        kl_coef: float = 0.0
+        """Weight of the KL penalty to the reference model; 0: no penalty and no reference model."""
         kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
-        """With d = log(policy / reference): k1 is d, k2 d^2 / 2, k3 exp(-d) - 1 + d. auto: k3 in loss, k1 in reward."""
+        """With d = log(policy / reference), k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d; auto: k3 in the loss, k1 in the
+        reward."""
         kl_in: Literal["loss", "reward"] = "loss"
-        """Where the KL goes: into the loss, or taken off the reward of each token."""
-        kl_target: tuple[float, int] = (0.0, 10_000)
-        """Adapt the weight to this KL of an answer, by a fifth over so many answers; 0 and any: a fixed weight."""
+        """Where the KL penalty is applied: added to the loss, or subtracted from the reward of each token."""
+        kl_bias_correction: bool = False
+        """Multiply k3 in the loss by the ratio of policy and old policy: its gradient is then unbiased, that of
+        KL(policy || reference)."""
+        kl_clip: float = 0.0
+        """Clip the KL estimate of a token to at most this size (other libraries: 10); 0: no bound."""
+        kl_target: float = 0.0
+        """Adapt kl_coef until the KL per completion, in nats, reaches this target; 0: kl_coef is constant."""
+        kl_horizon: int = 10_000
+        """Number of completions over which kl_target changes kl_coef by at most 20 percent."""
         reference: str = ""
-        """Path of the reference model; empty: the policy at the start; every:50: the policy after each 50th step."""
-        entropy: float = 0.0
-        """Weight of an entropy bonus."""
-        average: Literal["token", "sample", "length"] = "token"
-        """token: mean over all tokens; sample: over each answer, then over answers; length: over rollout.max_tokens."""
+        """Path of the reference model; empty: the policy at the start of training."""
+        reference_sync_steps: int = 0
+        """Replace the reference model by the current policy every N steps; 0: never."""
+        entropy_coef: float = 0.0
+        """Weight of the entropy bonus; its first value, if there is a target."""
+        entropy_target: float = 0.0
+        """Adapt the weight of the entropy bonus: raise it after steps whose entropy per token is at most this, lower it
+        after others, and leave the bonus out then; 0: the weight is constant."""
+        entropy_coef_delta: float = 0.005
+        """By how much the weight of the entropy bonus is raised or lowered per step, with algo.entropy_target."""
+        entropy_coef_max: float = 1.0
+        """Largest weight of the entropy bonus, with algo.entropy_target."""
+        loss_aggregation: Literal["token_mean", "sample_mean", "fixed_length"] = "token_mean"
+        """token_mean: mean over all tokens; sample_mean: mean over each completion's tokens, then over completions;
+        fixed_length: sum over each completion's tokens divided by rollout.max_tokens, then mean over completions."""
+        importance_mode: ImportanceMode = "token_truncate"
+        """What is bounded: each token's importance weight, or the product over a completion; and whether weights out of
+        bounds are set to the bound (truncate) or to 0 (mask). geometric_mask: tokens' weights, 0 in completions whose
+        geometric mean is out of bounds."""
         importance_cap: float = 2.0
-        """Largest weight that corrects for sampler and trainer disagreeing; 0: no correction."""
+        """Upper bound of the importance weights that correct the mismatch between sampler and trainer; 0: no
+        correction."""
+        importance_floor: float = 0.0
+        """Lower bound of the importance weights; 0: none."""
 
     config: Config
 
@@ -58,49 +89,77 @@ class PolicyGradient(OnlineAlgorithm):
 
     def __init__(self, config: Config, rollout: RolloutSettings = RolloutSettings()) -> None:  # noqa: B008  frozen
         super().__init__(config, rollout)
-        self.kl_weight = config.kl  # adapted if there is a target
+        self.kl_weight = config.kl_coef  # adapted if there is a target
         self.completion_kl = 0.0  # mean over the completions of the last batch
+        self.entropy_weight = config.entropy_coef  # adapted if there is a target
+        self.entropy_is_low = True  # at most the target in the last step
 
     def check(self) -> None:
         config = self.config
         check_bounds(0, 1, clip_low=config.clip_low)  # a ratio is never below 0
-        check_bounds(0, clip_high=config.clip_high, entropy=config.entropy, importance_cap=config.importance_cap)
-        check_bounds(0, kl=config.kl, kl_target=config.kl_target[0], mini_batch_size=config.mini_batch_size)
-        check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_target=config.kl_target[1])
-        for name, value in {"reference": config.reference, "kl_target": config.kl_target[0]}.items():
-            if value and not config.kl:
-                raise UsageError(f"algo.{name} is {value} but algo.kl is 0: give the KL a weight, or leave it out")
-        if config.reference.startswith(f"{RENEWED}:") and not self.reference_sync_steps():
+        check_bounds(0, clip_high=config.clip_high, entropy_coef=config.entropy_coef)
+        check_bounds(0, importance_cap=config.importance_cap, mini_batch_size=config.mini_batch_size)
+        check_bounds(0, importance_floor=config.importance_floor, kl_clip=config.kl_clip)
+        check_bounds(0, entropy_target=config.entropy_target, entropy_coef_max=config.entropy_coef_max)
+        check_bounds(0, entropy_coef_delta=config.entropy_coef_delta)
+        check_bounds(0, off_policy_mask_threshold=config.off_policy_mask_threshold)
+        check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
+        check_bounds(0, reference_sync_steps=config.reference_sync_steps)
+        check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
+        if config.dual_clip and not 1 + config.clip_high < config.dual_clip < math.inf:
             raise UsageError(
-                f"algo.reference is {config.reference}: after {RENEWED}: comes a number of steps, at least 1, as "
-                f"{RENEWED}:50"
+                f"algo.dual_clip is {config.dual_clip}: it must be above 1 + algo.clip_high, {1 + config.clip_high:g}, "
+                "or 0 for no bound"
             )
-        if config.kl and config.kl_in == "loss" and config.kl_estimator == "k1":
+        if config.importance_cap and config.importance_floor > config.importance_cap:
+            raise UsageError(
+                f"algo.importance_floor is {config.importance_floor}, above algo.importance_cap, "
+                f"{config.importance_cap}: no weight is between them"
+            )
+        for name in ("importance_floor", "importance_mode"):
+            if (value := getattr(config, name)) not in (0.0, "token_truncate") and not config.importance_cap:
+                raise UsageError(
+                    f"algo.{name} is {value}, but algo.importance_cap is 0, which turns the correction off: set "
+                    "algo.importance_cap, or leave it out"
+                )
+        for name in ("reference", "reference_sync_steps", "kl_target", "kl_bias_correction", "kl_clip"):
+            if (value := getattr(config, name)) and not config.kl_coef:
+                raise UsageError(f"algo.{name} is {value}, but algo.kl_coef is 0: set algo.kl_coef, or leave it out")
+        if config.kl_coef and config.kl_in == "loss" and config.kl_estimator == "k1":
             raise UsageError(
                 "algo.kl_estimator k1 has no gradient on average when it is in the loss: choose k2 or k3, or set "
                 "algo.kl_in to reward"
             )
+        if config.kl_bias_correction and (config.kl_in == "reward" or config.kl_estimator == "k2"):
+            raise UsageError(
+                "algo.kl_bias_correction is for k3 in the loss (the gradient of k1 in the reward is unbiased already): "
+                "set algo.kl_in to loss and algo.kl_estimator to k3, or leave it out"
+            )
+
+    def is_separable(self) -> bool:
+        """Whether no sum over a completion's log-probabilities is in the loss of its tokens."""
+        by_sequence = self.config.importance_cap > 0 and not self.config.importance_mode.startswith("token_")
+        return self.separable and not by_sequence and not self.config.off_policy_mask_threshold
 
     @property
     def unit(self) -> Unit:
-        return "token" if self.config.average == "token" else "sample"
+        return "token" if self.config.loss_aggregation == "token_mean" else "sample"
 
     def needs(self) -> set[str]:
-        wanted = {"ref_logprobs"} if self.config.kl else set()
+        wanted = {"ref_logprobs"} if self.config.kl_coef else set()
         return wanted | ({"old_logprobs"} if self.several_updates() else set())
 
     def reference_path(self) -> str:
-        return "" if self.reference_sync_steps() else self.config.reference
+        return self.config.reference
 
     def reference_sync_steps(self) -> int:
-        word, colon, steps = self.config.reference.partition(":")
-        return int(steps) if (word, colon) == (RENEWED, ":") and steps.isdigit() else 0
+        return self.config.reference_sync_steps
 
     def outputs(self) -> set[str]:
         return {"logprobs", "entropy"}
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
-        return replace(super().forward_request(token_id), entropy_gradient=self.config.entropy > 0)
+        return replace(super().forward_request(token_id), entropy_gradient=self.has_entropy_bonus())
 
     def estimator(self) -> str:
         """Returns the KL estimator: k3 pulls towards the reference only from the loss, k1 only from the reward."""
@@ -108,10 +167,13 @@ class PolicyGradient(OnlineAlgorithm):
             return self.config.kl_estimator
         return "k3" if self.config.kl_in == "loss" else "k1"
 
+    def has_entropy_bonus(self) -> bool:
+        return self.config.entropy_coef > 0 or self.config.entropy_target > 0
+
     # Credit, on the controller
 
     def assign_credit(self, samples: list[Sample]) -> list[Sample]:
-        if self.config.kl_target[0]:
+        if self.config.kl_target:
             self.completion_kl = float(np.mean([token_kl(sample, "k1").sum() for sample in samples]))
         self.compute_advantages(samples)
         return samples
@@ -123,8 +185,8 @@ class PolicyGradient(OnlineAlgorithm):
     def token_rewards(self, sample: Sample, reward: float) -> Doubles:
         """Returns the reward of each token that counts: `reward` at the last; with kl_in: reward minus its KL."""
         rewards = np.zeros(int(sample.mask.sum()))
-        if self.config.kl and self.config.kl_in == "reward":
-            rewards -= self.kl_weight * token_kl(sample, self.estimator())
+        if self.config.kl_coef and self.config.kl_in == "reward":
+            rewards -= self.kl_weight * bounded_kl(token_kl(sample, self.estimator()), self.config.kl_clip)
         if len(rewards):
             rewards[-1] += reward
         return rewards
@@ -136,28 +198,64 @@ class PolicyGradient(OnlineAlgorithm):
     # The loss, on the worker
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
-        """All streams are reduced to the tokens that count, [M]."""
+        """Compute the loss; all streams are reduced to the tokens that count, [M]."""
         assert out.logprobs is not None and out.entropy is not None
         assert batch.advantages is not None and batch.logprobs is not None
         where = batch.counted
         logprobs, entropy, sampled = out.logprobs[where], out.entropy[where], batch.logprobs[where]
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[where]
-        per_token, clipped = self.surrogate(self.ratio(logprobs - old, batch), logprobs, batch.advantages[where])
+        advantages = batch.advantages[where]
+        per_token, clipped = self.policy_terms(logprobs, old, advantages, batch)
+        metrics: Metrics = {}
+        if self.config.off_policy_mask_threshold:
+            drift = completion_means(sampled - logprobs.detach(), batch)[batch.sample_of[where]]
+            masked = (advantages < 0) & (drift > self.config.off_policy_mask_threshold)
+            per_token = per_token.masked_fill(masked, 0.0)
+            metrics["off_policy_masked"] = token_mean(masked.to(logprobs.dtype))
         if self.config.importance_cap:
-            per_token = per_token * self.ratio(old - sampled, batch).clamp(max=self.config.importance_cap)
-        metrics: Metrics = {
-            "clipped": token_mean(clipped.to(logprobs.dtype)),
-            "entropy": token_mean(entropy.detach()),
-        }
-        if self.config.kl:
+            weights = self.importance_weights(old - sampled, batch)
+            per_token = per_token * weights
+            if self.config.importance_mode.endswith("mask"):
+                metrics["importance_masked"] = token_mean((weights == 0).to(logprobs.dtype))
+        metrics["clipped"] = token_mean(clipped.to(logprobs.dtype))
+        metrics["entropy"] = token_mean(entropy.detach())
+        if self.config.kl_coef:
             assert batch.ref_logprobs is not None
             log_ratio = logprobs - batch.ref_logprobs[where]
             metrics["kl"] = token_mean(kl_estimate(log_ratio.detach(), "k3"))  # whichever estimator is trained on
             if self.config.kl_in == "loss":
-                per_token = per_token + self.kl_weight * kl_estimate(log_ratio, self.estimator())
-        if self.config.entropy:
-            per_token = per_token - self.config.entropy * entropy
-        return Loss(total=self.aggregate(per_token, batch), metrics=metrics | sampler_mismatch(old - sampled))
+                per_token = per_token + self.kl_weight * self.kl_terms(log_ratio, logprobs - old)
+        if self.has_entropy_bonus() and self.entropy_is_low:
+            per_token = per_token - self.entropy_weight * entropy
+        stale = (batch.staleness > 0)[batch.sample_of[where]]
+        return Loss(total=self.aggregate(per_token, batch), metrics=metrics | sampler_mismatch(old - sampled, stale))
+
+    def policy_terms(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what is minimised at each token before weights, KL and entropy, and where it is clipped."""
+        return self.surrogate(self.ratio(logprobs - old, batch), logprobs, advantages)
+
+    def importance_weights(self, gap: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Returns constants that correct the mismatch of sampler and trainer; `gap`: log(trainer / sampler), [M]."""
+        mode, low, high = self.config.importance_mode, self.config.importance_floor, self.config.importance_cap
+        sample_of = batch.sample_of[batch.counted]
+        if mode.startswith("sequence_"):
+            weights = bounded_exp(completion_sums(gap, batch))[sample_of]
+        else:
+            weights = self.ratio(gap, batch)
+        if mode.endswith("truncate"):
+            return weights.clamp(low, high)
+        bounded = bounded_exp(completion_means(gap, batch))[sample_of] if mode == "geometric_mask" else weights
+        return weights * ((bounded >= low) & (bounded <= high))
+
+    def kl_terms(self, log_ratio: torch.Tensor, log_update: torch.Tensor) -> torch.Tensor:
+        """Returns the KL of each token in the loss; logs of policy / reference and of policy / old policy are given.
+
+        With kl_bias_correction it is ratio k3 (DeepSeek-V3.2), whose gradient is ratio d grad log pi.
+        """
+        kl = bounded_kl(kl_estimate(log_ratio, self.estimator()), self.config.kl_clip)
+        return bounded_exp(log_update) * kl if self.config.kl_bias_correction else kl
 
     def ratio(self, log_ratio: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Returns the probability ratio of each token."""
@@ -171,40 +269,74 @@ class PolicyGradient(OnlineAlgorithm):
     def surrogate(
         self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is minimised at each token, and where it is clipped (arXiv:1707.06347, eq. 7)."""
+        """Returns what is minimised at each token, and where it is clipped (arXiv:1707.06347, eq. 7).
+
+        dual_clip bounds it for negative advantages (arXiv:1912.09729, eq. 5).
+        """
         unclipped, clipped = ratio * advantages, self.clip(ratio) * advantages
-        return -torch.min(unclipped, clipped), clipped < unclipped
+        gain, held = torch.min(unclipped, clipped), clipped < unclipped
+        if self.config.dual_clip:
+            least = self.config.dual_clip * advantages
+            bounded = (advantages < 0) & (gain < least)
+            gain, held = torch.where(bounded, least, gain), held | bounded
+        return -gain, held
 
     def aggregate(self, per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Returns the sum over the unit of the loss."""
-        if self.config.average == "token":
+        if self.config.loss_aggregation == "token_mean":
             return per_token.sum()
-        if self.config.average == "length":
+        if self.config.loss_aggregation == "fixed_length":
             longest = self.rollout.max_completion_tokens
             assert longest, "constructed without the run's RolloutSettings"
             return per_token.sum() / longest
         return (per_token / batch.counts()[batch.sample_of[batch.counted]]).sum()
 
     def has_gradient(self, sample: Sample) -> bool:
-        """A sample whose advantages are all 0 has none, unless KL or entropy are in the loss."""
+        """Whether an advantage is not 0, or KL or entropy are in the loss."""
         assert sample.advantages is not None
-        kl_in_loss = bool(self.config.kl) and self.config.kl_in == "loss"
-        return kl_in_loss or bool(self.config.entropy) or bool(np.any(sample.advantages))
+        kl_in_loss = bool(self.config.kl_coef) and self.config.kl_in == "loss"
+        return kl_in_loss or self.has_entropy_bonus() or bool(np.any(sample.advantages))
 
     # What changes from step to step besides weights
 
     def after_step(self, metrics: dict[str, float], samples: int) -> None:
-        """Adapts the weight of the KL (arXiv:1909.08593, eq. 3)."""
-        target, horizon = self.config.kl_target
+        """Adapts the weights of the KL (arXiv:1909.08593, eq. 3) and of the entropy (arXiv:2505.22312)."""
+        target, horizon = self.config.kl_target, self.config.kl_horizon
         if target:
             error = float(np.clip(self.completion_kl / target - 1, -0.2, 0.2))
             self.kl_weight *= 1 + error * min(1.0, samples / horizon)
+        if self.config.entropy_target and "entropy" in metrics:
+            self.entropy_is_low = metrics["entropy"] <= self.config.entropy_target
+            change = self.config.entropy_coef_delta if self.entropy_is_low else -self.config.entropy_coef_delta
+            self.entropy_weight = min(max(0.0, self.entropy_weight + change), self.config.entropy_coef_max)
 
     def state(self) -> dict[str, float]:
-        return {"kl_weight": self.kl_weight}
+        adapted = {"entropy_weight": self.entropy_weight, "entropy_is_low": float(self.entropy_is_low)}
+        return {"kl_weight": self.kl_weight} | (adapted if self.config.entropy_target else {})
 
     def load_state(self, state: dict[str, float]) -> None:
         self.kl_weight = state["kl_weight"]
+        self.entropy_weight = state.get("entropy_weight", self.entropy_weight)
+        self.entropy_is_low = bool(state.get("entropy_is_low", self.entropy_is_low))
+
+
+def completion_sums(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Returns the sum over the counted tokens of each completion: [M] -> [B]."""
+    sample_of = batch.sample_of[batch.counted]
+    return per_token.new_zeros(len(batch.lengths)).index_add(0, sample_of, per_token)
+
+
+def completion_means(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Returns the mean over the counted tokens of each completion: [M] -> [B]."""
+    return completion_sums(per_token, batch) / batch.counts()
+
+
+Number = TypeVar("Number", "torch.Tensor", Doubles)
+
+
+def bounded_kl(kl: Number, bound: float) -> Number:
+    """Clips a KL estimate to at most the bound in size; 0: no bound."""
+    return kl.clip(-bound, bound) if bound else kl
 
 
 def token_mean(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,13 +344,19 @@ def token_mean(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return per_token.sum(), torch.tensor(float(len(per_token)), device=per_token.device)
 
 
-def sampler_mismatch(gap: torch.Tensor) -> Metrics:
-    """Measures how far the trainer's log-probabilities are from the sampler's; ideally 1, 0, 1 and 1."""
+def sampler_mismatch(gap: torch.Tensor, stale: torch.Tensor) -> Metrics:
+    """Measures how far the trainer's log-probabilities are from the sampler's.
+
+    At tokens that the same weights sampled, only the engine's error is left: `sampler_kl` is ideally 0. At `stale`
+    tokens, sampled with older weights, `policy_drift` is mostly what the policy has learned since then.
+    """
     gap = gap.detach()
+    kl, drifted = kl_estimate(-gap, "k3"), stale.to(gap.dtype)  # KL(sampler || trainer): the tokens are the sampler's
     none = gap.new_zeros(1)  # a micro-batch may have no token that counts
     return {
         "sampler_ratio": token_mean(bounded_exp(gap)),
-        "sampler_kl": token_mean(kl_estimate(-gap, "k3")),  # KL(sampler || trainer): the tokens are the sampler's
+        "sampler_kl": ((kl * (1 - drifted)).sum(), (1 - drifted).sum()),
+        "policy_drift": ((kl * drifted).sum(), drifted.sum()),
         "largest_sampler_ratio": torch.cat([bounded_exp(gap), none]).max(),
         "largest_sampler_ratio_inverse": torch.cat([bounded_exp(-gap), none]).max(),
     }

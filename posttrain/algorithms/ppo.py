@@ -1,6 +1,6 @@
 """Proximal policy optimisation (arXiv:1707.06347) with a critic, in the form that RLHF gave it (arXiv:2203.02155).
 
-The critic is a model of its own, or a second head on the policy (`shared_trunk`). Its values, and the advantages
+The critic is a model of its own, or a second head on the policy (`share_critic`). Its values, and the advantages
 computed from them, are those before the batch's first update.
 """
 
@@ -23,28 +23,33 @@ class PPO(PolicyGradient):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyGradient.Config):
-        kl: float = 0.02
-        """Weight of the KL to the reference model; 0 loads no reference model."""
+        kl_coef: float = 0.02
+        """Weight of the KL penalty to the reference model; 0: no penalty and no reference model."""
         kl_in: Literal["loss", "reward"] = "reward"
-        """Where the KL goes: into the loss, or taken off the reward of each token."""
+        """Where the KL penalty is applied: added to the loss, or subtracted from the reward of each token."""
         gamma: float = 1.0
-        """How much less a reward counts for each token it comes later."""
+        """Discount factor per token."""
         gae_lambda: float = 0.95
-        """1: trust rewards alone; 0: trust the critic's next value alone."""
-        whiten: bool = True
-        """Standardize advantages over all tokens of the batch."""
+        """Lambda of generalised advantage estimation: 1 uses the rewards to go, 0 the critic's next value."""
+        whiten_advantages: bool = True
+        """Standardise advantages over all tokens of the batch."""
         value_clip: float = 0.2
-        """How far a value may move from the one before the batch's first update; 0: as far as it likes."""
+        """Clip values to this distance from those before the batch's first update; 0: no clipping."""
         critic: str = ""
-        """Where the critic starts; empty: at the first reward model, or else at the policy with a new head."""
+        """Path of the model that the critic starts from; empty: the first reward model, or else the policy with a new
+        head."""
         critic_learning_rate: float = 9e-6
-        """The critic's own learning rate."""
+        """Learning rate of the critic."""
         freeze_actor_steps: int = 0
-        """Train the critic alone for so many steps first."""
-        shared_trunk: float = 0.0
-        """The critic is a second head on the policy, its loss with this weight; 0: a model of its own."""
+        """Train only the critic during the first N steps."""
+        share_critic: bool = False
+        """Make the critic a second head on the policy instead of a model of its own."""
+        value_loss_coef: float = 1.0
+        """Weight of the value loss in the loss of policy and critic; needs algo.share_critic."""
         pretrain_data: tuple[str, ...] = ()
-        """Texts whose loss is mixed in, against forgetting (PPO-ptx), with its weight: texts.jsonl:0.05 (else 1)."""
+        """Files of texts whose language modelling loss is added to the policy's, against forgetting (PPO-ptx)."""
+        pretrain_coef: tuple[float, ...] = (1.0,)
+        """Weight of the loss on algo.pretrain_data: one for all files together, or one per file."""
 
     config: Config
 
@@ -54,33 +59,48 @@ class PPO(PolicyGradient):
         config = self.config
         PolicyGradient.check(self)
         check_bounds(0, 1, gamma=config.gamma, gae_lambda=config.gae_lambda)
-        check_bounds(0, value_clip=config.value_clip, shared_trunk=config.shared_trunk)
+        check_bounds(0, value_clip=config.value_clip, value_loss_coef=config.value_loss_coef)
         check_bounds(0, critic_learning_rate=config.critic_learning_rate, freeze_actor_steps=config.freeze_actor_steps)
-        if config.shared_trunk and config.critic:
-            raise UsageError(f"algo.shared_trunk leaves no room for algo.critic {config.critic}: keep one of them")
-        if config.shared_trunk and config.freeze_actor_steps:
+        if config.share_critic and not config.value_loss_coef:
+            raise UsageError("algo.share_critic is set, but algo.value_loss_coef is 0: the critic would not be trained")
+        if config.share_critic and config.critic:
             raise UsageError(
-                f"algo.freeze_actor_steps is {config.freeze_actor_steps}, but with algo.shared_trunk policy and critic "
-                "cannot be trained apart: keep one of them"
+                f"algo.share_critic makes the critic a part of the policy, but algo.critic is {config.critic}: leave "
+                "out one of them"
             )
+        if config.share_critic and config.freeze_actor_steps:
+            raise UsageError(
+                f"algo.freeze_actor_steps is {config.freeze_actor_steps}, but with algo.share_critic policy and critic "
+                "cannot be trained separately: leave out one of them"
+            )
+        if len(config.pretrain_coef) not in (1, max(1, len(config.pretrain_data))):
+            raise UsageError(
+                f"algo.pretrain_coef has {len(config.pretrain_coef)} numbers for {len(config.pretrain_data)} files in "
+                "algo.pretrain_data. Give one for all files, or one per file."
+            )
+        for coef in config.pretrain_coef:
+            check_bounds(0, pretrain_coef=coef)
 
     def needs(self) -> set[str]:
         return super().needs() | {"values"}
 
     def outputs(self) -> set[str]:
-        return super().outputs() | ({"values"} if self.config.shared_trunk else set())
+        return super().outputs() | ({"values"} if self.config.share_critic else set())
 
     def critic(self) -> CriticSettings | None:
-        if self.config.shared_trunk:
+        if self.config.share_critic:
             return None
         config = self.config
         return CriticSettings(path=config.critic, learning_rate=config.critic_learning_rate, loss=self.critic_loss)
 
     def has_gradient(self, sample: Sample) -> bool:
-        return bool(self.config.shared_trunk) or super().has_gradient(sample)
+        return self.config.share_critic or super().has_gradient(sample)
 
-    def pretrain_files(self) -> tuple[str, ...]:
-        return self.config.pretrain_data
+    def pretrain_sources(self) -> list[tuple[tuple[str, ...], float]]:
+        files, coefs = self.config.pretrain_data, self.config.pretrain_coef
+        if not files or len(coefs) == 1:
+            return [(files, coefs[0])] if files else []
+        return [((file,), coef) for file, coef in zip(files, coefs, strict=True)]
 
     def policy_frozen(self, step: int) -> bool:
         return step <= self.config.freeze_actor_steps
@@ -93,14 +113,14 @@ class PPO(PolicyGradient):
             rewards = self.token_rewards(sample, sample.reward)
             credits.append(gae(rewards, values, self.config.gamma, self.config.gae_lambda))
             sample.returns = as_stream(sample, credits[-1] + values)
-        for sample, credit in zip(samples, whiten(credits) if self.config.whiten else credits, strict=True):
+        for sample, credit in zip(samples, whiten(credits) if self.config.whiten_advantages else credits, strict=True):
             sample.advantages = as_stream(sample, credit)
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         loss = super().loss(out, batch)
-        if self.config.shared_trunk:
+        if self.config.share_critic:
             errors, metrics = self.value_errors(out, batch)
-            loss.total = loss.total + self.config.shared_trunk * self.aggregate(errors, batch)
+            loss.total = loss.total + self.config.value_loss_coef * self.aggregate(errors, batch)
             loss.metrics |= metrics
         return loss
 

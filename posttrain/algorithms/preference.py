@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     "hinge": hinge_loss,
     "ipo": ipo_loss,
 }
+SMOOTHED = ("sigmoid", "robust", "exo_pair")  # losses that read label_smoothing; exo_pair is one of DPO
 
 
 class Pairwise(Algorithm):
@@ -55,6 +57,10 @@ class Pairwise(Algorithm):
         """Returns the loss of each pair, given the difference of its rewards."""
         raise NotImplementedError
 
+    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of each pair, given its two rewards."""
+        return self.pair_loss(chosen - rejected)
+
     def nll_weight(self) -> float:
         """Returns the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
         raise NotImplementedError
@@ -65,7 +71,7 @@ class Pairwise(Algorithm):
         margin = chosen - rejected
         logprob = batch.per_sample(out.logprobs)
         chosen_nll, _ = batch.pairs(-logprob / batch.counts())
-        per_pair = self.pair_loss(margin) + self.nll_weight() * chosen_nll
+        per_pair = self.preference_loss(chosen, rejected) + self.nll_weight() * chosen_nll
         chosen_logprob, rejected_logprob = batch.pairs(logprob)
         return Loss(
             total=per_pair.sum(),
@@ -86,34 +92,38 @@ class Margin(Pairwise):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-        """Shape of the loss on the margin between the two answers."""
+        loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+        """Loss on the margin between the rewards of the chosen and the rejected completion."""
         beta: float = 0.1
         """Scale of the implicit rewards."""
         label_smoothing: float = 0.0
-        """Part of the labels taken to be wrong: sigmoid hedges (cDPO), robust corrects for it."""
-        pref_ftx: float = 0.0
-        """Weight of the SFT loss on the chosen answer (mean over its tokens)."""
+        """Fraction of the labels assumed to be flipped: with sigmoid this is cDPO, with robust it is robust DPO."""
+        sft_coef: float = 0.0
+        """Weight of the SFT loss on the chosen completion (mean over its tokens)."""
 
     config: Config
 
     def check(self) -> None:
-        loss, smoothing = self.config.loss, self.config.label_smoothing
-        if self.config.beta <= 0:
-            raise UsageError(f"algo.beta is {self.config.beta}: it must be above 0")
-        if smoothing and loss in ("hinge", "ipo"):
-            raise UsageError(
-                f"algo.label_smoothing {smoothing} has no meaning with algo.loss {loss}: "
-                "set algo.label_smoothing to 0, or algo.loss to sigmoid or robust"
-            )
-        if not 0 <= smoothing <= 0.5 or (loss == "robust" and smoothing == 0.5):
-            raise UsageError(
-                f"algo.label_smoothing is {smoothing} with algo.loss {loss}: "
-                f"it must be at least 0 and {'below' if loss == 'robust' else 'at most'} 0.5"
-            )
+        check_loss(self.config.loss_type, self.config.beta, self.config.label_smoothing)
 
     def pair_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        return LOSSES[self.config.loss](margin, self.config.beta, self.config.label_smoothing)
+        return LOSSES[self.config.loss_type](margin, self.config.beta, self.config.label_smoothing)
 
     def nll_weight(self) -> float:
-        return self.config.pref_ftx
+        return self.config.sft_coef
+
+
+def check_loss(loss: str, beta: float, smoothing: float) -> None:
+    """Raise UsageError unless one of LOSSES can be computed with these options."""
+    if not 0 < beta < math.inf:
+        raise UsageError(f"algo.beta is {beta}: it must be above 0")
+    if smoothing and loss not in SMOOTHED:
+        raise UsageError(
+            f"algo.label_smoothing {smoothing} has no meaning with algo.loss_type {loss}: "
+            "set algo.label_smoothing to 0, or algo.loss_type to sigmoid or robust"
+        )
+    if not 0 <= smoothing <= 0.5 or (loss == "robust" and smoothing == 0.5):
+        raise UsageError(
+            f"algo.label_smoothing is {smoothing} with algo.loss_type {loss}: "
+            f"it must be at least 0 and {'below' if loss == 'robust' else 'at most'} 0.5"
+        )

@@ -14,18 +14,20 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import ForwardRequest, Loss, MicroBatch, Outputs
 
 
-@register("prm", help="a process reward model from answers labelled step by step")
+@register("prm", help="train a process reward model on completions labelled step by step")
 class ProcessReward(Algorithm):
     """Trains on one label per step: hard (right 1, wrong 0) or soft (the probability of right)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         placeholder: str = "ки"
-        """Token that ends every step; the model judges the step there."""
-        reward_tokens: tuple[str, ...] = ("+", "-")
-        """The token for a right step, then the token for a wrong one."""
+        """Token that ends every step; the model scores the step there."""
+        positive_token: str = "+"
+        """Token that stands for a correct step."""
+        negative_token: str = "-"
+        """Token that stands for a wrong step."""
         among: Literal["reward_tokens", "vocabulary"] = "reward_tokens"
-        """What these compete with: each other, or all tokens, which then lose their probability there."""
+        """Tokens that the softmax at a placeholder runs over: the positive and the negative one, or all."""
 
     config: Config
 
@@ -34,16 +36,19 @@ class ProcessReward(Algorithm):
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-6}
 
     def check(self) -> None:
-        tokens = self.config.reward_tokens
-        if len(tokens) != 2 or tokens[0] == tokens[1]:
+        config = self.config
+        if config.positive_token == config.negative_token:
             raise UsageError(
-                f"algo.reward_tokens is {list(tokens)}: give two different tokens, the one for a right step first"
+                f"algo.positive_token and algo.negative_token are both {config.positive_token!r}: give two different "
+                "tokens"
             )
-        if self.config.placeholder in tokens:
-            raise UsageError(
-                f"algo.placeholder {self.config.placeholder!r} is also in algo.reward_tokens {list(tokens)}: "
-                "choose another placeholder"
-            )
+        for name, token in (("positive_token", config.positive_token), ("negative_token", config.negative_token)):
+            if config.placeholder == token:
+                raise UsageError(f"algo.placeholder {token!r} is also algo.{name}: choose another placeholder")
+
+    def reward_tokens(self) -> tuple[str, str]:
+        """Returns the token for a correct step and the one for a wrong step."""
+        return self.config.positive_token, self.config.negative_token
 
     def placeholder(self) -> str:
         return self.config.placeholder
@@ -52,12 +57,12 @@ class ProcessReward(Algorithm):
         return {"choices"}
 
     def forward_request(self, token_id: Callable[[str], int]) -> ForwardRequest:
-        ids = tuple(token_id(text) for text in self.config.reward_tokens)
+        ids = tuple(token_id(text) for text in self.reward_tokens())
         among_all = self.config.among == "vocabulary"
         return ForwardRequest(names=frozenset(self.outputs()), choice_ids=ids, among_all=among_all)
 
     def annotations(self) -> dict[str, Any]:
-        return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.config.reward_tokens)}
+        return {"placeholder_token": self.config.placeholder, "reward_tokens": list(self.reward_tokens())}
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.choices is not None and batch.targets is not None

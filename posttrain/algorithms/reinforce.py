@@ -18,26 +18,26 @@ class RewardToGo(PolicyGradient):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyGradient.Config):
-        kl: float = 0.01
-        """Weight of the KL to the reference model; 0 loads no reference model."""
+        kl_coef: float = 0.01
+        """Weight of the KL penalty to the reference model; 0: no penalty and no reference model."""
         kl_in: Literal["loss", "reward"] = "reward"
-        """Where the KL goes: into the loss, or taken off the reward of each token."""
+        """Where the KL penalty is applied: added to the loss, or subtracted from the reward of each token."""
 
     config: Config
 
     defaults: ClassVar[dict[str, Any]] = PolicyGradient.defaults | {"rollout.samples_per_prompt": 1}
 
 
-@register("reinforce", help="REINFORCE++: credit standardized over the batch; one answer to a prompt is enough")
+@register("reinforce", help="REINFORCE++: advantages standardised over the batch; one completion per prompt is enough")
 class Reinforce(RewardToGo):
     """Standardizes rewards to go over all tokens of the batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RewardToGo.Config):
         gamma: float = 1.0
-        """How much less a reward counts for each token it comes later."""
+        """Discount factor per token."""
         baseline: bool = False
-        """First take the mean of the prompt's answers off each reward; wants several answers to a prompt."""
+        """Subtract the mean reward of the prompt's completions first; needs rollout.samples_per_prompt above 1."""
 
     config: Config
 
@@ -57,7 +57,7 @@ class Reinforce(RewardToGo):
             sample.advantages = as_stream(sample, credit)
 
 
-@register("remax", help="reinforcement learning: an answer against the greedy one")
+@register("remax", help="reinforcement learning; the baseline is the reward of the greedy completion (ReMax)")
 class ReMax(RewardToGo):
     """Subtracts the reward of the greedy completion of the same prompt (eq. 6)."""
 

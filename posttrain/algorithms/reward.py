@@ -1,4 +1,4 @@
-"""Reward model from pairs: the chosen answer's score above the rejected one's (arXiv:2203.02155, eq. 1)."""
+"""Reward model from pairs: the chosen completion's score above the rejected one's (arXiv:2203.02155, eq. 1)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from posttrain.core.lazy import F, torch
 from posttrain.core.types import Loss, MicroBatch, Outputs
 
 
-@register("reward", help="a reward model from pairs of a better and a worse answer")
+@register("reward", help="train a reward model on preference pairs")
 class Reward(Algorithm):
     """Trains one score per completion, read at its last token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        loss: Literal["sigmoid", "logexp"] = "sigmoid"
-        """-log sigmoid(c - r), or log(1 + exp(r - c)): the same number, written in two ways."""
+        loss_type: Literal["sigmoid", "logexp"] = "sigmoid"
+        """With the scores c of the chosen and r of the rejected completion, sigmoid: -log sigmoid(c - r); logexp:
+        log(1 + exp(r - c)), which is the same function computed in another way."""
         use_margin: bool = False
-        """Ask for the row's own margin: c - r - margin instead of c - r (arXiv:2307.09288, eq. 2)."""
-        center: float = 0.0
+        """Subtract the example's margin from the score difference: c - r - margin (arXiv:2307.09288, eq. 2)."""
+        center_coef: float = 0.0
         """Weight of (c + r)^2, which keeps scores around 0 (arXiv:2312.09244)."""
 
     config: Config
@@ -30,6 +31,9 @@ class Reward(Algorithm):
     group_size = 2
     head = "score"
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 9e-6}
+
+    def needs_margin(self) -> bool:
+        return self.config.use_margin
 
     def outputs(self) -> set[str]:
         return {"scores"}
@@ -42,12 +46,12 @@ class Reward(Algorithm):
         if self.config.use_margin:
             wanted, _ = batch.pairs(batch.margin)
             logit = margin - wanted
-        if self.config.loss == "logexp":
+        if self.config.loss_type == "logexp":
             per_pair = torch.logaddexp(-logit, torch.zeros_like(logit))
         else:
             per_pair = -F.logsigmoid(logit)
-        if self.config.center:
-            per_pair = per_pair + self.config.center * (chosen + rejected) ** 2
+        if self.config.center_coef:
+            per_pair = per_pair + self.config.center_coef * (chosen + rejected) ** 2
         return Loss(
             total=per_pair.sum(),
             metrics={

@@ -9,21 +9,32 @@ import numpy as np
 
 from posttrain.algorithms.base import register
 from posttrain.algorithms.grpo import Grouped
+from posttrain.algorithms.policy import standardize
 from posttrain.core.ops import Doubles
+from posttrain.core.types import Sample
 
 
-@register("rloo", help="reinforcement learning: an answer against the mean of the others to its prompt")
+@register(
+    "rloo",
+    help="reinforcement learning; the baseline is the mean reward of the prompt's other completions (leave one out)",
+)
 class RLOO(Grouped):
     """Subtracts the mean reward of the other completions of the same prompt."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Grouped.Config):
-        kl: float = 0.05
-        """Weight of the KL to the reference model; 0 loads no reference model."""
+        kl_coef: float = 0.05
+        """Weight of the KL penalty to the reference model; 0: no penalty and no reference model."""
         kl_in: Literal["loss", "reward"] = "reward"
-        """Where the KL goes: into the loss, or taken off the reward of each token."""
+        """Where the KL penalty is applied: added to the loss, or subtracted from the reward of each token."""
+        normalize_advantages: bool = False
+        """Standardise the advantages over all completions of the batch."""
 
     config: Config
+
+    def completion_advantages(self, samples: list[Sample]) -> Doubles:
+        advantages = super().completion_advantages(samples)
+        return standardize(advantages) if self.config.normalize_advantages else advantages
 
     def group_advantages(self, rewards: Doubles) -> Doubles:
         if len(rewards) < 2 or np.ptp(rewards) == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from posttrain.algorithms.base import Algorithm, register
 from posttrain.core.types import ExampleKind, Loss, MicroBatch, Outputs
@@ -12,6 +13,14 @@ from posttrain.core.types import ExampleKind, Loss, MicroBatch, Outputs
 class SFT(Algorithm):
     """Minimises the negative log-likelihood of the tokens that count."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        loss_type: Literal["nll", "dft"] = "nll"
+        """nll: negative log-likelihood; dft: the same, each token weighted by its own probability (dynamic
+        fine-tuning), so that tokens the model finds unlikely change it less."""
+
+    config: Config
+
     example_kind: ClassVar[ExampleKind] = "chat"
     unit = "token"
     separable = True
@@ -19,7 +28,10 @@ class SFT(Algorithm):
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:
         assert out.logprobs is not None
-        return Loss(total=-out.logprobs[batch.counted].sum())
+        logprobs = out.logprobs[batch.counted]
+        if self.config.loss_type == "dft":
+            return Loss(total=-(logprobs.detach().exp() * logprobs).sum(), metrics={"nll": -logprobs.detach().sum()})
+        return Loss(total=-logprobs.sum())
 
 
 @register("pretrain", help="continue pretraining on plain text: loss on all tokens")

@@ -20,7 +20,7 @@ class SimPO(Margin):
         beta: float = 2.5
         """Scale of the implicit rewards."""
         gamma_beta_ratio: float = 1.4
-        """Margin to reach, divided by beta: the paper's gamma is gamma_beta_ratio * beta."""
+        """Target margin divided by beta: gamma in the paper is gamma_beta_ratio * beta."""
 
     config: Config
 

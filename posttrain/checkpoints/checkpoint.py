@@ -1,7 +1,7 @@
 """Writes, finds, verifies and deletes checkpoint directories; a kill, a full disk or a flipped bit is always detected.
 
     <run>/checkpoints/step-00000040/model/...     a plain Hugging Face folder
-                                    state.json    and whatever else the writer puts there
+                                    state.json    and other files of the writer
                                     manifest.json written last: size and sha256 of every other file
 
 A save fills `.tmp-step-00000040-<pid>`, syncs it to the disk and renames it, so a directory with the final name is
@@ -11,22 +11,23 @@ and counts as a checkpoint until then. No file points at the latest checkpoint: 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.disk import bytes_in, format_bytes, is_disk_full
 from posttrain.core.errors import CheckpointError, WorkerError
 from posttrain.core.files import file_sha256, read_json, sync_folder, write_json
+from posttrain.core.temporary import TemporaryFolder, remove_leftovers
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old)?")
-TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
 
 log = logging.getLogger("posttrain")
 
@@ -36,26 +37,43 @@ log = logging.getLogger("posttrain")
 
 def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Save a step: `write` fills a directory, which then appears complete or not at all."""
-    assert step >= 0
-    final = checkpoints / f"step-{step:08d}"
-    temporary = checkpoints / f".tmp-{final.name}-{os.getpid()}"
+    return start_checkpoint(checkpoints, step, write)()
+
+
+def start_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]) -> Callable[[], Path]:
+    """Let `write` fill a directory; the returned function syncs and seals it and gives it its name.
+
+    That function may run in another thread: it needs only the files, which do not change any more.
+    """
+    final = checkpoint_path(checkpoints, step)
+    with ExitStack() as stack:
+        with _save_errors(checkpoints, step):
+            _make_folder(checkpoints)
+            temporary = stack.enter_context(TemporaryFolder(checkpoints, final.name))
+        with _save_errors(checkpoints, step, temporary):
+            temporary.chmod(checkpoints.stat().st_mode & 0o777)
+            write(temporary)
+        written = stack.pop_all()
+
+    def finish() -> Path:
+        with written, _save_errors(checkpoints, step, temporary):
+            _seal(temporary, step)
+            _put_in_place(temporary, final)
+        return final
+
+    return finish
+
+
+@contextmanager
+def _save_errors(checkpoints: Path, step: int, temporary: Path | None = None) -> Iterator[None]:
+    """Turn errors of a save into a CheckpointError that says what to do."""
     try:
-        _make_folder(checkpoints)
-        _remove(temporary)  # left by a killed process that had the same pid
-        temporary.mkdir()
-        write(temporary)
-        _seal(temporary, step)
-        _put_in_place(temporary, final)
-    except Exception as error:
-        written = _bytes_in(temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, WorkerError):  # its message is complete, and the caller may replace the worker and retry
-            raise
-        raise CheckpointError(_save_error(error, checkpoints, step, written)) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    except WorkerError:  # its message is complete, and the caller may replace the worker and retry
         raise
-    return final
+    except Exception as error:
+        written = bytes_in(temporary) if temporary is not None else 0
+        raise CheckpointError(_save_error(error, checkpoints, step, written)) from error
 
 
 def _seal(folder: Path, step: int) -> None:
@@ -64,7 +82,7 @@ def _seal(folder: Path, step: int) -> None:
     paths = sorted(_files(folder))
     for path in paths:
         assert path != folder / MANIFEST, "the writer must not write the manifest"
-        path.chmod(readers)  # safetensors creates files that only their owner may read, whatever the umask is
+        path.chmod(readers)  # safetensors creates files that only their owner may read, regardless of the umask
     files = describe_files(folder, paths)
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     with (folder / MANIFEST).open("rb") as file:
@@ -106,7 +124,7 @@ def _finish_replacement(old: Path) -> None:
 def _save_error(error: Exception, checkpoints: Path, step: int, written: int) -> str:
     reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     advice = "Remove the cause and continue with --resume."
-    if _is_disk_full(error):
+    if is_disk_full(error):
         advice = "Free some space, or lower save.max_checkpoints or save.max_gigabytes, and continue with --resume."
     return (
         f"{checkpoints}: the checkpoint of step {step} was not saved: {reason.rstrip('.')}. "
@@ -115,34 +133,23 @@ def _save_error(error: Exception, checkpoints: Path, step: int, written: int) ->
 
 
 def _space(checkpoints: Path, written: int) -> str:
-    """How much space the save needed and how much is free, as far as is known right after a disk error."""
+    """Describe how much space the save needed and how much is free, as far as is known after a disk error."""
     known = [f"written before the error: {format_bytes(written)}"]
     try:
         last = next((path for path in list_checkpoints(checkpoints) if looks_complete(path)), None)
         if last is not None:
-            known.append(f"needed: about {format_bytes(_size(last))}, the size of {last.name}")
+            known.append(f"needed: about {format_bytes(_checkpoint_size(last))}, the size of {last.name}")
         known.append(f"free: {format_bytes(shutil.disk_usage(checkpoints).free)}")
     except (OSError, CheckpointError):
         pass
     return f"({'; '.join(known)})"
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether this error or one of its causes is a lack of disk space, which safetensors reports as text only."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "StorageFull" in str(error) or "os error 28" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 # Finding
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """The directories named like checkpoints, valid or not, newest first."""
+    """Return the directories named like checkpoints, valid or not, newest first."""
     try:
         found = [path for path in checkpoints.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -156,8 +163,14 @@ def _age(checkpoint: Path) -> tuple[int, bool]:
     return step_of(checkpoint), checkpoint.suffix != ".old"
 
 
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint, which need not exist."""
+    assert step >= 0
+    return checkpoints / f"step-{step:08d}"
+
+
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint directory."""
+    """Return the step in the name of a checkpoint directory."""
     match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise CheckpointError(f"{checkpoint}: not a checkpoint: its name must be like step-00000040")
@@ -212,7 +225,7 @@ def looks_complete(checkpoint: Path) -> bool:
 
 
 def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
-    """The newest checkpoint (of `step`, if given) that passes `verify`; logs a warning for each that does not."""
+    """Return the newest checkpoint (of `step`, if given) that passes `verify`; log a warning for each that does not."""
     for path in list_checkpoints(checkpoints):
         if step is not None and step_of(path) != step:
             continue
@@ -225,13 +238,25 @@ def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
     return None
 
 
+def checkpoint_to_resume(checkpoints: Path) -> Path | None:
+    """Return the newest valid checkpoint; None if none was saved yet, CheckpointError if all of them are damaged."""
+    found = newest_valid(checkpoints)
+    if found is None and (saved := list_checkpoints(checkpoints)):
+        raise CheckpointError(
+            f"{checkpoints}: none of the {len(saved)} checkpoints can be used; the warnings above name the damage. "
+            "Restore one of them from a copy, or start a new run with another --output_dir. To start this one again "
+            "from step 0, delete the directory."
+        )
+    return found
+
+
 def is_run_directory(folder: Path) -> bool:
     """Whether a folder is a run directory: it has a config.yaml or a checkpoint."""
     return (folder / "config.yaml").is_file() or bool(list_checkpoints(folder / "checkpoints"))
 
 
 def resolve_model_folder(run: Path) -> Path:
-    """The Hugging Face folder in the newest valid checkpoint of a run."""
+    """Return the Hugging Face folder in the newest valid checkpoint of a run."""
     checkpoint = newest_valid(run / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(f"{run}: the run has no valid checkpoint; let it save one, or give another path")
@@ -241,7 +266,7 @@ def resolve_model_folder(run: Path) -> Path:
 
 
 def _check_sizes(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """The files of the manifest, after checking that they exist with the right sizes and that there are no others."""
+    """Return the files of the manifest; raise CheckpointError unless these exist with their sizes, and no others."""
     files = _read_manifest(checkpoint)
     for name, entry in files.items():
         path = checkpoint / name
@@ -300,14 +325,14 @@ def delete_old_checkpoints(
         return []
     older = [path for path in found if _age(path) < _age(newest)]
     best = [path for path in older if step_of(path) == best_step]
-    count, size = 1 + len(best), sum(_size(path) for path in (newest, *best))
+    count, size = 1 + len(best), sum(_checkpoint_size(path) for path in (newest, *best))
     full, deleted = False, []
     for path in older:
         if path in best:
             continue
         complete = looks_complete(path)
         if complete:  # an incomplete one cannot be resumed from and does not count
-            count, size = count + 1, size + _size(path)
+            count, size = count + 1, size + _checkpoint_size(path)
             full = full or count > max_checkpoints or 0 < max_gigabytes * 1e9 < size
         if (full or not complete) and _try_to_delete(path):
             deleted.append(path)
@@ -318,12 +343,10 @@ def remove_temporaries(checkpoints: Path) -> None:
     """Remove what killed processes left behind; called by the owner of the run before its first save."""
     if not checkpoints.is_dir():
         return
+    remove_leftovers(checkpoints, locked=True)
     for path in list(checkpoints.iterdir()):
-        match = TEMPORARY.fullmatch(path.name)
         try:
-            if match is not None and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
-                _remove(path)
-            elif CHECKPOINT_NAME.fullmatch(path.name) and path.suffix == ".old":
+            if CHECKPOINT_NAME.fullmatch(path.name) and path.suffix == ".old":
                 _finish_replacement(path)
         except OSError as error:  # costs disk space, nothing else
             log.warning("could not remove %s: %s", path, error)
@@ -332,7 +355,8 @@ def remove_temporaries(checkpoints: Path) -> None:
 def _delete(folder: Path) -> None:
     """Rename before deleting, so that a kill cannot leave a partial checkpoint under its name."""
     doomed = folder.with_name(f".tmp-delete-{folder.name}-{os.getpid()}")
-    _remove(doomed)
+    if doomed.exists():  # left by a killed process that had the same number
+        shutil.rmtree(doomed)
     folder.rename(doomed)
     sync_folder(folder.parent)
     shutil.rmtree(doomed)
@@ -344,23 +368,6 @@ def _try_to_delete(folder: Path) -> bool:
     except OSError as error:  # a failed clean-up must not end the run
         log.warning("could not delete the old checkpoint %s: %s", folder, error)
         return False
-    return True
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # the process of another user
-        return True
     return True
 
 
@@ -381,21 +388,9 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _size(checkpoint: Path) -> int:
-    """Size of a checkpoint in bytes according to its manifest; 0 if that cannot be read."""
+def _checkpoint_size(checkpoint: Path) -> int:
+    """Return the size of a checkpoint in bytes according to its manifest; 0 if that cannot be read."""
     try:
         return sum(entry["size"] for entry in _read_manifest(checkpoint).values())
     except (CheckpointError, OSError):
         return 0
-
-
-def _bytes_in(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:
-        return 0
-
-
-def format_bytes(size: int) -> str:
-    """A number of bytes as text, in GB or MB."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

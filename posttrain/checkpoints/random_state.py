@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global random generator of this process, as values that JSON can hold."""
+    """Return the state of every global random generator of this process, as values that JSON can hold."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

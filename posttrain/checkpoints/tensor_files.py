@@ -9,20 +9,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import read_json, write_json
-
-if TYPE_CHECKING:  # commands that only inspect folders must not wait for torch
-    import torch
+from posttrain.core.lazy import torch
 
 KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors of any device as safetensors. Two that share memory are an error: loading would separate them."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # it imports torch, for which commands that only inspect need not wait
 
     _refuse_shared(path, tensors)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
@@ -30,7 +30,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` wrote, on the CPU."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # as above
 
     with _read_errors(path):
         return load_file(path)
@@ -62,7 +62,7 @@ def save_sharded(folder: Path, stem: str, entries: Sequence[LazyTensors], rank: 
                 for name, (shape, dtype) in entry.kinds.items():
                     tensor = tensors[name].detach().cpu().contiguous()
                     assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
-                    file.write(tensor.reshape(-1).view(_torch().uint8).numpy().data)
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     if rank == 0:
         places = {name: names[number % ranks] for number, entry in enumerate(entries) for name in entry.kinds}
         size = sum(_bytes_of(*kind) for entry in entries for kind in entry.kinds.values())
@@ -70,7 +70,7 @@ def save_sharded(folder: Path, stem: str, entries: Sequence[LazyTensors], rank: 
 
 
 def _header(groups: Sequence[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> bytes:
-    """The header of a safetensors file: its length in 8 bytes, then the offsets of each tensor as JSON."""
+    """Return the header of a safetensors file: its length in 8 bytes, then the offsets of each tensor as JSON."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, (shape, dtype) in ((name, kind) for group in groups for name, kind in group.items()):
@@ -103,8 +103,6 @@ class TensorFiles:
                 self.places = dict.fromkeys(self.file(self.single_file).keys(), self.single_file)
 
     def file(self, path: Path) -> Any:
-        from safetensors import safe_open
-
         if path not in self.open_files:
             self.open_files[path] = safe_open(path, framework="pt")
         return self.open_files[path]
@@ -126,20 +124,12 @@ class TensorFiles:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _refuse_shared(path: Path, tensors: dict[str, torch.Tensor]) -> None:

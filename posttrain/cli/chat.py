@@ -1,17 +1,26 @@
-"""`posttrain chat MODEL_OR_RUN [MODEL2]`: in a terminal, through a pipe, or one question with --ask."""
+"""`posttrain chat MODEL_OR_RUN [MODEL2]`: in a terminal, through a pipe, or one prompt with --ask."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from posttrain.cli.generate import add_condition, add_model, add_sampling, add_template, model_of, sampling_of
-from posttrain.cli.options import Parser
+from posttrain.cli.arguments import model_of
 from posttrain.config.sections import DataConfig
+from posttrain.config.tools import (
+    ConditionArgs,
+    LoadArgs,
+    SamplingArgs,
+    TemplateArgs,
+    ToolArgs,
+    check_at_least,
+    positional,
+    read_tool,
+)
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
@@ -21,90 +30,99 @@ if TYPE_CHECKING:
 LONGEST_PROMPT = 2**20  # tokens; the model's own limit is what counts
 
 
+@dataclass(kw_only=True)
+class ChatArgs(TemplateArgs, LoadArgs, ConditionArgs, SamplingArgs, ToolArgs):
+    """Options of `posttrain chat`."""
+
+    verb: ClassVar[str] = "chat"
+    about: ClassVar[str] = TOOLS["chat"]
+    example: ClassVar[str] = "posttrain chat runs/sft-001"
+
+    models: tuple[str, ...] = positional(())
+    """One or two models: directory, Hugging Face name, run directory (newest checkpoint) or `pico`, a toy model."""
+    ask: tuple[str, ...] = ()
+    """Send these messages, print the completions and exit."""
+    system: str = ""
+    """System message."""
+    history_turns: int = 10
+    """Number of earlier turns in the prompt; 0: all."""
+    temperature: float = 0.7
+    """Sampling temperature; 0 takes the most likely token."""
+    seed: int = 0
+    """The same seed gives the same completions."""
+
+
+ARGS = (ChatArgs,)
+
+
 def run(args: list[str]) -> int:
-    """0 when the user leaves, or the questions end."""
-    options = parser().parse_args(args)
+    """Chat; 0 when the user leaves or the input ends."""
+    options = read_tool(ChatArgs(), args)
     if len(options.models) > 2:
-        raise UsageError("chat takes one model, or two to compare")
-    if options.history_turns < 0:
-        raise UsageError(f"history_turns is {options.history_turns}; it must be at least 0.")
+        raise UsageError(f"chat takes one model, or two to compare, but there are {len(options.models)}")
+    check_at_least(options, history_turns=0)
     terminal = sys.stdout.isatty()
     if terminal:
         sys.stderr.write(f"loading {' and '.join(options.models)} ...\n")
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
+    from posttrain.engines.base import Sampling
     from posttrain.inference.chat import Chat, ChatOptions
     from posttrain.inference.model import CONDITION, InferenceModel, check_sampling
     from posttrain.inference.text_stream import WordWrap
 
-    asked = ChatOptions(
-        sampling=check_sampling(sampling_of(options)),
+    chat_options = ChatOptions(
+        sampling=check_sampling(Sampling.of(options)),
         seed=options.seed,
         history_turns=options.history_turns,
         system=options.system,
         condition=options.condition,
         condition_template=options.condition_template or CONDITION,
     )
-    data = DataConfig(chat_template=options.template, max_length=LONGEST_PROMPT, on_overlong="error")
+    data = DataConfig(chat_template=options.chat_template, max_length=LONGEST_PROMPT, on_overlong="error")
     models = [InferenceModel(model_of(path, options), data) for path in options.models]
     for model in models:
-        model.encode([{"role": "user", "content": "a"}])  # without a template nothing can be asked: say so now
+        model.encode([{"role": "user", "content": "a"}])  # raises now if there is no chat template
     well_formed(sys.stdin, sys.stdout)
-    obeys = terminal and os.environ.get("TERM") != "dumb"
-    lines = WordWrap(write, lambda: shutil.get_terminal_size().columns) if obeys else write
-    chat = Chat(models, asked, lines, remarks=terminal)
+    has_controls = terminal and os.environ.get("TERM") != "dumb"
+    lines = WordWrap(write, lambda: shutil.get_terminal_size().columns) if has_controls else write
+    chat = Chat(models, chat_options, lines, remarks=terminal)
     if options.ask:
-        for question in options.ask:
-            chat.ask(question)
+        for message in options.ask:
+            chat.ask(message)
         return 0
-    talk(chat)
+    read_lines(chat)
     return 0
 
 
-def talk(chat: Chat) -> None:
-    """Line by line, until the user leaves or the input ends."""
+def read_lines(chat: Chat) -> None:
+    """Handle the input line by line until the user leaves or the input ends."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401  gives input() a history and arrow keys
 
-        write("/help lists the commands; exit leaves\n")
+        write("/help lists the commands; exit ends the chat\n")
     while True:
         try:
             line = input("You >> " if terminal else "")
         except EOFError:
             return
         except KeyboardInterrupt:
-            write("\nexit leaves\n")
+            write("\nexit ends the chat\n")
             continue
         if not chat.handle(line):
             return
 
 
 def write(text: str) -> None:
-    """At once: an answer is read as it grows."""
+    """Write without buffering, so that a completion is shown while it is generated."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def well_formed(*streams: object) -> None:
-    """UTF-8 in and out whatever the locale; bytes that are none become a sign for that."""
+    """Use UTF-8 for input and output in any locale; invalid bytes become replacement characters."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
-
-
-def parser() -> argparse.ArgumentParser:
-    found = Parser(prog="posttrain chat", description=TOOLS["chat"])
-    found.add_argument(
-        "models", metavar="MODEL", nargs="+", help="folder, hub name, run folder (its newest checkpoint) or pico; two"
-    )
-    found.add_argument("--ask", nargs="+", default=[], metavar="TEXT", help="ask these, print the answers and leave")
-    found.add_argument("--system", default="", help="system message")
-    found.add_argument("--history_turns", type=int, default=10, help="so many turns are told again; 0: all (10)")
-    add_sampling(found, max_tokens=512, temperature=0.7)
-    found.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers")
-    add_condition(found)
-    add_model(found)
-    add_template(found.add_argument_group("template"))
-    return found

@@ -1,19 +1,21 @@
-"""`posttrain convert SRC DST --from hf --to mcore --tp 2 --pp 2`; the names of the original's options work too."""
+"""`posttrain convert SOURCE OUTPUT_DIR --target_format mcore`; command lines of MindSpeed-LLM's converter work too."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from posttrain.cli.options import Parser
+from posttrain.config.tools import ToolArgs, check_at_least, positional, read_tool, required
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.temporary import TemporaryFolder
+
+Format = Literal["hf", "mcore", "legacy", "sharded"]
 
 if TYPE_CHECKING:
     import torch
@@ -22,144 +24,216 @@ if TYPE_CHECKING:
     from posttrain.convert.megatron import CheckpointLayout
     from posttrain.convert.source import SourceCheckpoint
 
-FORMATS = ("hf", "mcore", "legacy", "sharded")
-TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-NO_EFFECT = "accepted for old scripts; changes nothing here"
+
+@dataclass(kw_only=True)
+class MindSpeedConvertFlags:
+    """Flags of MindSpeed-LLM's convert_ckpt.py, so that command lines of its users work unchanged."""
+
+    group: ClassVar[str] = "flags of MindSpeed-LLM 2.0.0, for existing scripts"
+
+    load_dir: str = ""
+    """The source directory."""
+    save_dir: str = ""
+    """The directory to write; the directory of the original Hugging Face model: the result is in its mg2hf."""
+    load_model_type: Literal["", "hf", "mg", "optim"] = ""
+    """Format of the source: hf, or mg for Megatron."""
+    save_model_type: Literal["", "hf", "mg"] = ""
+    """Format to write: hf, or mg for Megatron."""
+    use_mcore_models: bool = False
+    """mg means Megatron core instead of Megatron legacy."""
+    load_from_legacy: bool = False
+    """The source is Megatron legacy, the target Megatron core."""
+    save_to_legacy: bool = False
+    """The source is Megatron core, the target Megatron legacy."""
+    target_tensor_parallel_size: int = 0
+    """The same as tensor_parallel_size."""
+    target_pipeline_parallel_size: int = 0
+    """The same as pipeline_parallel_size."""
+    target_expert_model_parallel_size: int = 0
+    """The same as expert_parallel_size."""
+    target_expert_parallel_size: int = 0
+    """The same as expert_parallel_size."""
+    num_layers_per_virtual_pipeline_stage: int = 0
+    """The same as layers_per_virtual_stage."""
+    num_layer_list: tuple[int, ...] = ()
+    """The same as layers_per_stage; also with commas, as 11,13,19,21."""
+    make_vocab_size_divisible_by: int = 0
+    """The same as vocab_multiple."""
+    moe_grouped_gemm: bool = False
+    """The same as grouped_experts."""
+    params_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """The same as dtype; also as fp32, bf16 or fp16."""
+    lora_load: str = ""
+    """The same as lora."""
+    lora_r: int = 0
+    """The same as lora_rank."""
+    moe_tp_extend_ep: bool = False
+    """The same as tp_extend_ep."""
+    orm: bool = False
+    """The source is a reward model, also if its config.json is that of a language model: its head is rm_head."""
+    context_parallel_size: int = 1
+    """Has no effect: weights do not depend on it."""
+    model_type: str = ""
+    """Has no effect."""
+    model_type_hf: str = ""
+    """Has no effect: config.json names the model type."""
+    tokenizer_model: str = ""
+    """Has no effect: the tokenizer is copied from the source."""
+    loader: str = ""
+    """Has no effect."""
+    saver: str = ""
+    """Has no effect."""
+    spec: tuple[str, ...] = ()
+    """Has no effect: config.json defines the layers."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Has no effect: the adapter files name their modules."""
+    add_qkv_bias: bool = False
+    """Has no effect: config.json defines the biases."""
+    add_dense_bias: bool = False
+    """Has no effect: config.json defines the biases."""
+    add_output_layer_bias: bool = False
+    """Has no effect: config.json defines the biases."""
+    post_norm: bool = False
+    """Has no effect: config.json defines the norms."""
+    w_pack: bool = False
+    """Has no effect: config.json says whether queries, keys and values are one tensor."""
+    qlora_nf4: bool = False
+    """Refused: weights are converted unquantized, and model.load_in_4bit quantizes them when they are loaded."""
+    load_checkpoint_loosely: bool = False
+    """Has no effect: every tensor is accounted for."""
+    save_lora_to_hf: bool = False
+    """Has no effect: adapters are recognised by their files."""
+    load_hf_from_config: bool = False
+    """Has no effect."""
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 11,13") from error
+@dataclass(kw_only=True)
+class ConvertArgs(ToolArgs, MindSpeedConvertFlags):
+    """Options of `posttrain convert`."""
+
+    verb: ClassVar[str] = "convert"
+    about: ClassVar[str] = TOOLS["convert"]
+    example: ClassVar[str] = "posttrain convert my-model my-core --target_format mcore --tensor_parallel_size 2"
+
+    source: str = positional()
+    """Directory to read: Hugging Face model, Megatron checkpoint, run, checkpoint of a run, or LoRA adapters."""
+    output_dir: str = positional()
+    """Directory to write; it must be new or empty."""
+    target_format: Literal["", "hf", "mcore", "legacy", "sharded"] = required()
+    """Required. Format to write: Hugging Face, Megatron core, Megatron legacy, or a checkpoint of posttrain."""
+    source_format: Literal["auto", "hf", "mcore", "legacy", "sharded"] = "auto"
+    """Format of the source; auto: detected from its files."""
+    tensor_parallel_size: int = 1
+    """Tensor-parallel ranks of a Megatron target."""
+    pipeline_parallel_size: int = 1
+    """Pipeline stages of a Megatron target."""
+    expert_parallel_size: int = 1
+    """Expert-parallel ranks of a Megatron target."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Layers of each pipeline stage, such as 11 13 19 21; empty: the same number in each."""
+    layers_per_virtual_stage: int = 0
+    """Layers of each virtual pipeline stage; 0: no virtual stages."""
+    noop_layers: tuple[int, ...] = ()
+    """Indices of no-op layers, counted from 0, such as 46 47."""
+    vocab_multiple: int = 1
+    """Pad the vocabulary to a multiple of this times tensor_parallel_size."""
+    grouped_experts: bool = False
+    """Write all experts of a rank into weight1 and weight2, as Megatron's grouped GEMM does."""
+    tp_extend_ep: bool = False
+    """Keep experts whole and divide them among tensor ranks, too, as MindSpeed does; of a foreign source, too."""
+    transformer_engine: bool = False
+    """Use the tensor names of Transformer Engine's layers, which contain the norms."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Round the weights to this type; auto: keep their types."""
+    original: str = ""
+    """Hugging Face directory with config.json and tokenizer, if the source has none."""
+    lora: str = ""
+    """Directory of LoRA adapters, of peft or Megatron, to merge into the weights."""
+    lora_rank: int = 0
+    """Rank of adapters whose directory does not record it."""
+    lora_alpha: float = 0.0
+    """Alpha of adapters whose directory does not record it."""
+    verify: Literal["none", "logits"] = "none"
+    """logits: load source and result, and compare their logits."""
+    workers: int = 0
+    """Tensors converted at the same time; 0: one per core, at most 4."""
+    source_noop_layers: tuple[int, ...] = ()
+    """noop_layers of a Megatron source that posttrain did not write."""
+    source_expert_parallel_size: int = 1
+    """expert_parallel_size of a Megatron source that posttrain did not write."""
+
+    def __post_init__(self) -> None:
+        """Set the options that have the meaning of the flags given."""
+        self.source, self.output_dir = self.load_dir or self.source, self.save_dir or self.output_dir
+        self.tensor_parallel_size = self.target_tensor_parallel_size or self.tensor_parallel_size
+        self.pipeline_parallel_size = self.target_pipeline_parallel_size or self.pipeline_parallel_size
+        experts = self.target_expert_model_parallel_size or self.target_expert_parallel_size
+        self.expert_parallel_size = experts or self.expert_parallel_size
+        self.layers_per_stage = self.num_layer_list or self.layers_per_stage
+        self.layers_per_virtual_stage = self.num_layers_per_virtual_pipeline_stage or self.layers_per_virtual_stage
+        self.vocab_multiple = self.make_vocab_size_divisible_by or self.vocab_multiple
+        self.grouped_experts = self.moe_grouped_gemm or self.grouped_experts
+        self.tp_extend_ep = self.moe_tp_extend_ep or self.tp_extend_ep
+        self.lora, self.lora_rank = self.lora_load or self.lora, self.lora_r or self.lora_rank
+        if self.params_dtype:
+            self.dtype = self.params_dtype
+        if self.load_model_type and self.source_format == "auto":
+            to_legacy, core = self.save_to_legacy, self.use_mcore_models
+            megatron: Format = "legacy" if self.load_from_legacy else "mcore" if to_legacy or core else "legacy"
+            self.source_format = "hf" if self.load_model_type == "hf" else megatron
+        if self.save_model_type and not self.target_format:
+            from_legacy, core = self.load_from_legacy, self.use_mcore_models
+            megatron = "legacy" if self.save_to_legacy else "mcore" if from_legacy or core else "legacy"
+            self.target_format = "hf" if self.save_model_type == "hf" else megatron
 
 
-def joined(args: list[str]) -> list[str]:
-    """Lists of numbers may have blanks behind their commas: 11, 13, 19, 21."""
-    found: list[str] = []
-    for word in args:
-        if found and found[-1].endswith(",") and found[-1][:-1].replace(",", "").isdigit():
-            found[-1] += word
-        else:
-            found.append(word)
-    return found
-
-
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="posttrain convert", description=TOOLS["convert"], allow_abbrev=False)
-    add = made.add_argument
-    add("source", nargs="?", default="", help="folder to read")
-    add("out", nargs="?", default="", help="folder to write; must not exist or be empty")
-    add("--from", dest="origin", choices=FORMATS, help="format of the source; recognised if left out")
-    add("--to", dest="goal", choices=FORMATS, help="format to write: our own checkpoints are `sharded`")
-    cut = made.add_argument_group("how the target is cut")
-    cut.add_argument("--tp", "--target-tensor-parallel-size", type=int, default=1, help="tensor parallel ranks")
-    cut.add_argument("--pp", "--target-pipeline-parallel-size", type=int, default=1, help="pipeline stages")
-    cut.add_argument(
-        "--ep",
-        "--target-expert-model-parallel-size",
-        "--target-expert-parallel-size",
-        type=int,
-        default=1,
-        help="expert parallel ranks",
-    )
-    cut.add_argument("--cp", "--context-parallel-size", type=int, default=1, help="accepted; does not change weights")
-    cut.add_argument(
-        "--vpp", "--num-layers-per-virtual-pipeline-stage", type=int, default=0, help="layers a virtual stage"
-    )
-    cut.add_argument("--num-layer-list", type=numbers, default=(), help="layers a stage, as 11,13,19,21")
-    cut.add_argument("--noop-layers", type=numbers, default=(), help="layers that do nothing, as 46,47")
-    cut.add_argument(
-        "--vocab-multiple", "--make-vocab-size-divisible-by", type=int, default=1, help="pad to this times --tp rows"
-    )
-    cut.add_argument("--grouped-experts", "--moe-grouped-gemm", action="store_true", help="experts as weight1, weight2")
-    cut.add_argument("--engine", action="store_true", help="names of Transformer Engine's layers")
-    cut.add_argument("--dtype", "--params-dtype", choices=sorted({*TYPES, *TYPES.values()}), help="round to this type")
-    more = made.add_argument_group("what else")
-    more.add_argument("--original", help="Hugging Face folder with config.json and tokenizer, if the source has none")
-    more.add_argument(
-        "--lora", "--lora-load", help="folder of LoRA adapters (peft's or Megatron's) to merge on the way"
-    )
-    more.add_argument("--lora-r", type=int, default=0, help="rank of adapters whose folder does not say it")
-    more.add_argument("--lora-alpha", type=float, default=0.0, help="the same of their alpha")
-    more.add_argument("--verify", choices=("logits",), help="load both sides and compare what they compute")
-    more.add_argument("--workers", type=int, default=0, help="tensors converted at a time; one a core, at most 4")
-    more.add_argument("--source-noop-layers", type=numbers, default=(), help="of a source that this tool did not write")
-    more.add_argument("--source-ep", type=int, default=1, help="of a source that this tool did not write")
-    old = made.add_argument_group("names of older scripts")
-    old.add_argument("--load-dir", help="the source")
-    old.add_argument("--save-dir", help="the target")
-    old.add_argument("--load-model-type", choices=("hf", "mg", "optim"), help="hf, or mg: Megatron")
-    old.add_argument("--save-model-type", choices=("hf", "mg"), help="hf, or mg: Megatron")
-    old.add_argument("--use-mcore-models", action="store_true", help="Megatron means core, not legacy")
-    old.add_argument("--load-from-legacy", action="store_true", help="the source is legacy")
-    old.add_argument("--save-to-legacy", action="store_true", help="the target is legacy")
-    for name in ("--model-type", "--model-type-hf", "--tokenizer-model", "--loader", "--saver"):
-        old.add_argument(name, help=NO_EFFECT)
-    for name in ("--spec", "--lora-target-modules"):
-        old.add_argument(name, nargs="+", help=NO_EFFECT)
-    for name in (
-        "--add-qkv-bias",
-        "--add-dense-bias",
-        "--load-checkpoint-loosely",
-        "--save-lora-to-hf",
-        "--load-hf-from-config",
-    ):
-        old.add_argument(name, action="store_true", help=NO_EFFECT)
-    old.add_argument("--moe-tp-extend-ep", action="store_true", help="not known here: use --ep")
-    return made
+ARGS = (ConvertArgs,)
 
 
 def run(args: list[str]) -> int:
-    """Convert and say what was done."""
-    options = parser().parse_args(joined(args))
-    translate(options)
+    """Convert, and print what was written."""
+    options = read_tool(ConvertArgs(), args)
+    check(options)
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
     folder = Path(options.source)
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
+        raise UsageError(f"{folder}: no such directory")
     from posttrain.convert.adapter_files import is_adapter_folder
 
-    if options.origin != "sharded" and is_adapter_folder(folder):
+    if options.source_format != "sharded" and is_adapter_folder(folder):
         return convert_adapters(options, folder)
-    source, training_state = opened(options, folder)
+    source, training_state = open_checkpoint(options, folder)
     try:
-        convert(options, source, training_state)
+        run_conversion(options, source, training_state)
     finally:
         source.close()
     return 0
 
 
-def translate(options: argparse.Namespace) -> None:
-    """Older names of the same things."""
-    options.source, options.out = options.load_dir or options.source, options.save_dir or options.out
-    if not options.source or not options.out:
-        raise UsageError("posttrain convert SRC DST: two folders are needed")
-    megatron = "mcore" if options.use_mcore_models else "legacy"
-    if options.load_model_type and not options.origin:
-        legacy = "legacy" if options.load_from_legacy else "mcore" if options.save_to_legacy else megatron
-        options.origin = "hf" if options.load_model_type == "hf" else legacy
-    if options.save_model_type and not options.goal:
-        core = "legacy" if options.save_to_legacy else "mcore" if options.load_from_legacy else megatron
-        options.goal = "hf" if options.save_model_type == "hf" else core
-    if not options.goal:
-        raise UsageError(f"--to: say what to write: {', '.join(FORMATS)}")
-    if options.workers < 0 or options.vocab_multiple < 1:
-        raise UsageError("--workers and --vocab-multiple are at least 1")
-    if options.moe_tp_extend_ep and options.tp > 1:
-        raise UsageError("--moe-tp-extend-ep: experts over tensor ranks too are not known here; use --ep alone")
-    if options.goal in ("hf", "sharded") and max(options.tp, options.pp, options.ep) > 1:
-        raise UsageError(f"--to {options.goal}: is not cut; leave --tp, --pp and --ep out")
+def check(options: ConvertArgs) -> None:
+    """Raise UsageError for options that cannot work together."""
+    check_at_least(options, vocab_multiple=1, workers=0)
+    check_at_least(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
+    if options.qlora_nf4:
+        raise UsageError(
+            "--qlora_nf4: weights are not stored in 4 bits. Leave it out; --model.load_in_4bit true quantizes them "
+            "when a run loads them"
+        )
+    sizes = (options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size)
+    if options.target_format in ("hf", "sharded") and max(sizes) > 1:
+        raise UsageError(
+            f"--target_format {options.target_format} is not divided into ranks. Leave out --tensor_parallel_size, "
+            "--pipeline_parallel_size and --expert_parallel_size."
+        )
 
 
-def opened(options: argparse.Namespace, folder: Path) -> tuple[SourceCheckpoint, Path | None]:
-    """The source, with the adapters of a run noted for merging; and the run's checkpoint, if it is one."""
-    from posttrain.convert.megatron import CheckpointLayout
+def open_checkpoint(options: ConvertArgs, folder: Path) -> tuple[SourceCheckpoint, Path | None]:
+    """Open the source, and return the run's checkpoint too if it is one; adapters of a run are to be merged."""
     from posttrain.convert.source import megatron_kind, open_source, recognise_format
 
-    kind = options.origin or recognise_format(folder)
+    kind = recognise_format(folder) if options.source_format == "auto" else options.source_format
     if kind == "megatron":
         kind = megatron_kind(folder)
     training_state = None
@@ -171,79 +245,94 @@ def opened(options: argparse.Namespace, folder: Path) -> tuple[SourceCheckpoint,
         training_state = folder.parent
         if is_adapter(folder):
             if options.lora:
-                raise UsageError(f"--lora: {folder} holds adapters already")
+                raise UsageError(f"--lora {options.lora}: {folder} holds adapters already; leave out --lora")
             options.lora = str(folder)
             folder = Path(resolve_path(adapters.base_model_of(folder)))
     original = original_of(options, kind)
-    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
-    return open_source(folder, kind, original, given), training_state
+    given = given_layout(options)
+    return open_source(folder, kind, original, given, reward_model=options.orm), training_state
 
 
-def original_of(options: argparse.Namespace, kind: str) -> Path | None:
-    """Where configuration and tokenizer are. With the original's folder as target: in it, and the result beside."""
-    out = Path(options.out)
-    if options.goal == "hf" and kind != "hf" and (out / "config.json").is_file():
-        options.original, options.out = options.original or str(out), str(out / "mg2hf")  # as older tools do
+def given_layout(options: ConvertArgs) -> CheckpointLayout:
+    """Return what the user says about the layout of a source that posttrain did not write."""
+    from posttrain.convert.megatron import CheckpointLayout
+
+    return CheckpointLayout(
+        ep=options.source_expert_parallel_size,
+        noop=options.source_noop_layers,
+        tp_extend_ep=options.tp_extend_ep,
+    )
+
+
+def original_of(options: ConvertArgs, kind: str) -> Path | None:
+    """Return the directory with configuration and tokenizer; if it is the output directory, the result is in mg2hf/."""
+    out = Path(options.output_dir)
+    if options.target_format == "hf" and kind != "hf" and (out / "config.json").is_file():
+        options.original, options.output_dir = options.original or str(out), str(out / "mg2hf")  # as MindSpeed-LLM
     return Path(options.original) if options.original else None
 
 
-def known_of(options: argparse.Namespace) -> dict[str, Any]:
-    return {"r": options.lora_r, "lora_alpha": options.lora_alpha}
+def adapter_settings(options: ConvertArgs) -> dict[str, Any]:
+    return {"r": options.lora_rank, "lora_alpha": options.lora_alpha}
 
 
-def read_lora(options: argparse.Namespace, source: SourceCheckpoint) -> LoraAdapter:
+def read_lora(options: ConvertArgs, source: SourceCheckpoint) -> LoraAdapter:
     from posttrain.convert.adapter_files import AdapterBase, is_peft, read_adapter
-    from posttrain.convert.megatron import CheckpointLayout
     from posttrain.convert.source import megatron_kind
 
     folder = Path(options.lora)
     base = AdapterBase(source.config, source.shape, source.parameters)
-    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
+    given = given_layout(options)
     kind = "hf" if is_peft(folder) else megatron_kind(folder)
-    return read_adapter(folder, base, kind, given, known_of(options))[0]
+    return read_adapter(folder, base, kind, given, adapter_settings(options))[0]
 
 
-def convert_adapters(options: argparse.Namespace, folder: Path) -> int:
-    """Adapters alone, from one form to the other."""
+def convert_adapters(options: ConvertArgs, folder: Path) -> int:
+    """Convert adapters alone, between peft and Megatron."""
     from posttrain.convert.adapter_files import AdapterBase, base_folder, is_peft, read_adapter, write_adapter
-    from posttrain.convert.megatron import CheckpointLayout
     from posttrain.convert.parameters import model_parameters
     from posttrain.convert.source import megatron_kind, read_model_config
 
-    if options.goal == "sharded" or options.lora or options.dtype or options.verify:
+    changed = options.lora or options.dtype != "auto" or options.verify != "none"
+    if options.target_format == "sharded" or changed:
         raise UsageError(
-            f"{folder} holds adapters: they go to hf, mcore or legacy, without --lora, --dtype and --verify"
+            f"{folder} holds adapters. They are converted to hf, mcore or legacy, without --lora, --dtype and --verify."
         )
-    kind = "hf" if is_peft(folder) else options.origin or megatron_kind(folder)
+    if is_peft(folder):
+        kind = "hf"
+    else:
+        kind = megatron_kind(folder) if options.source_format == "auto" else options.source_format
     config = read_model_config(base_folder(folder, original_of(options, "adapters")))
     base = AdapterBase(config, *model_parameters(config))
-    given = CheckpointLayout(ep=options.source_ep, noop=options.source_noop_layers)
-    adapter, _ = read_adapter(folder, base, kind, given, known_of(options))
-    count = write_adapter(adapter, base, Path(options.out), target_of(options), folder)
+    given = given_layout(options)
+    adapter, _ = read_adapter(folder, base, kind, given, adapter_settings(options))
+    count = write_adapter(adapter, base, Path(options.output_dir), target_of(options), folder)
     print(f"{len(adapter.factors)} adapted matrices, {count} tensors")
-    print(f"done: {options.out}")
+    print(f"done: {options.output_dir}")
     return 0
 
 
-def target_of(options: argparse.Namespace) -> CheckpointLayout:
+def target_of(options: ConvertArgs) -> CheckpointLayout:
     from posttrain.convert.megatron import CheckpointLayout
 
-    if options.goal in ("hf", "sharded"):
+    if options.target_format in ("hf", "sharded"):
         return CheckpointLayout()
     return CheckpointLayout(
-        options.goal,
-        tp=options.tp,
-        pp=options.pp,
-        ep=options.ep,
-        layers_per_stage=options.num_layer_list,
-        layers_per_virtual_stage=options.vpp,
+        options.target_format,
+        tp=options.tensor_parallel_size,
+        pp=options.pipeline_parallel_size,
+        ep=options.expert_parallel_size,
+        layers_per_stage=options.layers_per_stage,
+        layers_per_virtual_stage=options.layers_per_virtual_stage,
         noop=options.noop_layers,
         experts="grouped" if options.grouped_experts else "single",
-        engine=options.engine,
+        tp_extend_ep=options.tp_extend_ep,
+        engine=options.transformer_engine,
     )
 
 
-def convert(options: argparse.Namespace, source: SourceCheckpoint, training_state: Path | None) -> None:
+def run_conversion(options: ConvertArgs, source: SourceCheckpoint, training_state: Path | None) -> None:
+    """Write the target with progress on standard error."""
     import torch
 
     from posttrain.convert.conversion import convert as write
@@ -251,16 +340,16 @@ def convert(options: argparse.Namespace, source: SourceCheckpoint, training_stat
     from posttrain.convert.verify import verify_logits
     from posttrain.core.progress import ProgressDisplay, time_left
 
-    out = Path(options.out)
-    dtype: torch.dtype | None = getattr(torch, TYPES.get(options.dtype, options.dtype)) if options.dtype else None
+    out = Path(options.output_dir)
+    dtype: torch.dtype | None = None if options.dtype == "auto" else getattr(torch, options.dtype)
     adapter = read_lora(options, source) if options.lora else None
-    if options.verify and (dtype is not None or adapter is not None):
-        raise UsageError("--verify compares equal weights: leave --dtype and --lora out")
+    if options.verify == "logits" and (dtype is not None or adapter is not None):
+        raise UsageError("--verify logits compares equal weights: leave out --dtype and --lora")
 
     def verify(folder: Path, layout: CheckpointLayout) -> None:
-        with tempfile.TemporaryDirectory(prefix=".verify-", dir=folder.parent) as scratch:
-            difference = verify_logits(source, folder, layout, Path(scratch))
-        print(f"logits of both sides: largest difference {difference:.3g}")
+        with TemporaryFolder(folder.parent, f"verify-{out.name}") as scratch:
+            difference = verify_logits(source, folder, layout, scratch)
+        print(f"logits of source and result: largest difference {difference:.3g}")
 
     written, started, lock = 0, time.monotonic(), threading.Lock()
     with ProgressDisplay(stream=sys.stderr, transient=True) as display:
@@ -271,8 +360,8 @@ def convert(options: argparse.Namespace, source: SourceCheckpoint, training_stat
                 written += count
                 speed = written / max(time.monotonic() - started, 1e-3)
                 shown = f"{written / 1e9:.1f} of {total / 1e9:.1f} GB  {speed / 1e6:,.0f} MB/s"
-                shown += f"  {time_left(started, written, total)}"
-                display.update("converting", shown, done=written, total=total)
+                eta = time_left(started, written, total)
+                display.update("converting", shown, done=written, total=total, eta=eta)
 
         details: dict[str, Any] = {
             "dtype": dtype,
@@ -281,14 +370,16 @@ def convert(options: argparse.Namespace, source: SourceCheckpoint, training_stat
             "workers": options.workers or min(4, os.cpu_count() or 1),
             "progress": show_progress,
         }
-        if options.verify:
+        if options.verify == "logits":
             details["check"] = verify
-        if options.goal == "sharded":
+        if options.target_format == "sharded":
             same = dtype is None and adapter is None
             report = wrap_as_checkpoint(source, out, training_state if same else None, **details)
         else:
             report = write(source, out, target_of(options), **details)
-    print(f"{report.elements:,} weights in {report.tensors} tensors, {report.bytes_written:,} bytes: each used once")
+    print(
+        f"{report.elements:,} weights in {report.tensors} tensors, {report.bytes_written:,} bytes; each was used once"
+    )
     if report.padding:
-        print(f"{report.padding} rows of padding")
+        print(f"{report.padding} rows of padding in the vocabulary")
     print(f"done: {out}")

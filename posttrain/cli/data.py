@@ -1,30 +1,37 @@
-"""`posttrain data check` and `posttrain data preprocess`."""
+"""`posttrain data COMMAND`: check, which inspects files before training, mix, split and preprocess."""
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO, cast
 
-from posttrain.algorithms import ALGORITHMS
-from posttrain.cli.options import Parser
+from posttrain.algorithms import example_kind
+from posttrain.cli import mix, split
+from posttrain.cli.preprocess import PreprocessArgs
+from posttrain.cli.preprocess import run as preprocess
+from posttrain.config.tools import ToolArgs, check_at_least, positional, read_tool
 from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.data.check import SourceReport
+    from posttrain.data.curation.checks import CurationChecks, CurationReport
     from posttrain.data.reading.records import ReadProgress
 
 COMMANDS = {
-    "check": "look at files before training: format, counts, lengths, duplicates, problems",
-    "preprocess": "tokenise files once into indexed ones, which trainers read directly",
+    "check": "inspect files before training: format, lengths, duplicates, overlap with evaluation sets, problems",
+    "mix": mix.MixArgs.about,
+    "split": split.SplitArgs.about,
+    "preprocess": "tokenize files once into indexed files, which trainers read directly",
 }
 BAR = 40  # characters
 
-# Without a model any role must do, and tools must have a place.
+# Without a model every role is accepted, and tools are shown.
 ANY_ROLE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -33,78 +40,132 @@ ANY_ROLE = (
 )
 
 
+@dataclass(kw_only=True)
+class DataCheckArgs(ToolArgs):
+    """Options of `posttrain data check`."""
+
+    verb: ClassVar[str] = "data check"
+    about: ClassVar[str] = COMMANDS["check"]
+    example: ClassVar[str] = "posttrain data check examples/data/pairs.jsonl --trainer dpo --model pico"
+
+    files: tuple[str, ...] = positional(())
+    """Files, directories, globs or dataset names, as in data.train."""
+    trainer: str = ""
+    """Trainer that the files are for, such as dpo; empty: every trainer that accepts them."""
+    model: str = ""
+    """Model whose tokenizer and chat template are used; empty: those of the toy model pico, for any roles."""
+    tokenizer: str = ""
+    """Directory or Hugging Face name of the tokenizer; empty: the model's own."""
+    max_length: int = 0
+    """Longest sequence in tokens; 0: the default of training if model or tokenizer is set, otherwise no limit."""
+    on_overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What training does with longer sequences, as data.on_overlong."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the files for the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
+    chat_template: str = ""
+    """Chat template by name (chatml, llama3, qwen_r1 ...), file, or text with {}."""
+    placeholder: str = "ки"
+    """Text that marks the end of a step, as algo.placeholder of prm."""
+    full: bool = False
+    """Encode every example of large files, instead of every tenth."""
+    near_duplicates: bool = False
+    """Search for examples that share most of their words (MinHash over n-grams of 5 words), in all files together."""
+    similarity: float = 0.8
+    """Lowest Jaccard similarity of near-duplicates, from 0.3 to 1."""
+    decontaminate: tuple[str, ...] = ()
+    """Evaluation sets, as files or dataset names: report the examples that overlap with them."""
+    ngram_words: int = 13
+    """Consecutive words that an example must share with an evaluation set to overlap with it."""
+    output_file: str = ""
+    """File to write (.jsonl): the examples without the near-duplicates and overlaps that were found."""
+    overwrite: bool = False
+    """Replace the output file and the picture if they exist."""
+    picture: str = ""
+    """File to draw the lengths of prompts and completions into (.svg, .png or .html)."""
+
+
+ARGS = (DataCheckArgs, mix.MixArgs, split.SplitArgs, PreprocessArgs)
+
+
 def run(args: list[str]) -> int:
-    """`posttrain data check|preprocess ...`."""
-    if not args or args[0] in ("-h", "--help"):
+    """`posttrain data COMMAND ...`."""
+    if not args or args[0] in ("-h", "--help", "--help-all", "--help_all"):
         print("usage: posttrain data COMMAND ...\n")
         print("\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items()))
+        print("\nposttrain data COMMAND --help lists the options of a command.")
         return 0
-    if args[0] == "check":
-        return check(args[1:])
-    if args[0] == "preprocess":
-        from posttrain.cli.preprocess import run as preprocess
-
-        return preprocess(args[1:])
-    raise UsageError(f"there is no `posttrain data {args[0]}`; there are {', '.join(COMMANDS)}")
+    runs = {"check": check, "mix": mix.run, "split": split.run, "preprocess": preprocess}
+    if args[0] in runs:
+        return runs[args[0]](args[1:])
+    raise UsageError(f"there is no `posttrain data {args[0]}`; the commands are {', '.join(COMMANDS)}")
 
 
 def check(args: list[str]) -> int:
-    """0 if all rows can be used, 1 if some cannot."""
-    options = check_parser().parse_args(args)
+    """Print what was found in each file; 0 if all examples can be used, 1 if some cannot."""
+    options = read_tool(DataCheckArgs(), args)
+    kind = example_kind(options.trainer)
+    check_at_least(options, max_length=0)
+    if options.picture:
+        from posttrain.plots.files import new_chart_file
+
+        new_chart_file(options.picture, options.overwrite, "picture")
     from rich.console import Console
 
     from posttrain.config.renames import split_weights
+    from posttrain.config.sections import DataConfig
     from posttrain.core.logging import quiet_libraries
     from posttrain.data.check import check_source
 
-    if options.verb and options.verb not in ALGORITHMS:
-        raise UsageError(f"--verb {options.verb}: there is no such verb; there are {', '.join(ALGORITHMS)}")
     quiet_libraries()
     console = Console(highlight=False, soft_wrap=True)
     make_encoder = encoder_maker(options)
-    kind = ALGORITHMS[options.verb].example_kind if options.verb else None
     names, _ = split_weights(options.files)
+    if not options.max_length and (options.model or options.tokenizer):
+        options.max_length = DataConfig().max_length
+    limit = options.max_length or None
     failed = False
-    for name in names:
-        with progress_bar(name, console) as (meter, progress):
-            report = check_source(name, make_encoder, kind, options.max_tokens, options.full, meter, progress)
-        show(report, options, console)
-        failed = failed or bool(report.bad)
+    panels: list[Any] = []
+    with curation_checks(options, names) as checks:
+        on_parsed = checks.add if options.near_duplicates or options.decontaminate else None
+        for name in names:
+            with progress_bar(name, console) as (meter, progress):
+                report = check_source(name, make_encoder, kind, limit, options.full, meter, progress, on_parsed)
+            show(report, options, console)
+            panels += length_panels(report) if options.picture else []
+            failed = failed or bool(report.bad)
+        if on_parsed is not None:
+            found = checks.finish(write=not failed)
+            show_curation(found, options, Printer(console), failed)
+            failed = failed or (found.overlapping > 0 and not options.output_file)
+    if panels:
+        from posttrain.plots.files import write_charts
+
+        write_charts(panels, Path(options.picture))
+        console.print(f"picture: {options.picture}", markup=False)
     return int(failed)
 
 
-def check_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="posttrain data check", description=COMMANDS["check"])
-    parser.add_argument("files", nargs="+", metavar="FILE", help="files, folders, globs or hub names, as data.train")
-    parser.add_argument("--verb", default="", help="the trainer they are for; default: all that take such rows")
-    parser.add_argument("--model.path", dest="model", default="", help="the model whose tokenizer and template count")
-    parser.add_argument("--model.tokenizer", dest="tokenizer", default="", help="a tokenizer, if not the model's own")
-    parser.add_argument(
-        "--data.max_length", "--data.max_tokens", "--max_tokens", dest="max_tokens", type=int, help="longest sequence"
-    )
-    parser.add_argument(
-        "--data.on_overlong",
-        "--data.on_long",
-        dest="on_long",
-        choices=("truncate", "drop", "error"),
-        default="truncate",
-    )
-    parser.add_argument("--data.map_keys", dest="map_keys", default="", help="columns under other names, as JSON")
-    parser.add_argument(
-        "--data.chat_template",
-        "--data.template",
-        dest="template",
-        default="",
-        help="chat template by name or file, or text with {}",
-    )
-    parser.add_argument("--algo.placeholder", dest="placeholder", default="ки", help="what marks the end of a step")
-    parser.add_argument("--full", action="store_true", help="encode every row of large files too, not every tenth")
-    return parser
+def curation_checks(options: DataCheckArgs, names: Sequence[str]) -> CurationChecks:
+    """Return the checks for near-duplicates and overlap; UsageError for options that conflict."""
+    from posttrain.data.curation.checks import CurationChecks
+    from posttrain.data.curation.decontamination import EvaluationSets
+    from posttrain.data.curation.formats import refuse_overwriting
+    from posttrain.inference.completion_files import new_file
+
+    output = None
+    if options.output_file:
+        if not options.near_duplicates and not options.decontaminate:
+            raise UsageError("--output_file needs --near_duplicates or --decontaminate: it is written without these")
+        if len(names) > 1:
+            raise UsageError("--output_file takes the examples of one file; `posttrain data mix` makes one of several")
+        output = new_file(options.output_file, options.overwrite, names)
+        refuse_overwriting(names, [output])
+    evaluation = EvaluationSets(options.decontaminate, options.ngram_words) if options.decontaminate else None
+    return CurationChecks(options.similarity if options.near_duplicates else None, evaluation, output)
 
 
-def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
-    """Makes the encoder for a kind of rows."""
-    from posttrain.config.parsing import json_option
+def encoder_maker(options: DataCheckArgs) -> Callable[[Any], Any]:
+    """Return a function that makes the encoder of a kind of examples."""
     from posttrain.config.sections import DataConfig, ModelConfig
     from posttrain.data.encoding.encoder import Encoder
     from posttrain.models.loading import vocabulary_size
@@ -115,25 +176,22 @@ def encoder_maker(options: argparse.Namespace) -> Callable[[Any], Any]:
     if not options.model and not options.tokenizer:
         tokenizer.chat_template = ANY_ROLE
     vocabulary = vocabulary_size(model) if options.model else len(tokenizer)
-    chosen = {
-        "on_overlong": options.on_long,
-        "map_keys": json_option("data.map_keys", options.map_keys),
-        "chat_template": options.template,
-    }
-    if options.max_tokens is None and (options.model or options.tokenizer):
-        options.max_tokens = DataConfig().max_length
-    if options.max_tokens is not None:
-        chosen["max_length"] = options.max_tokens
+    config = DataConfig(
+        max_length=options.max_length or DataConfig().max_length,
+        on_overlong=options.on_overlong,
+        map_keys=options.map_keys,
+        chat_template=options.chat_template,
+    )
 
     def make(kind: Any) -> Encoder:
-        return Encoder(tokenizer, DataConfig(**chosen), kind, vocabulary, options.placeholder)
+        return Encoder(tokenizer, replace(config), kind, vocabulary, options.placeholder)
 
     return make
 
 
 @contextmanager
 def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Callable[[int], None] | None]]:
-    """A bar on a terminal: part of the file, and rows so far."""
+    """Show a progress bar on a terminal: the part of the file that was read, and the number of examples."""
     from posttrain.core.progress import ProgressDisplay, time_left
     from posttrain.data.reading.records import ReadProgress
     from posttrain.data.reading.sources import source_parts
@@ -146,13 +204,13 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Ca
         meter.total = sum(part.size for part in source_parts(name))
 
         def report(rows: int) -> None:
-            details = f"{rows:,} rows  {time_left(started, meter.done, meter.total)}"
-            display.update(name, details, done=meter.done, total=meter.total or None)
+            eta = time_left(started, meter.done, meter.total)
+            display.update(name, f"{rows:,} examples", done=meter.done, total=meter.total or None, eta=eta)
 
         yield meter, report
 
 
-def show(report: SourceReport, options: argparse.Namespace, console: Console) -> None:
+def show(report: SourceReport, options: DataCheckArgs, console: Console) -> None:
     """Print what was found."""
     out = Printer(console)
     for description, verbs in report.descriptions:
@@ -160,13 +218,14 @@ def show(report: SourceReport, options: argparse.Namespace, console: Console) ->
         out.line(f"  for {', '.join(verbs)}")
     if not report.descriptions:
         out.line(f"{report.name}: no known format", "bold")
-    good = f"{report.rows:,} rows" + (f", {report.bad:,} of them bad" if report.bad else "")
-    out.line(f"  {good}; {report.duplicates:,} repeat an earlier one exactly")
+    unusable = f", {report.bad:,} of them unusable" if report.bad else ""
+    out.line(f"  {number_of(report.examples, 'example')}{unusable}; {number_of(report.duplicates, 'exact duplicate')}")
     if report.lengths:
         show_lengths(report, options, out)
     for origin, samples in report.shown:
         out.line(f"\n  {origin}", "bold")
-        names = ("better", "worse") if report.kind == "pair" else tuple(map(str, range(1, len(samples) + 1)))
+        pairs = ("better", "worse") * (len(samples) // 2)
+        names = pairs if report.kind == "pair" else tuple(map(str, range(1, len(samples) + 1)))
         for name, pieces in zip(names, samples, strict=False):
             out.sample(pieces, f"{name}: " if len(samples) > 1 else "")
     if report.shown:
@@ -179,37 +238,92 @@ def show(report: SourceReport, options: argparse.Namespace, console: Console) ->
     out.line("")
 
 
-def show_lengths(report: SourceReport, options: argparse.Namespace, out: Printer) -> None:
-    from posttrain.data.check import ENCODED_EVERY, ENCODED_FIRST, histogram
+def show_lengths(report: SourceReport, options: DataCheckArgs, out: Printer) -> None:
+    from posttrain.data.check import ENCODED_EVERY, ENCODED_FIRST, length_bins
 
-    limit, lengths = options.max_tokens, report.lengths
+    limit, lengths = options.max_length or None, report.lengths
     mean = sum(lengths) / len(lengths)
-    against = "" if limit is None else f"; data.max_length is {limit:,}"
-    out.line(f"  tokens of a sequence: {mean:,.0f} on average, {max(lengths):,} at most{against}")
+    against = "" if limit is None else f"; max_length is {limit:,}"
+    out.line(f"  tokens per sequence: {mean:,.0f} on average, {max(lengths):,} at most{against}")
     if not options.model and not options.tokenizer:
-        out.line("  (counted by pico, a token a byte: give --model.path to count with the tokenizer of your model)")
-    if report.encoded < report.rows - report.bad:
-        seen = f"of the first {ENCODED_FIRST:,} rows and every {ENCODED_EVERY}th of the others"
-        out.line(f"  (lengths and what the tokenizer says are {seen}; --full looks at all)")
-    bins = histogram(lengths, limit)
-    largest = max(count for _, _, count in bins)
+        out.line("  (counted with pico, one token per byte; --model MODEL counts with the tokenizer of that model)")
+    if report.encoded < report.examples - report.bad:
+        seen = f"the first {ENCODED_FIRST:,} examples and every {ENCODED_EVERY}th of the others"
+        out.line(f"  (only {seen} were encoded; --full encodes all)")
+    show_bars(length_bins(lengths, limit), out, limit)
+    for name, part in prompts_and_completions(report).items():
+        out.line(f"  tokens per {name}: {sum(part) / len(part):,.0f} on average, {max(part):,} at most")
+        show_bars(length_bins(part, None), out, None)
+    if report.too_long:
+        choice = options.on_overlong
+        fate = {"truncate": "will be truncated", "drop": "will be left out", "error": "will stop the run"}[choice]
+        fate = "will be split" if report.kind == "text" and choice == "truncate" else fate
+        out.line(f"  {number_of(report.too_long, 'example')} longer than that {fate}: on_overlong is {choice}")
+
+
+def show_bars(bins: Sequence[tuple[int, int, int]], out: Printer, limit: int | None) -> None:
+    largest = max((count for _, _, count in bins), default=0)
     for low, high, count in bins:
         bar = "#" * -(-BAR * count // largest)
         over = "  over the limit" if limit is not None and low > limit else ""
         out.line(f"  {low:>9,} - {high:>9,}  {bar:<{BAR}} {count:>9,}{over}", "yellow" if over else "")
-    if report.too_long:
-        fate = {"truncate": "will be truncated", "drop": "will be left out", "error": "stop the run"}[options.on_long]
-        fate = "will be split" if report.kind == "text" and options.on_long == "truncate" else fate
-        out.line(f"  {report.too_long:,} rows are longer and {fate}: data.on_overlong is {options.on_long}")
+
+
+def prompts_and_completions(report: SourceReport) -> dict[str, list[int]]:
+    """Return the lengths of prompts and completions, if sequences have both: tokens that do not count, and that do."""
+    if report.kind in ("text", "prompt"):
+        return {}
+    pairs = list(zip(report.lengths, report.completions, strict=True))
+    return {"prompt": [whole - part for whole, part in pairs], "completion": [part for _, part in pairs]}
+
+
+def length_panels(report: SourceReport) -> list[Any]:
+    """Return what a picture shows of one source."""
+    from posttrain.plots.chart import Histogram
+
+    parts: Mapping[str, Sequence[int]] = prompts_and_completions(report) or {report.kind or "": report.lengths}
+    return [Histogram(f"{report.name}: {name}", list(part)) for name, part in parts.items() if len(part)]
+
+
+def show_curation(found: CurationReport, options: DataCheckArgs, out: Printer, failed: bool) -> None:
+    """Print near-duplicates, overlaps and what was written."""
+    from posttrain.data.check import shortened_text
+
+    if options.near_duplicates:
+        group = f"; the largest group has {found.largest_group:,}" if found.near_duplicates else ""
+        of_all = f"{number_of(found.near_duplicates, 'near-duplicate')} of an earlier example, of {found.examples:,}"
+        out.line(f"{of_all} (similarity from {options.similarity:g}){group}", "bold")
+        for one, first in found.duplicates_listed:
+            out.line(f"  {one} is a near-duplicate of {first}")
+        left = found.near_duplicates - len(found.duplicates_listed)
+        out.line(f"  and {left:,} more" if left else "")
+    if options.decontaminate:
+        verb = "overlaps" if found.overlapping == 1 else "overlap"
+        of_all = f"{number_of(found.overlapping, 'example')} of {found.examples:,} {verb} with the evaluation sets"
+        counts = "".join(f"; {count:,} with {name}" for name, count in found.overlaps_by_source.most_common())
+        out.line(f"{of_all}{counts}", "red" if found.overlapping else "bold")
+        for overlap in found.overlaps_listed:
+            out.line(f"  {overlap.origin} shares with {overlap.evaluation}: {shortened_text(overlap.words)}")
+        left = found.overlapping - len(found.overlaps_listed)
+        out.line(f"  and {left:,} more" if left else "")
+    if options.output_file and failed:
+        out.line(f"{options.output_file} is not written, because of the problems above", "red")
+    elif options.output_file:
+        removed = number_of(found.examples - found.written, "example")
+        out.line(f"done: {number_of(found.written, 'example')} in {options.output_file}; {removed} left out")
+
+
+def number_of(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
 class Printer:
-    """Lines for a person: with colours on a terminal, with marks elsewhere."""
+    """Prints lines with colours on a terminal and with brackets elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.colours = console.is_terminal and not console.no_color
-        self.legend = "green counts: the model learns it" if self.colours else "[[...]] counts: the model learns it"
+        self.legend = "green: trained on" if self.colours else "[[...]]: trained on"
 
     def line(self, text: str, style: str = "") -> None:
         from rich.text import Text
@@ -219,11 +333,11 @@ class Printer:
     def sample(self, pieces: list[Any], title: str) -> None:
         from rich.text import Text
 
-        from posttrain.data.check import shortened
+        from posttrain.data.check import shortened_text
 
         text = Text(f"  {title}")
         for piece in pieces:
-            shown = shortened(piece.text).replace("\n", "\n  ")
+            shown = shortened_text(piece.text).replace("\n", "\n  ")
             if self.colours:
                 text.append(shown, style="green" if piece.trained else "")
             else:

@@ -1,4 +1,4 @@
-"""`posttrain doctor`: what is installed, what this machine offers, and the one command that mends what is amiss."""
+"""`posttrain doctor`: checks packages, devices and this machine, and prints the command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import posttrain
+from posttrain.config.tools import ToolArgs, read_tool
+from posttrain.config.verbs import TOOLS
 from posttrain.core.host import host_memory
 
-if TYPE_CHECKING:  # imported when asked for: that it can be is one of the questions
-    import torch
+if TYPE_CHECKING:  # doctor itself checks whether these can be imported
     from packaging.requirements import Requirement
 
 GIB = 2**30
@@ -27,12 +28,12 @@ OPTIONAL = {
     "bitsandbytes": "QLoRA (model.load_in_4bit)",
     "accelerate": "QLoRA (model.load_in_4bit)",
     "pyarrow": "parquet files",
-    "datasets": "data sets from the hub",
+    "datasets": "datasets of the Hugging Face Hub",
     "tensorboard": "log.report_to tensorboard",
     "wandb": "log.report_to wandb",
     "ray": "clusters",
     "vllm": "the vLLM engine",
-    "math-verify": "mathematical rewards",
+    "math-verify": "rewards for mathematics",
 }
 
 State = Literal["ok", "note", "problem"]
@@ -40,7 +41,7 @@ State = Literal["ok", "note", "problem"]
 
 @dataclass(slots=True)
 class Finding:
-    """One line: what was looked at, what was found, and the command that helps if it is not ok."""
+    """One line: what was checked, what was found, and the command that fixes it if it is not ok."""
 
     name: str
     found: str
@@ -49,24 +50,41 @@ class Finding:
     fix: str = ""
 
 
+@dataclass(kw_only=True)
+class DoctorArgs(ToolArgs):
+    """Options of `posttrain doctor`: none."""
+
+    verb: ClassVar[str] = "doctor"
+    about: ClassVar[str] = TOOLS["doctor"]
+    example: ClassVar[str] = "posttrain doctor"
+
+
+ARGS = (DoctorArgs,)
+
+
+def run(args: list[str]) -> int:
+    read_tool(DoctorArgs(), args)
+    return doctor()
+
+
 def doctor() -> int:
-    """Print all findings; 0 if everything that is required is there."""
+    """Print all findings; 0 if all requirements are met."""
     sections = {"packages": packages(), "devices": devices(), "machine": machine(Path.cwd(), hub_cache())}
     if sys.stdout.isatty():
-        print_table(sections)
+        print_findings(sections)
     else:
         print_plain(sections)
     problems = [finding for findings in sections.values() for finding in findings if finding.state == "problem"]
     print(
-        f"{len(problems)} problem{'s' * (len(problems) != 1)}: see `fix`"
+        f"{len(problems)} problem{'s' * (len(problems) != 1)}: run the commands after `fix`"
         if problems
-        else "Everything required is here."
+        else "All requirements are met."
     )
     return 1 if problems else 0
 
 
 def packages() -> list[Finding]:
-    """Python and every package that is or could be used, with the range that this version supports."""
+    """Check Python and all required and optional packages against the versions that posttrain supports."""
     required, optional = requirements()
     findings = [
         Finding("python", platform.python_version(), wanted=python_range()),
@@ -77,7 +95,7 @@ def packages() -> list[Finding]:
     findings += [package(name, wanted) for name, wanted in required.items()]
     for name, purpose in OPTIONAL.items():
         finding = package(name, optional.get(name, ""))
-        if finding.state == "problem":  # not needed until its feature is used
+        if finding.state == "problem":  # an optional package is needed by its feature alone
             finding.state = "note"
         finding.found += f", for {purpose}" * (finding.found == "missing")
         findings.append(finding)
@@ -96,7 +114,7 @@ def package(name: str, wanted: str) -> Finding:
 
 
 def requirements() -> tuple[dict[str, str], dict[str, str]]:
-    """{name: range} of what is always needed and of what the extras add."""
+    """Return the version ranges of required and of optional packages, by name."""
     from packaging.requirements import Requirement
 
     required: dict[str, str] = {}
@@ -105,13 +123,13 @@ def requirements() -> tuple[dict[str, str], dict[str, str]]:
         requirement = Requirement(line)
         needed = required if "extra" not in str(requirement.marker) else optional
         needed[requirement.name] = spelled(requirement)
-    if "transformers" in required:  # whose tokenizers must fit it, not us
+    if "transformers" in required:  # transformers decides which tokenizers it works with
         required["tokenizers"] = tokenizers_range()
     return required, optional
 
 
 def requirement_lines() -> list[str]:
-    """From the installed package's metadata, or from pyproject.toml when run from a source tree."""
+    """Read the requirements from the installed package's metadata, or from pyproject.toml in a source tree."""
     try:
         return metadata.requires("posttrain") or []
     except metadata.PackageNotFoundError:
@@ -151,7 +169,7 @@ def tokenizers_range() -> str:
 
 
 def spelled(requirement: Requirement) -> str:
-    """Its range, lower bound first."""
+    """Return the version range, lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
 
@@ -162,9 +180,11 @@ def in_range(version: str, wanted: str) -> bool:
 
 
 def devices() -> list[Finding]:
-    """Every accelerator that torch can use, tried with one small sum; else the CPU."""
+    """Check every accelerator that torch finds with a small computation; without one, report the CPU."""
     try:
         import torch
+
+        from posttrain.core.devices import device_memory
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
         return [Finding("torch", f"cannot be imported: {error}", "problem", fix="pip install --force-reinstall torch")]
     threads = f"cpu, {torch.get_num_threads()} threads"
@@ -172,9 +192,9 @@ def devices() -> list[Finding]:
         if not Path("/dev/nvidia0").exists():
             return [Finding("device", threads)]
         if torch.version.cuda is None:
-            found = f"{threads}; there is an NVIDIA GPU, but this torch ({torch.__version__}) is for CPUs"
+            found = f"{threads}; there is an NVIDIA GPU, but this torch ({torch.__version__}) is built for CPUs only"
             return [Finding("device", found, "note", fix="pip install --force-reinstall torch")]
-        found = f"{threads}; there is an NVIDIA GPU, but its driver does not serve CUDA {torch.version.cuda}"
+        found = f"{threads}; there is an NVIDIA GPU, but its driver does not support CUDA {torch.version.cuda}"
         return [Finding("device", found, "note", fix="nvidia-smi")]
     kind = torch.accelerator.current_accelerator().type
     findings = []
@@ -182,7 +202,7 @@ def devices() -> list[Finding]:
         device = torch.device(kind, index)
         try:
             works = float((torch.ones(2, device=device) + 1).sum()) == 4.0
-        except RuntimeError as error:  # no kernels for this GPU, or it is out of order
+        except RuntimeError as error:  # no kernels for this GPU, or a hardware fault
             findings.append(Finding(str(device), str(error).splitlines()[0], "problem", fix="nvidia-smi"))
             continue
         name, total = device_memory(device)
@@ -192,31 +212,31 @@ def devices() -> list[Finding]:
 
 
 def machine(folder: Path, cache: Path) -> list[Finding]:
-    """Cores, memory, disk and permissions where runs and downloaded models go, and how the hub is used."""
+    """Check cores, memory, disk space and permissions for runs and downloads, the hub setting and the sandbox."""
     findings = [
         Finding("system", f"{platform.system()} {platform.machine()}"),
         Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
         Finding("memory", f"{host_memory() / GIB:.1f} GiB"),
-        disk("run folder", folder, fix=f"df -h {folder}", state="problem"),
+        disk("run directory", folder, fix=f"df -h {folder}", state="problem"),
         disk("hub cache", cache, fix="export HF_HOME=/a/larger/disk", state="note"),
     ]
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         finding = Finding("shared memory", f"{size / GIB:.1f} GiB")
-        if size < GIB:  # a container's default is 64 MiB; processes that share tensors fail on it
+        if size < GIB:  # containers have 64 MiB by default, too little for processes that share tensors
             finding.state, finding.fix = "note", "docker run --shm-size=8g ..."
         findings.append(finding)
     offline = [
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
-    findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not tried)"))
+    findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not checked)"))
     findings.append(sandbox())
     return findings
 
 
 def sandbox() -> Finding:
-    """Whether the verifier `code` can isolate programs that a model writes, and what limits their memory."""
+    """Check whether the verifier `code` can isolate programs that a model writes, and how it limits their memory."""
     from posttrain.sandbox.cgroups import parent_groups
     from posttrain.sandbox.programs import isolation
 
@@ -226,12 +246,12 @@ def sandbox() -> Finding:
         return Finding("sandbox", found, "note", fix="see docs/rewards.md, The sandbox of `code`")
     rights = "without user namespaces, as root" if mode == "root" else "in user namespaces"
     grouped = any("memory" in group.files for group in parent_groups())
-    memory = "limited by a control group" if grouped else "added up every 20 ms (no control group)"
+    memory = "limited by a control group" if grouped else "measured every 20 ms (no control group)"
     return Finding("sandbox", f"programs are isolated {rights}; their memory is {memory}")
 
 
 def disk(name: str, folder: Path, fix: str, state: State) -> Finding:
-    """Free space and the right to write, in the folder or the nearest one above it that exists."""
+    """Check free space and write permission in a directory, or in the nearest existing one above it."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     finding = Finding(name, f"{folder}, {free / GIB:.1f} GiB free")
@@ -239,34 +259,21 @@ def disk(name: str, folder: Path, fix: str, state: State) -> Finding:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        fix = "cd ~" if state == "problem" else "export HF_HOME=/a/folder/of/yours"
+        fix = "cd ~" if state == "problem" else "export HF_HOME=/a/directory/of/yours"
         return Finding(name, f"{folder} cannot be written to: {error.strerror}", state, fix=fix)
     if free < GIB:
         finding.state, finding.fix = state, fix
     return finding
 
 
-def device_memory(device: torch.device) -> tuple[str, int]:
-    """Name and bytes of a device; of the CPU: what this process may use."""
-    import torch
-
-    if device.type == "cpu":
-        return "CPU", host_memory()
-    module = torch.get_device_module(device)
-    if device.type == "mps":
-        return "Apple GPU", int(module.recommended_max_memory())
-    properties = module.get_device_properties(device)
-    return str(properties.name), int(properties.total_memory)
-
-
 def hub_cache() -> Path:
-    """Where Hugging Face keeps downloads: the rule of huggingface_hub, which is slow to import."""
+    """Return the directory of Hugging Face downloads, by the rule of huggingface_hub, which is slow to import."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
     home = Path(os.environ.get("HF_HOME") or home)
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
-def print_table(sections: dict[str, list[Finding]]) -> None:
+def print_findings(sections: dict[str, list[Finding]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.verbs import PIPELINES, TOOLS
@@ -25,21 +28,48 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 all done, 1 failure, 2 wrong use, 130/143 stopped by a signal."""
+    """Exit codes: 0 all done, 1 failure, 2 wrong use, 128 + N stopped by signal N (129, 130, 143)."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         return dispatch(args)
     except PosttrainError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
-        return error.exit_code
+        return fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("posttrain: interrupted", file=sys.stderr)
-        return 130
+        return fail("interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away
         return 0
-    except OSError as error:  # a full disk, say; the message names the file
-        print(f"posttrain: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        return fail(system_error(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        from posttrain.core.host import out_of_memory_message
+
+        message = out_of_memory_message(error)
+        if not message:
+            raise
+        return fail(message, 1)
+
+
+def fail(message: str, code: int) -> int:
+    """Print why the command failed, and return its exit code."""
+    with suppress(OSError):  # the terminal may be closed
+        print(f"posttrain: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def system_error(error: OSError) -> str:
+    """Describe an error of the system: the file that it names, what is known about full disks, what to do."""
+    from posttrain.core.disk import ADVICE, full_file_systems, is_disk_full, space
+
+    if not error.strerror:
+        return str(error)
+    if error.filename is not None:
+        path = Path(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else Path()
+        full = f" {space(path, path)}. {ADVICE}" if is_disk_full(error) else ""
+        return f"{error.filename}: {error.strerror}{full}"
+    if not is_disk_full(error):
+        return f"{error.strerror} (error {error.errno})"
+    known = full_file_systems() or "no file system that is usually written to is full: check where the output goes"
+    return f"a file could not be written: {error.strerror}. {known[0].upper()}{known[1:]}. {ADVICE}"
 
 
 def dispatch(args: list[str]) -> int:

@@ -6,7 +6,7 @@ from posttrain.cli.train import OUTPUT_DIR, option
 
 
 def run(verb: str, args: list[str]) -> int:
-    """0 when all iterations are done. With --resume and no file, the folder's own configuration is the start."""
+    """Run a pipeline; return 0 when all iterations are done. --resume without a file reads the run's config.yaml."""
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,21 +10,19 @@ from typing import Any, get_type_hints
 
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
-from posttrain.config.help import default_of, meanings, type_name
+from posttrain.config.help import Option, capital, default_of, field_docs, options_of, type_name, usage
 from posttrain.config.sections import Config, OnlineConfig, value_of
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.types import ExampleKind
 from posttrain.pipelines.settings import RECIPES, PipelineConfig
 
-WIDTH = 100  # of the tools' help, whatever the terminal
-
-ROWS: dict[ExampleKind, str] = {
+EXAMPLES: dict[ExampleKind, str] = {
     "text": "plain text",
     "chat": "conversations",
-    "pair": "pairs of a better and a worse answer",
-    "labelled": "answers labelled good or bad",
-    "stepwise": "answers labelled step by step",
-    "prompt": "prompts, with what their reward functions want to know",
+    "pair": "preference pairs: a chosen and a rejected completion",
+    "labelled": "completions labelled good or bad",
+    "stepwise": "completions labelled step by step",
+    "prompt": "prompts, with the columns that their reward functions read",
 }
 
 INTRODUCTION = """\
@@ -46,17 +41,17 @@ that are typed win over the file. An unknown key is an error that names the near
 `--section.option` and `--section.no_option`; in the file `true` and `false`."""
 
 
-def page() -> str:
-    """The whole page as Markdown."""
+def commands_page() -> str:
+    """Return the whole page as Markdown."""
     lines = [
         INTRODUCTION,
         "",
-        *table(("verb", "what it does"), verbs()),
+        *markdown_table(("verb", "what it does"), verbs()),
         "",
         "## Options of every trainer",
         "",
         *common_options(),
-        "## Options of trainers that learn from their own answers",
+        "## Options of online trainers",
         "",
         *online_options(),
         *(line for verb, algorithm in ALGORITHMS.items() for line in trainer(verb, algorithm)),
@@ -75,7 +70,7 @@ def verbs() -> Iterator[tuple[str, str]]:
 
 
 def common_options() -> Iterator[str]:
-    """A table for the options without a section, then one a section."""
+    """Yield a table of the options without a section, then one per section."""
     hints = get_type_hints(Config).items()
     sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
     yield from option_table(Config, without={*sections, "algo"})
@@ -85,7 +80,7 @@ def common_options() -> Iterator[str]:
 
 
 def online_options() -> Iterator[str]:
-    """The same for what these take besides; in a section that all have, only what is new."""
+    """Yield tables of the options that only online trainers have."""
     known = get_type_hints(Config)
     hints = get_type_hints(OnlineConfig).items()
     sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
@@ -98,9 +93,9 @@ def online_options() -> Iterator[str]:
 
 
 def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
-    """What is particular about one trainer."""
+    """Yield the section on one trainer: its examples, defaults and options."""
     yield from (f"## {verb}", "", f"{capital(escaped(algorithm.help))}.")
-    yield f"Rows: {ROWS[algorithm.example_kind]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
+    yield f"Examples: {EXAMPLES[algorithm.example_kind]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
     usual = OnlineConfig() if algorithm.online else Config()
     changed = [
         f"`{key}` is {default_of(value)} (else {default_of(value_of(usual, key))})"
@@ -115,7 +110,7 @@ def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
 
 
 def pipeline_options() -> Iterator[str]:
-    """What pipelines have besides the sections of trainers."""
+    """Yield tables of the options that only pipelines have."""
     known = get_type_hints(Config)
     hints = get_type_hints(PipelineConfig).items()
     sections = {name: kind for name, kind in hints if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
@@ -130,7 +125,7 @@ def pipeline_options() -> Iterator[str]:
 
 
 def pipeline(verb: str) -> Iterator[str]:
-    """What is particular about one pipeline."""
+    """Yield the section on one pipeline: its selection, trainer and defaults."""
     recipe = RECIPES[verb]
     yield from (f"## {verb}", "", f"{capital(escaped(PIPELINES[verb]))}.")
     yield f"Selects `{recipe.method}`, trains by [`{recipe.trainer}`](#{recipe.trainer})."
@@ -140,28 +135,26 @@ def pipeline(verb: str) -> Iterator[str]:
 
 
 def tool(verb: str) -> Iterator[str]:
-    yield from (f"## {verb}", "", "```", help_of(verb), "```", "")
+    """Yield usage and options of a tool, or of each of its commands."""
+    yield from (f"## {verb}", "")
+    yield from (f"{capital(escaped(TOOLS[verb]))}.", "")
+    for command in tools.args_of(verb):
+        if command.verb != verb:
+            yield from (f"### {command.verb}", "", f"{capital(escaped(command.about))}.", "")
+        yield from ("```", usage(command.verb, command()), command.example, "```", "")
+        options = [tool_row(option) for option in options_of(command())]
+        yield from (*(markdown_table(("option", "type", "default", "meaning"), options) if options else []), "")
 
 
-def help_of(verb: str) -> str:
-    """What `posttrain <verb> --help` prints, at a fixed width."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(WIDTH)
-    text = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            tools.run(verb, ["--help"])
-    finally:
-        if before is None:
-            del os.environ["COLUMNS"]
-        else:
-            os.environ["COLUMNS"] = before
-    return text.getvalue().strip()
+def tool_row(option: Option) -> tuple[str, str, str, str]:
+    name = option.name.upper() if option.positional else f"--{option.name}"
+    default = f"`{option.default}`" if option.default not in ("", "on", "off") else option.default
+    return f"`{name}`", option.words, default, escaped(option.sentence)
 
 
 def option_table(config: type, prefix: str = "", without: set[str] | None = None) -> list[str]:
-    """The fields of a section as rows of a table; nothing if it has none."""
-    hints, about = get_type_hints(config), meanings(config)
+    """Return the fields of a section as a table; empty if it has none."""
+    hints, about = get_type_hints(config), field_docs(config)
     rows = []
     for field in dataclasses.fields(config):
         if field.name in (without or ()):
@@ -169,23 +162,19 @@ def option_table(config: type, prefix: str = "", without: set[str] | None = None
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         option = f"`--{prefix}{field.name}`"
         rows.append((option, type_name(hints[field.name]), default_of(value), escaped(about[field.name])))
-    return table(("option", "type", "default", "meaning"), rows) if rows else []
+    return markdown_table(("option", "type", "default", "meaning"), rows) if rows else []
 
 
 def escaped(text: str) -> str:
-    """Text as Markdown shows it as it is, code in backquotes apart."""
+    """Escape what Markdown would interpret, except code in backquotes."""
     parts = re.split(r"(`[^`]*`)", text)
     parts[0::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[0::2]]
     return "".join(parts).replace("|", "\\|")
 
 
-def table(head: tuple[str, ...], rows: Any) -> list[str]:
+def markdown_table(head: tuple[str, ...], rows: Any) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
 
 
-def capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(commands_page())

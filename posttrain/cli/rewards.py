@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
+from posttrain.cli.arguments import rewards_of
+from posttrain.config.tools import RewardArgs, ToolArgs, check_at_least, positional, read_tool
 from posttrain.core.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -17,12 +17,42 @@ if TYPE_CHECKING:
     from posttrain.rewards.base import Completion, Rewards, Verdict
 
 COMMANDS = {
-    "check": "score saved rollouts or rows and show value, reason and time for each",
+    "check": "score saved completions and print value, reason and time for each",
     "list": "list the built-in verifiers",
 }
 TEXT_COLUMNS = ("text", "completion", "response", "output", "prediction", "solution_str")
 REASON_WIDTH = 80  # characters of a reason in the table
-AT_ONCE = 256  # rows scored at a time
+BATCH_SIZE = 256  # completions that are scored together
+
+
+@dataclass(kw_only=True)
+class RewardsCheckArgs(RewardArgs, ToolArgs):
+    """Options of `posttrain rewards check`."""
+
+    verb: ClassVar[str] = "rewards check"
+    about: ClassVar[str] = COMMANDS["check"]
+    example: ClassVar[str] = "posttrain rewards check completions.jsonl --reward gsm8k"
+
+    file: str = positional()
+    """Recorded rollouts of a run, or data with a column text, completion, response, output or prediction."""
+    max_examples: int = 0
+    """Score only this many lines of the file; 0: all."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the file for the names used here, as JSON: {"text": "answer"}."""
+    full: bool = False
+    """Print whole reasons instead of their last line."""
+
+
+@dataclass(kw_only=True)
+class RewardsListArgs(ToolArgs):
+    """`posttrain rewards list` has no options."""
+
+    verb: ClassVar[str] = "rewards list"
+    about: ClassVar[str] = COMMANDS["list"]
+    example: ClassVar[str] = "posttrain rewards list"
+
+
+ARGS = (RewardsCheckArgs, RewardsListArgs)
 
 
 def run(args: list[str]) -> int:
@@ -39,7 +69,7 @@ def run(args: list[str]) -> int:
 
 
 def list_verifiers(args: list[str]) -> int:
-    Parser(prog="posttrain rewards list", description=COMMANDS["list"]).parse_args(args)
+    read_tool(RewardsListArgs(), args)
     from posttrain.rewards.builtin import verifiers
 
     for name, found in verifiers().items():
@@ -48,8 +78,13 @@ def list_verifiers(args: list[str]) -> int:
 
 
 def check(args: list[str]) -> int:
-    """Score all rows of a file; returns 0 if no function failed, else 1."""
-    options = parse(check_parser(), args)
+    """Score all completions of a file; returns 0 if no function failed, else 1."""
+    options = read_tool(RewardsCheckArgs(), args)
+    check_at_least(options, max_examples=0)
+    if not all(isinstance(name, str) for name in options.map_keys.values()):
+        raise UsageError(
+            f'map_keys is {options.map_keys}; it must have names of columns, such as {{"text": "answer"}}.'
+        )
     from rich.console import Console
 
     from posttrain.rewards.base import Rewards
@@ -57,56 +92,35 @@ def check(args: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with Rewards(options.reward, **rewards_of(options), max_failure_rate=1.0) as rewards:  # failures are shown, too
         if rewards.models:
-            raise UsageError(f"model:{rewards.models[0][1]}: reward models work in training only; leave it out")
-        origins, completions = read_completions(options.file, options.map_keys, options.max_rows)
+            raise UsageError(f"model:{rewards.models[0][1]}: use posttrain score for reward models; leave it out here")
+        origins, completions = read_for_scoring(options.file, options.map_keys, options.max_examples)
         rewards.check(sorted(set.intersection(*(set(row.columns) for row in completions))))
         verdicts: list[list[Verdict | None]] = []
-        for start in range(0, len(completions), AT_ONCE):
-            verdicts += rewards.score(completions[start : start + AT_ONCE])
+        for start in range(0, len(completions), BATCH_SIZE):
+            verdicts += rewards.score(completions[start : start + BATCH_SIZE])
         show_rows(rewards, origins, verdicts, options.full, console)
         show_summary(rewards, origins, verdicts, console)
     return int(any(verdict is not None and verdict.value is None for row in verdicts for verdict in row))
 
 
-def check_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="posttrain rewards check", description=COMMANDS["check"])
-    parser.add_argument("file", metavar="FILE", help="rollouts of a run, or data with a column text, completion ...")
-    add_rewards(parser, models=False)
-    parser.add_argument("--max_rows", type=int, default=None, help="score only the first rows")
-    parser.add_argument("--map_keys", default="", help='other names of columns, as JSON: {"text": "answer"}')
-    parser.add_argument("--full", action="store_true", help="show whole reasons, not only their last line")
-    return parser
-
-
-def read_completions(name: str, map_keys: str, limit: int | None) -> tuple[list[str], list[Completion]]:
-    """Read completions and their origins (file:line); a DataError for a row without a completion."""
+def read_for_scoring(name: str, map_keys: Mapping[str, str], limit: int = 0) -> tuple[list[str], list[Completion]]:
+    """Read completions and their origins (file:line); a DataError for an example without a completion."""
     from posttrain.data.reading.sources import read_records
 
-    renamed = _renamed(map_keys)
     origins: list[str] = []
     completions: list[Completion] = []
     for number, row in enumerate(read_records(name)):
-        if limit is not None and number >= limit:
+        if limit and number >= limit:
             break
-        values = row.values | {ours: row.values[theirs] for ours, theirs in renamed.items() if theirs in row.values}
+        values = row.values | {ours: row.values[theirs] for ours, theirs in map_keys.items() if theirs in row.values}
         origins.append(row.origin)
-        completions.append(completion_of(values, row.origin, "text" if "text" in renamed else None))
+        completions.append(completion_for_scoring(values, row.origin, "text" if "text" in map_keys else None))
     if not completions:
-        raise UsageError(f"--max_rows {limit}: no rows to score")
+        raise DataError(f"{name}: the file has no completions")
     return origins, completions
 
 
-def _renamed(map_keys: str) -> dict[str, str]:
-    try:
-        renamed = json.loads(map_keys or "{}")
-    except ValueError as error:
-        raise UsageError(f"--map_keys {map_keys!r} is not JSON: {error}") from error
-    if not isinstance(renamed, dict) or not all(isinstance(value, str) for value in renamed.values()):
-        raise UsageError(f'--map_keys {map_keys!r}: expected an object of column names, as in {{"text": "answer"}}')
-    return renamed
-
-
-def completion_of(values: dict[str, Any], origin: str, column: str | None = None) -> Completion:
+def completion_for_scoring(values: dict[str, Any], origin: str, column: str | None = None) -> Completion:
     """Read a record of a run (`text`, `prompt`, `columns`), or a row with its completion in one of its columns."""
     from posttrain.rewards.base import Completion
 
@@ -140,7 +154,7 @@ def completion_of(values: dict[str, Any], origin: str, column: str | None = None
 def show_rows(
     rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], full: bool, console: Console
 ) -> None:
-    """Print a line for each row and reward."""
+    """Print a line for each completion and reward."""
     from rich.markup import escape
 
     where = max(map(len, origins))
@@ -159,7 +173,7 @@ def show_rows(
 def show_summary(
     rewards: Rewards, origins: Sequence[str], verdicts: Sequence[Sequence[Verdict | None]], console: Console
 ) -> None:
-    """Print mean, failures and the slowest row of each reward, then the mean of the weighted sum."""
+    """Print mean, failures and the slowest completion of each reward, then the mean of the weighted sum."""
     from posttrain.rewards.base import combine
 
     console.print()
@@ -175,4 +189,4 @@ def show_summary(
         console.print(f"{name}: mean {mean}; {numbers}; {time}", markup=False)
     sums = [total for row in verdicts if (total := combine(row, rewards.weights)) is not None]
     mean = f"{sum(sums) / len(sums):.4f}" if sums else "-"
-    console.print(f"reward: mean {mean} over {len(sums)} of {len(verdicts)} rows", markup=False)
+    console.print(f"reward: mean {mean} over {len(sums)} of {len(verdicts)} completions", markup=False)

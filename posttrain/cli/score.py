@@ -1,38 +1,75 @@
-"""`posttrain score FILE --reward ... --out scored.jsonl`."""
+"""`posttrain score FILE --reward ... --output_file scored.jsonl`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-from posttrain.cli.generate import add_model, add_template, model_of
-from posttrain.cli.options import Parser, add_rewards, parse, rewards_of
+from posttrain.cli.arguments import model_of, rewards_of
 from posttrain.config.sections import DataConfig
+from posttrain.config.tools import LoadArgs, RewardArgs, ToolArgs, check_at_least, positional, read_tool, required
 from posttrain.config.verbs import TOOLS
 
 if TYPE_CHECKING:
     from posttrain.inference.score import Scoring
 
 
+@dataclass(kw_only=True)
+class RewardModelArgs(LoadArgs):
+    """How reward models are loaded, and what they read."""
+
+    title: ClassVar[str] = "reward models"
+
+    chat_template: str = ""
+    """Chat template of reward models by name, file or text; empty: their own."""
+    max_length: int = 2048
+    """Longest conversation in tokens; longer ones are truncated."""
+
+
+@dataclass(kw_only=True)
+class ScoreArgs(RewardModelArgs, RewardArgs, ToolArgs):
+    """Options of `posttrain score`."""
+
+    verb: ClassVar[str] = "score"
+    about: ClassVar[str] = TOOLS["score"]
+    example: ClassVar[str] = "posttrain score completions.jsonl --reward gsm8k --output_file scored.jsonl"
+
+    file: str = positional()
+    """File that `posttrain generate` wrote, or any file that `posttrain sft` reads."""
+    output_file: str = required()
+    """Required. The .jsonl file to write."""
+    overwrite: bool = False
+    """Replace the output file if it exists."""
+    normalize: bool = False
+    """Write rewards minus the mean of all completions and divided by their standard deviation."""
+    max_failure_rate: float = 0.1
+    """Share of the completions that may fail before the command stops."""
+    max_examples: int = 0
+    """Score only this many lines of the file; 0: all."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the file for the names used here, as JSON: {"completion": "text"}."""
+    quiet: bool = False
+    """Print only warnings, errors and the last line."""
+
+
+ARGS = (ScoreArgs,)
+
+
 def run(args: list[str]) -> int:
-    """0 when the scored rows are written."""
-    options = parse(parser(), args)
+    """Score; 0 if the completions are written with their rewards."""
+    options = read_tool(ScoreArgs(), args)
+    check_at_least(options, max_examples=0)
     from posttrain.core.logging import quiet_libraries
     from posttrain.core.progress import ProgressDisplay
     from posttrain.inference.completion_files import new_file
 
     quiet_libraries()
-    out = new_file(options.out, options.overwrite, options.file)
-    from posttrain.inference.score import score_file
+    out = new_file(options.output_file, options.overwrite, [options.file])
+    from posttrain.inference.score import ScoreProgress, score_file
 
     with ProgressDisplay(stream=sys.stderr, quiet=options.quiet, seconds_between_lines=10) as display:
-
-        def report(done: int, total: int) -> None:
-            if done < total or display.on_terminal:  # the end has a line of its own
-                display.update(f"{done:,} of {total:,} scored", done=done, total=total)
-
-        scored = score_file(scoring_of(options), report)
+        scored = score_file(scoring_of(options), ScoreProgress(display).report)
     for reason, times in sorted(scored.faults.items(), key=lambda item: -item[1])[:3]:
         print(f"failed {times} time{'s' * (times > 1)}: {reason}", file=sys.stderr)
     given = len(scored.rows) - scored.failed
@@ -43,36 +80,18 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def scoring_of(options: argparse.Namespace) -> Scoring:
+def scoring_of(options: ScoreArgs) -> Scoring:
     from posttrain.inference.score import Scoring
 
     return Scoring(
         file=options.file,
-        out=options.out,
-        reward=tuple(options.reward),
+        out=options.output_file,
+        reward=options.reward,
         normalize=options.normalize,
         max_failure_rate=options.max_failure_rate,
         map_keys=options.map_keys,
-        max_rows=options.max_rows,
+        max_rows=options.max_examples or None,
         model=model_of("", options),
-        data=DataConfig(chat_template=options.template, max_length=options.max_tokens),
+        data=DataConfig(chat_template=options.chat_template, max_length=options.max_length),
         **rewards_of(options),
     )
-
-
-def parser() -> argparse.ArgumentParser:
-    found = Parser(prog="posttrain score", description=TOOLS["score"])
-    found.add_argument("file", metavar="FILE", help="answers of posttrain generate, or rows that posttrain sft reads")
-    found.add_argument("--out", required=True, help="the .jsonl file to write")
-    found.add_argument("--overwrite", action="store_true", help="replace it if it is there")
-    add_rewards(found)
-    found.add_argument("--normalize", action="store_true", help="relative to mean and deviation of all rows")
-    found.add_argument("--max_failure_rate", type=float, default=0.1, help="part of the rows that may fail (0.1)")
-    found.add_argument("--max_rows", type=int, default=None, help="only the first rows")
-    found.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"completion": "text"}')
-    found.add_argument("--quiet", action="store_true", help="no progress, only the last line")
-    add_model(found)
-    group = found.add_argument_group("for reward models")
-    add_template(group)
-    group.add_argument("--max_tokens", type=int, default=2048, help="longer conversations lose their end (2048)")
-    return found

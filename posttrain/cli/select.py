@@ -1,38 +1,61 @@
-"""`posttrain select METHOD FILE --out rows.jsonl`."""
+"""`posttrain select METHOD FILE --output_file examples.jsonl`."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from posttrain.cli.generate import add_condition_template
-from posttrain.cli.options import Parser, parse
+from posttrain.config.tools import ToolArgs, positional, read_tool, required
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
-METHODS = {
-    "best-of-n": "the answer with the highest reward to each prompt, for sft",
-    "pairs": "the best against the worst answer to each prompt, for dpo and others",
-    "condition": "all answers, to prompts that say what the answer is worth, for sft",
-    "threshold": "answers with at least --min_reward, for sft",
-    "top-fraction": "the best --fraction of all answers, for sft",
-}
+
+@dataclass(kw_only=True)
+class SelectArgs(ToolArgs):
+    """Options of `posttrain select`."""
+
+    verb: ClassVar[str] = "select"
+    about: ClassVar[str] = TOOLS["select"]
+    example: ClassVar[str] = "posttrain select best-of-n scored.jsonl --output_file best.jsonl"
+
+    method: Literal["", "best-of-n", "pairs", "condition", "threshold", "top-fraction"] = positional()
+    """best-of-n: the completion with the highest reward of each prompt; pairs: the best and the worst completion of
+    each prompt, for dpo; condition: all completions, with prompts that state their reward; threshold: completions with
+    at least min_reward; top-fraction: the completions with the highest rewards of the file."""
+    file: str = positional()
+    """File that `posttrain score` wrote."""
+    output_file: str = required()
+    """Required. The .jsonl file to write."""
+    overwrite: bool = False
+    """Replace the output file if it exists."""
+    min_reward: float | None = None
+    """Lowest reward that threshold keeps."""
+    fraction: float | None = None
+    """Share of the completions that top-fraction keeps, such as 0.1."""
+    condition_template: str = ""
+    """Text of conditioned prompts; empty: "{prompt} <rm_score>: {reward:.2f} "."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Columns of the file for the names used here, as JSON: {"completion": "text"}."""
+
+
+ARGS = (SelectArgs,)
 
 
 def run(args: list[str]) -> int:
-    """0 when there are rows and they are written."""
-    options = parse(parser(), args)
+    """Write the selected examples; 0 if there are some."""
+    options = read_tool(SelectArgs(), args)
     from posttrain.inference.completion_files import new_file
     from posttrain.inference.select import select_file
 
     values = values_of(options)
-    out = new_file(options.out, options.overwrite, options.file)
+    out = new_file(options.output_file, options.overwrite, [options.file])
     selected = select_file(options.method, options.file, out, *values, map_keys=options.map_keys)
-    print(f"done: {len(selected.rows):,} rows in {out}; answers: {selected}")
+    print(f"done: {len(selected.rows):,} examples in {out}; completions: {selected}")
     return 0
 
 
-def values_of(options: argparse.Namespace) -> list[object]:
-    """What the method wants to know."""
+def values_of(options: SelectArgs) -> list[object]:
+    """Return the values that the method takes; raise UsageError for those of other methods."""
     for name, method in (("min_reward", "threshold"), ("fraction", "top-fraction")):
         value = {"min_reward": options.min_reward, "fraction": options.fraction}[name]
         if method == options.method and value is None:
@@ -44,21 +67,3 @@ def values_of(options: argparse.Namespace) -> list[object]:
     if options.condition_template and options.method != "condition":
         raise UsageError(f"--condition_template is for select condition, not for {options.method}")
     return [options.condition_template] if options.condition_template else []
-
-
-def parser() -> argparse.ArgumentParser:
-    found = Parser(
-        prog="posttrain select",
-        description=TOOLS["select"],
-        epilog="\n".join(f"{name:<13} {text}" for name, text in METHODS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    found.add_argument("method", metavar="METHOD", choices=list(METHODS), help="see below")
-    found.add_argument("file", metavar="FILE", help="rows of posttrain score")
-    found.add_argument("--out", required=True, help="the .jsonl file to write")
-    found.add_argument("--overwrite", action="store_true", help="replace it if it is there")
-    found.add_argument("--min_reward", type=float, default=None, help="threshold: the least reward that is kept")
-    found.add_argument("--fraction", type=float, default=None, help="top-fraction: the part that is kept, as 0.1")
-    add_condition_template(found)
-    found.add_argument("--map_keys", default="", help='columns under other names, as JSON: {"completion": "text"}')
-    return found

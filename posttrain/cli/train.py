@@ -10,11 +10,11 @@ OUTPUT_DIR = ("--output_dir", "--output-dir", "--out")
 
 
 def run(verb: str, args: list[str]) -> int:
-    """Parse, train, report. With --resume and no file, the run folder's own configuration is the start."""
+    """Train; return 0 when all steps are done."""
     if launched_size() > 1:
         from posttrain.cluster import launched
 
-        if launched.is_launched_worker():  # of torchrun or srun: rank 0 reads the options
+        if launched.is_launched_worker():  # started by torchrun or srun: only rank 0 reads the options
             launched.serve_controller()
             return 0
     config = read(verb, args)
@@ -25,7 +25,7 @@ def run(verb: str, args: list[str]) -> int:
 
 
 def read(verb: str, args: list[str], *, data: bool = True) -> Config:
-    """`data`: whether there must be some."""
+    """Read the options; --resume without a file reads the run's config.yaml. `data`: whether data is required."""
     from posttrain.algorithms import ALGORITHMS
 
     algorithm = ALGORITHMS[verb]
@@ -40,7 +40,7 @@ def read(verb: str, args: list[str], *, data: bool = True) -> Config:
 
 
 def option(args: list[str], *names: str) -> str:
-    """The value of an option before parsing."""
+    """Return the value of an option before parsing; empty if it is not there."""
     for index, argument in enumerate(args):
         name, is_, value = argument.partition("=")
         if name in names and (is_ or index + 1 < len(args)):

@@ -1,0 +1,1 @@
+"""Runs the roles of a run in worker processes: pools, messages, transports, placement on devices."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from posttrain.core.types import STREAMS, Sample
 
-ARRAY_FIELDS = ("tokens", "mask", *STREAMS)
+ARRAY_FIELDS = ("tokens", "mask", *STREAMS, "experts")
 OTHER_FIELDS = tuple(name for name in Sample.__slots__ if name not in ARRAY_FIELDS)
 
 Buffers = list[npt.NDArray[Any]]
@@ -28,10 +28,10 @@ Buffers = list[npt.NDArray[Any]]
 class Header:
     """Describes a message."""
 
-    kind: str  # to a worker: call, ping, log, stacks, end; to the controller: result, error, pong
+    kind: str  # to a worker: call, ping, log, stacks, end; to the controller: result, error, pong, beat
     number: int  # of the call that it belongs to
-    side: bool = False  # called from a second thread of the controller: may run in parallel with other calls
-    buffers: list[tuple[str, int]] = field(default_factory=list)  # dtype and length of each array that follows
+    parallel: bool = False  # may run in parallel with other calls; see worker.py
+    buffers: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape of arrays that follow
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class Unreadable:
     reason: str
 
 
-def send(connection: Connection, kind: str, number: int, body: Any, *, side: bool = False) -> None:
+def send(connection: Connection, kind: str, number: int, body: Any, *, parallel: bool = False) -> None:
     """Send a message. The body goes first, so that one that cannot be pickled raises before anything is sent."""
     buffers: Buffers = []
     connection.send(pack(body, buffers))
-    connection.send(Header(kind, number, side, [(array.dtype.str, len(array)) for array in buffers]))
+    connection.send(Header(kind, number, parallel, [(array.dtype.str, array.shape) for array in buffers]))
     for array in buffers:
-        write(connection, array)
+        write_array(connection, array)
 
 
 def receive(connection: Connection) -> tuple[Header, Any]:
@@ -77,22 +77,22 @@ def receive(connection: Connection) -> tuple[Header, Any]:
         body = Unreadable(f"{type(error).__name__}: {error}")
     header = connection.recv()
     buffers: Buffers = []
-    for dtype, length in header.buffers:
-        buffers.append(np.empty(length, dtype=dtype))
-        read(connection, buffers[-1])
+    for dtype, shape in header.buffers:
+        buffers.append(np.empty(shape, dtype=dtype))
+        read_array(connection, buffers[-1])
     return header, unpack(body, buffers)
 
 
-def write(connection: Connection, array: npt.NDArray[Any]) -> None:
+def write_array(connection: Connection, array: npt.NDArray[Any]) -> None:
     """Write the array's bytes directly: Connection.send_bytes would copy them twice."""
-    left = array.view(np.uint8).data
+    left = array.reshape(-1).view(np.uint8).data
     while left:
         left = left[os.write(connection.fileno(), left) :]
 
 
-def read(connection: Connection, array: npt.NDArray[Any]) -> None:
+def read_array(connection: Connection, array: npt.NDArray[Any]) -> None:
     """Fill the array with bytes from the connection."""
-    left = array.view(np.uint8).data
+    left = array.reshape(-1).view(np.uint8).data
     while left:
         count = os.readv(connection.fileno(), [left])
         if not count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from posttrain.cluster.processes import (
     threads_per_worker,
 )
 from posttrain.cluster.ray import RayCluster
+from posttrain.cluster.worker_pool import WorkerPool
 from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ROLES, ClusterConfig
 from posttrain.parallel.weight_transfer import Rendezvous
@@ -27,8 +28,9 @@ from posttrain.parallel.weight_transfer import Rendezvous
 class Placement:
     """Builds a pool when a role is first placed there, and closes all pools together."""
 
-    def __init__(self, cluster: ClusterConfig, logs: Path) -> None:
-        self.cluster, self.logs = cluster, logs
+    def __init__(self, cluster: ClusterConfig, logs: Path, preload: Sequence[str] = ()) -> None:
+        """`preload`: modules that workers need; see ProcessPool."""
+        self.cluster, self.logs, self.preload = cluster, logs, preload
         self.step = 0  # the run's current step, for error messages
         self.pools: dict[str, Pool] = {}
         self.store: RendezvousStore | None = None
@@ -48,20 +50,21 @@ class Placement:
         layout = self.cluster.of(role)
         if layout.place not in self.pools:
             number, largest = self.first_number(layout.place), self.largest_group(layout.place)
-            self.pools[layout.place] = self.make_pool(number, layout.devices, largest)
+            self.pools[layout.place] = pool = self.make_pool(number, layout.devices, largest)
+            pool.owner = layout.place
         return self.pools[layout.place]
 
     def first_number(self, place: str) -> int:
-        """Number of a place's first worker: the actor's workers come first, then those of roles with own devices."""
+        """Return the number of a place's first worker: the actor's come first, then those of roles with own devices."""
         places = ["actor", *self.cluster.own_devices()]
         return sum(self.cluster.of(before).devices for before in places[: places.index(place)])
 
     def largest_group(self, place: str) -> int:
-        """Size of the largest group of workers that communicate in every layer, among the roles of a place."""
+        """Return the size of the largest group of a place's workers that communicate in every layer (TP and CP)."""
         layouts = [self.cluster.of(role) for role in (*ROLES, place)]
-        return max(layout.alike for layout in layouts if layout.place == place)
+        return max(layout.ranks_per_sample for layout in layouts if layout.place == place)
 
-    def make_pool(self, first_number: int, size: int, per_node: int) -> Pool:
+    def make_pool(self, first_number: int, size: int, per_node: int) -> WorkerPool:
         """Start `size` workers, numbered from `first_number`; `per_node` neighbours belong on one machine."""
         timeout = self.cluster.worker_timeout_seconds
         if self.cluster.ray_address:
@@ -87,16 +90,18 @@ class Placement:
             current_step=lambda: self.step,
             devices=devices[first_number : first_number + size] if devices else None,
             threads=threads,
+            preload=self.preload,
         )
 
     # Rollout workers on devices of their own
 
     @property
-    def rollouts_apart(self) -> bool:
+    def has_rollout_devices(self) -> bool:
+        """Whether generation has devices of its own (cluster.rollout_devices)."""
         return "rollout" in self.cluster.own_devices()
 
     def rollout_slots(self, start_role: Callable[[Pool], Workers]) -> list[WorkerSlot]:
-        """One slot per engine. Each is a pool of its own, so that one can be replaced without the others."""
+        """Return one slot per engine; each is a pool of its own, so that a lost one can be replaced."""
         layout = self.cluster.of("rollout")
         first, each = self.first_number("rollout"), layout.tensor_parallel
         numbers = range(first, first + layout.devices, each)
@@ -104,7 +109,7 @@ class Placement:
         return self.slots
 
     def rendezvous(self, size: int) -> Rendezvous:
-        """Where a group across pools can form. Its timeout is shorter than that of the calls that wait for it."""
+        """Return where a group across pools forms; its timeout is shorter than that of the calls that wait for it."""
         timeout = self.cluster.worker_timeout_seconds / 2
         if self.launched is not None:
             return Rendezvous(size, *self.launched.new_group(), timeout)

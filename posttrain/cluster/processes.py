@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,9 +15,12 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from posttrain.cluster.fork_server import ForkedProcess, fork_server
 from posttrain.cluster.worker_host import GroupSpec
 from posttrain.cluster.worker_pool import Channel, WorkerPool
+from posttrain.core.accelerators import choose_device, visible_devices
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import torch
 
 LOOPBACK = "127.0.0.1"
 LAUNCHER_VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -27,13 +31,11 @@ class RendezvousStore:
     """A torch.distributed store in the controller, through which workers form groups. Listens on one address only."""
 
     def __init__(self, timeout_seconds: float, address: str = LOOPBACK) -> None:
-        import torch.distributed as dist
-
         listener = socket.socket()
         listener.bind((address, 0))
         listener.listen(socket.SOMAXCONN)
         self.address = (address, listener.getsockname()[1])
-        self.store = dist.TCPStore(
+        self.store = torch.distributed.TCPStore(
             *self.address,
             is_master=True,
             wait_for_workers=False,
@@ -61,8 +63,12 @@ class ProcessPool(WorkerPool):
         current_step: Callable[[], int] = lambda: 0,
         devices: Sequence[str] | None = None,
         threads: int = 0,
+        preload: Sequence[str] = (),
     ) -> None:
-        """`first_number`: N in worker-N.log of the first one; `devices`: CUDA_VISIBLE_DEVICES of each worker."""
+        """`first_number`: N in worker-N.log of the first one; `devices`: the accelerator of each worker.
+
+        `preload`: workers on a CPU are forked from a process that has imported these modules.
+        """
         logs.mkdir(parents=True, exist_ok=True)
         # Linux kills a worker when the thread that started it ends, so that thread must live as long as the pool.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
@@ -71,7 +77,8 @@ class ProcessPool(WorkerPool):
             for rank in range(size):
                 device = devices[rank] if devices else None
                 log = logs / f"worker-{first_number + rank}.log"
-                process, connection = self.starter.submit(start_process, log, device, threads).result()
+                forked = preload if device is None else ()
+                process, connection = self.starter.submit(start_worker, log, device, threads, forked).result()
                 channels.append(Channel(first_number + rank, rank, connection, log, process))
         finally:
             super().__init__(channels, timeout_seconds, current_step)
@@ -98,6 +105,17 @@ def form_group(pool: WorkerPool, groups: Sequence[GroupSpec]) -> None:
     pool.set_up("join", [(group,) for group in groups], "new", note_hosts)
 
 
+def start_worker(
+    log: Path, device: str | None, threads: int, preload: Sequence[str]
+) -> tuple[subprocess.Popen[bytes] | ForkedProcess, Connection]:
+    """Start a worker process: by fork where that is possible, which is faster."""
+    if preload and sys.platform == "linux":
+        environment = worker_environment(device, threads, loopback=True)
+        with contextlib.suppress(OSError):  # the server ended, for lack of memory for instance
+            return fork_server(preload, environment).start(log, environment)
+    return start_process(log, device, threads)
+
+
 def start_process(
     log: Path, device: str | None, threads: int, loopback: bool = True
 ) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -117,7 +135,7 @@ def start_process(
 
 
 def worker_environment(device: str | None, threads: int, loopback: bool) -> dict[str, str]:
-    """The controller's environment without its launcher's variables. `loopback`: workers listen nowhere else."""
+    """Return the controller's environment without its launcher's variables. `loopback`: workers listen nowhere else."""
     package = str(Path(__file__).parents[2])
     paths = [package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -126,28 +144,16 @@ def worker_environment(device: str | None, threads: int, loopback: bool) -> dict
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     if threads:
         variables.setdefault("OMP_NUM_THREADS", str(threads))
-    if device is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = device
-    return variables
+    return variables | choose_device(device)
 
 
 def threads_per_worker(workers: int) -> int:
-    """CPU threads for each of `workers` processes on this machine."""
+    """Return the number of CPU threads for each of `workers` processes on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def visible_devices() -> list[str] | None:
-    """Names of this machine's CUDA devices, as CUDA_VISIBLE_DEVICES spells them; None if there are none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [name for name in chosen.split(",") if name] or [str(i) for i in range(torch.cuda.device_count())]
-
-
 def devices_for_workers(count: int) -> list[str] | None:
-    """The device of each of `count` workers; None on a machine without accelerators."""
+    """Return the device of each of `count` workers; None on a machine without accelerators."""
     devices = visible_devices()
     if devices is None:
         return None

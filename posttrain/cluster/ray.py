@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from posttrain.cluster import messages
 from posttrain.cluster.processes import LOOPBACK, RendezvousStore, form_group
 from posttrain.cluster.worker import redirect_output, serve
 from posttrain.cluster.worker_host import GroupSpec, WorkerHost
-from posttrain.cluster.worker_pool import Channel, WorkerPool
+from posttrain.cluster.worker_pool import SILENCE_SECONDS, Channel, WorkerPool
 from posttrain.config.sections import ClusterConfig
 from posttrain.core.errors import UsageError, WorkerError
 
@@ -37,7 +36,8 @@ NOTICE_SECONDS = 5.0  # after which a wait for devices is logged
 EXIT_REASON_SECONDS = 30.0  # within which Ray notices that a node is gone
 HANDSHAKE_SECONDS = 30.0  # for a new connection to authenticate
 POLL_SECONDS = 0.5  # between checks whether actors that have not connected yet still exist
-SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+REPORT_CHARACTERS = 300  # of what Ray reports, in an error
+MEMORY_MONITOR = r"Memory on the node .*?was ([\d.]+) ?GB / ([\d.]+) ?GB"
 # Environment variables that workers take from the controller; all others are those of their own machine.
 FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "VLLM_")
 
@@ -105,7 +105,9 @@ class RayCluster:
 
         if per_node > self.largest_node():
             log.warning(
-                "tp and cp: no Ray node has %d %ss, so these workers communicate across nodes", per_node, self.kind
+                "no Ray node has %d %ss, so tensor- or context-parallel workers communicate across nodes",
+                per_node,
+                self.kind,
             )
             per_node = 1
         bundle = {"CPU": float(per_node)} | ({"GPU": float(per_node)} if self.kind == "GPU" else {})
@@ -130,13 +132,13 @@ class RayCluster:
             raise
 
     def largest_node(self) -> int:
-        """Number of devices of the largest node; nodes that are down count, since they may come back."""
+        """Return the number of devices of the largest node; nodes that are down count, since they may come back."""
         import ray
 
         return max(int(found["Resources"].get(self.kind, 0)) for found in ray.nodes())
 
     def describe_resources(self) -> str:
-        """A sentence about free devices and lost nodes."""
+        """Return a sentence about free devices and lost nodes."""
         import ray
 
         free, total = (int(found.get(self.kind, 0)) for found in (ray.available_resources(), ray.cluster_resources()))
@@ -184,9 +186,13 @@ class RayPool(WorkerPool):
             ]
             timeout, name = cluster.timeout_seconds, rendezvous.new_group_name()
             super().__init__(channels, timeout, current_step)
+            addresses = [LOOPBACK if cluster.address == LOOPBACK else node.address for _, node in places]
             form_group(
                 self,
-                [GroupSpec(rank, size, rendezvous.address, name, timeout, cluster.threads) for rank in range(size)],
+                [
+                    GroupSpec(rank, size, rendezvous.address, name, timeout, cluster.threads, address)
+                    for rank, address in enumerate(addresses)
+                ],
             )
 
     def shut_down(self, seconds: float) -> None:
@@ -212,7 +218,7 @@ class ActorHandle:
         return bool(ray.wait([self.serving], timeout=0)[0])
 
     def exit_reason(self, seconds: float = EXIT_REASON_SECONDS) -> str:
-        """Why the actor ended, as Ray reports it within `seconds`; empty if it has not ended."""
+        """Return why the actor ended, as Ray reports it within `seconds`; empty if it has not ended."""
         import ray
 
         deadline, call = time.monotonic() + seconds, self.serving
@@ -234,9 +240,7 @@ class ActorHandle:
                 return f"was lost with its node, {self.node}"
             if "creation task" in str(error):
                 return f"did not start: {str(error).splitlines()[-1]}. All nodes need the same environment"
-            cause = str(error).partition("The actor is dead because ")[2] or str(error)
-            cause = " ".join(cause.partition("Some common causes")[0].split()).rstrip(". ")
-            return f"crashed, or was killed by hand or because memory ran out. Ray reports: {cause}"
+            return describe_death(str(error))
         return "ended by itself"
 
     def terminate(self, deadline: float = 0.0) -> None:
@@ -245,6 +249,24 @@ class ActorHandle:
 
         ray.wait([self.serving], timeout=max(0.0, deadline - time.monotonic()))
         ray.kill(self.actor)
+
+
+def describe_death(report: str) -> str:
+    """Return why Ray says that an actor died, in one line.
+
+    The report of Ray's memory monitor lists the processes of the node that take the most memory, with the command lines
+    of all users: only its first sentence, with the node's memory, is kept.
+    """
+    if "memory" in report and (used := re.search(MEMORY_MONITOR, " ".join(report.split()))):
+        return (
+            f"was killed by Ray's memory monitor, because the memory of its node ran out ({used[1]} GB of {used[2]} GB "
+            "were in use). Place fewer workers on a node, or use nodes with more memory"
+        )
+    cause = report.partition("The actor is dead because ")[2] or report
+    for rest in ("Some common causes", "Top 10 memory users"):
+        cause = cause.partition(rest)[0]
+    cause = " ".join(cause.split()).rstrip(". ")
+    return f"crashed, or was killed by hand or because memory ran out. Ray reports: {cause[:REPORT_CHARACTERS]}"
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +285,7 @@ class RayChannel(Channel):
         return self.actor.has_exited()
 
     def exit_reason(self) -> str:
-        return self.actor.exit_reason()
+        return "" if self.silent_seconds >= SILENCE_SECONDS else self.actor.exit_reason()
 
     def terminate(self, deadline: float) -> None:
         self.actor.terminate(deadline)
@@ -286,9 +308,8 @@ def start_actors(
         for rank, ((bundle, node), file) in enumerate(zip(places, logs, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             actor = ray.remote(WorkerActor).options(scheduling_strategy=strategy, **resources).remote()
-            one_machine = cluster.address == LOOPBACK
             environment = forwarded_environment()
-            serving = actor.serve.remote(controller, key, rank, str(file), environment, node, one_machine, __version__)
+            serving = actor.serve.remote(controller, key, rank, str(file), environment, node, __version__)
             actors.append(ActorHandle(rank, node, file, actor, serving))
         try:
             connections = accept_connections(listener, key, actors, cluster.timeout_seconds)
@@ -302,7 +323,7 @@ def start_actors(
 def accept_connections(
     listener: socket.socket, key: bytes, actors: Sequence[ActorHandle], timeout_seconds: float
 ) -> list[Connection]:
-    """Wait for the connections of all actors; returns them by rank. Strangers are turned away."""
+    """Wait for the connections of all actors; returns them by rank. Unauthenticated connections are closed."""
     deadline = time.monotonic() + timeout_seconds
     listener.settimeout(POLL_SECONDS)
     found: dict[int, Connection] = {}
@@ -335,7 +356,7 @@ class WorkerActor:
     """The Ray actor that runs a worker."""
 
     def ping(self) -> None:
-        """Called on an actor that may be gone, to find out."""
+        """Return at once; called to find out whether the actor still exists."""
 
     def serve(
         self,
@@ -345,12 +366,14 @@ class WorkerActor:
         file: str,
         environment: dict[str, str],
         node: Node,
-        one_machine: bool,
         version: str,
     ) -> None:
-        """Serve the controller until it ends the worker. `one_machine`: all workers are on this machine."""
+        """Serve the controller until it ends the worker."""
         if version != __version__:
-            raise RuntimeError(f"posttrain is {__version__} on {socket.gethostname()}, but {version} at the command")
+            raise RuntimeError(
+                f"{socket.gethostname()} has posttrain {__version__}, but the controller has {version}: install one "
+                "version on all nodes"
+            )
         if not Path(file).parent.is_dir():
             raise FileNotFoundError(
                 f"there is no folder {Path(file).parent} on {socket.gethostname()}: output_dir must be on a "
@@ -359,15 +382,13 @@ class WorkerActor:
         redirect_output(file)
         print(f"--- worker process {os.getpid()} on {node}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
         faulthandler.enable(2)
-        interface = "lo" if one_machine else interface_of(node.address)
-        os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         os.environ |= environment
         try:
             connection = Connection(socket.create_connection(controller).detach())
         except OSError as error:
             address = f"{controller[0]}:{controller[1]}"
             raise ConnectionError(
-                f"the command waits for its workers at {address}, which {socket.gethostname()} cannot reach: {error}"
+                f"the controller listens at {address}, which {socket.gethostname()} cannot reach: {error}"
             ) from None
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -375,25 +396,12 @@ class WorkerActor:
         serve(connection, WorkerHost())
 
 
-def interface_of(address: str) -> str:
-    """Name of the network interface that has this address; empty if there is none."""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                packed = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(packed[20:24]) == address:
-                    return name
-    return ""
-
-
 def forwarded_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
 def all_nodes() -> dict[str, Node]:
-    """Nodes by id, including those that were lost."""
+    """Return all nodes by id, including those that were lost."""
     import ray
 
     return {
@@ -418,7 +426,7 @@ def connect(address: str) -> bool:
     if ours is not None:
         address = ours.address
         os.environ |= ours.environment()
-    # Ray prints pages on the console about a lost node; the error that is raised says it in a line.
+    # Ray prints long reports about a lost node on the console; the error that is raised states it in one line.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
         import ray
@@ -438,7 +446,7 @@ def connect(address: str) -> bool:
 
 
 def connection_problem(error: Exception) -> str:
-    """Why Ray could not be reached, and what to do."""
+    """Describe why Ray could not be reached, and what to do."""
     text = str(error).strip()
     if "Version mismatch" in text:
         versions = " ".join(text.partition("Version mismatch: ")[2].split())
@@ -475,7 +483,7 @@ class LocalCluster:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def environment(self) -> dict[str, str]:
-        """Variables that a process needs to connect."""
+        """Return the variables that a process needs to connect."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
 
 

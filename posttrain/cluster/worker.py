@@ -3,11 +3,14 @@
 Calls run one after another, in the order in which they were sent. That order is the same for all workers of a pool, so
 workers that wait for each other in collective operations cannot deadlock. Only `generate`, called from the thread that
 makes batches ahead, runs in parallel with other calls: it needs no other worker. Where both use one model,
-train.rollout_workers.ModelLock alternates between them.
+train.model_lock.ModelLock alternates between them.
+
+A thread of its own sends heartbeats. A worker in a long computation sends them too; one that is stopped does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -21,8 +24,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from posttrain.cluster import messages
-from posttrain.cluster.worker_host import WorkerHost, die_with_parent
+from posttrain.cluster.worker_host import WorkerHost
 from posttrain.core.errors import PosttrainError
+from posttrain.core.parent import STOP_SIGNALS, die_with_parent
+
+BEAT_SECONDS = 5.0  # between two signs of life; worker_pool.SILENCE_SECONDS is several times as long
 
 Queue = queue.SimpleQueue[tuple[messages.Header, Any]]
 SendReply = Callable[[str, int, Any], None]
@@ -36,7 +42,7 @@ def serve(connection: Connection, host: WorkerHost) -> None:
     """Run calls until the controller sends `end`. If the controller is gone, the process exits at once."""
     global is_worker
     is_worker = True
-    queues: dict[bool, Queue] = {False: queue.SimpleQueue(), True: queue.SimpleQueue()}
+    queues: dict[bool, Queue] = {False: queue.SimpleQueue(), True: queue.SimpleQueue()}  # by Header.parallel
     lock = threading.Lock()
 
     def reply(kind: str, number: int, body: Any) -> None:
@@ -56,20 +62,29 @@ def serve(connection: Connection, host: WorkerHost) -> None:
             elif header.kind == "stacks":
                 faulthandler.dump_traceback(all_threads=True)
             else:
-                queues[header.side].put((header, body))
+                queues[header.parallel].put((header, body))
                 if header.kind == "end":
                     return
 
-    def work(side: bool) -> None:
+    def work(parallel: bool) -> None:
         while True:
-            header, body = queues[side].get()
+            header, body = queues[parallel].get()
             if header.kind == "end":
                 return
             perform(host, header, body, reply)
 
+    ended = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the controller is gone; `read` notices it
+            while not ended.wait(BEAT_SECONDS):
+                reply("beat", 0, None)
+
     threading.Thread(target=read, name="calls", daemon=True).start()
-    threading.Thread(target=work, args=(True,), name="side", daemon=True).start()
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    threading.Thread(target=work, args=(True,), name="parallel calls", daemon=True).start()
     work(False)
+    ended.set()
     is_worker = False
 
 
@@ -85,7 +100,7 @@ def perform(host: WorkerHost, header: messages.Header, body: Any, reply: SendRep
     """Run one call and send its result or its error."""
     try:
         if isinstance(body, messages.Unreadable):
-            raise TypeError(f"the call cannot be read here: {body.reason}")
+            raise TypeError(f"the arguments of the call cannot be unpickled in this process: {body.reason}")
         reply("result", header.number, host.run(*body))
     except BaseException as error:
         traceback.print_exc()  # into the worker's log
@@ -107,9 +122,9 @@ def describe_error(error: BaseException) -> tuple[str, str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m posttrain.cluster.worker DESCRIPTOR PARENT`, started by cluster.processes."""
+    """Run a worker: `python -m posttrain.cluster.worker DESCRIPTOR PARENT`, started by cluster.processes."""
     descriptor, parent = map(int, argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the controller, which saves first
+    for number in STOP_SIGNALS:  # meant for the controller, which saves first
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     faulthandler.enable()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import gc
 import os
 import socket
+import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import spawn
 from typing import Any
 
+from posttrain.core import accelerators
+from posttrain.core.lazy import torch
 from posttrain.core.logging import quiet_libraries
+
+SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +38,7 @@ class GroupSpec:
     name: str  # unique in that store
     timeout_seconds: float  # of a collective operation
     threads: int = 0  # CPU threads of this worker; 0: torch's default
+    address: str = ""  # of this worker's machine, where others reach it; empty: NCCL and gloo choose
 
 
 class WorkerHost:
@@ -50,27 +58,24 @@ class WorkerHost:
     def join(self, group: GroupSpec) -> str:
         """Join the process group; returns the host name."""
         if group.threads:
-            import torch
-
             torch.set_num_threads(group.threads)
+        if group.address and (interface := interface_of(group.address)):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         if group.size > 1:
-            import torch
-            import torch.distributed as dist
-
-            limit = timedelta(seconds=group.timeout_seconds)
+            dist, limit = torch.distributed, timedelta(seconds=group.timeout_seconds)
             store = dist.TCPStore(*group.store, is_master=False, timeout=limit)
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             named = dist.PrefixStore(group.name, store)
-            dist.init_process_group(backend, store=named, rank=group.rank, world_size=group.size, timeout=limit)
+            dist.init_process_group(
+                accelerators.collective_backend(), store=named, rank=group.rank, world_size=group.size, timeout=limit
+            )
         return socket.gethostname()
 
     def leave(self) -> None:
         """Delete all objects and leave the process group, so that this process can join another one."""
-        import torch.distributed as dist
-
         self.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def start(self, role: str, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build the object of a role."""
@@ -80,35 +85,31 @@ class WorkerHost:
 
     def remove(self, role: str) -> None:
         """Close and delete the object of a role and free its device memory."""
-        import gc
-
-        import torch
-
         removed = self.objects.pop(role)
         if hasattr(removed, "close"):
             removed.close()
         del removed
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if accelerators.is_in_use():
+            torch.accelerator.empty_cache()
 
     def close(self) -> None:
         """Close and delete all objects. Host memory is freed in time by itself; device memory is needed at once."""
-        import torch
-
         for role in list(self.objects):
-            if torch.cuda.is_initialized():
+            if accelerators.is_in_use():
                 self.remove(role)
             elif hasattr(removed := self.objects.pop(role), "close"):
                 removed.close()
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when the thread that started it ends."""
-    import ctypes
-    import signal
-
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent ended before the request
-        os._exit(1)
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has this address; empty if there is none."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                packed = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return ""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cluster import messages
+from posttrain.cluster.fork_server import ForkedProcess
 from posttrain.core import errors
 from posttrain.core.errors import PosttrainError, WorkerError
 
@@ -29,6 +30,7 @@ GRACE_SECONDS = 1.0  # after the first failure report: the report of an earlier 
 PING_SECONDS = 2.0  # a process that runs at all answers a ping within this time
 STACK_SECONDS = 0.5  # to write stack traces into the logs
 POLL_SECONDS = 0.5  # between checks whether the processes still exist
+SILENCE_SECONDS = 25.0  # without a heartbeat, after which a worker counts as stopped; with the polls, within 30 s
 CLOSE_SECONDS = 3.0  # for a worker to end by itself
 CLOSE_WHILE_STARTING_SECONDS = 0.1
 
@@ -41,14 +43,15 @@ class Channel:
     rank: int
     connection: Connection
     log: Path
-    process: subprocess.Popen[bytes] | None = None  # None: not started by this process
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None  # None: not started by this process
     host: str = ""
     lost: str = ""  # why nothing more can be received; empty while the connection is open
+    silent_seconds: float = 0.0  # since its last message
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, kind: str, number: int, body: Any = None, *, side: bool = False) -> None:
+    def send(self, kind: str, number: int, body: Any = None, *, parallel: bool = False) -> None:
         with self.lock:
-            messages.send(self.connection, kind, number, body, side=side)
+            messages.send(self.connection, kind, number, body, parallel=parallel)
 
     def runs_controller_script(self) -> bool:
         """Whether the worker has imported the controller's script: torchrun and srun start it in every process."""
@@ -58,9 +61,22 @@ class Channel:
         """Whether the process is known to have ended."""
         return self.process is not None and self.process.poll() is not None
 
-    def exit_reason(self) -> str:
-        """How the process ended, as the end of a sentence; empty if unknown."""
+    def is_stopped(self) -> bool:
+        """Whether a worker that sends no heartbeats is stopped.
+
+        A process of this machine may just hold Python's lock in a long call of a library, which delays its heartbeats:
+        the kernel knows whether it is stopped.
+        """
         if self.process is None:
+            return True
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:  # not Linux
+            return True
+
+    def exit_reason(self) -> str:
+        """Describe how the process ended, as the end of a sentence; empty if unknown."""
+        if self.process is None or self.silent_seconds >= SILENCE_SECONDS:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(timeout=1)
@@ -111,12 +127,14 @@ class WorkerPool:
         self.calls: dict[int, Call] = {}
         self.pongs: set[int] = set()
         self.number = 0
+        self.owner = ""  # the role whose devices these are; empty: the role of each call
         self.setup_thread = ThreadPoolExecutor(1, thread_name_prefix="worker setup")
         self.setups: list[Future[None]] = []
         self.failure: PosttrainError | None = None
         self.closed = False
         for channel in self.channels:
-            messages.set_timeout(channel.connection, max(timeout_seconds, 1.0))
+            # A worker that runs reads and finishes its messages at once; a stopped one may stop within a message.
+            messages.set_timeout(channel.connection, max(min(timeout_seconds, SILENCE_SECONDS), 1.0))
         self.reader = threading.Thread(target=self.read, name="worker results", daemon=True)
         self.reader.start()
 
@@ -157,10 +175,10 @@ class WorkerPool:
             with self.changed:
                 self.calls[call.number] = call
             # Only `generate` needs no other worker, so only it may run in parallel with other calls.
-            side = method == "generate" and threading.current_thread() is not threading.main_thread()
+            parallel = method == "generate" and threading.current_thread() is not threading.main_thread()
             for channel, own in zip(self.channels, args, strict=True):
                 try:
-                    channel.send("call", call.number, (role, method, own, kwargs), side=side)
+                    channel.send("call", call.number, (role, method, own, kwargs), parallel=parallel)
                 except OSError as error:  # the process is gone, or stopped and does not read
                     self.mark_lost(channel, "no longer reads messages" if isinstance(error, BlockingIOError) else "")
         return call
@@ -194,13 +212,20 @@ class WorkerPool:
 
     def read(self) -> None:
         """Read messages until all connections are closed."""
-        last_poll = time.monotonic()
+        last_poll = last_round = time.monotonic()
         while open_channels := [channel for channel in self.channels if not channel.lost]:
             ready = set(connections.wait([channel.connection for channel in open_channels], POLL_SECONDS))
             poll = time.monotonic() - last_poll >= POLL_SECONDS
             last_poll = time.monotonic() if poll else last_poll
+            # If this process itself did not run for a while, messages may be on their way: a round counts little.
+            waited = min(time.monotonic() - last_round, 2 * POLL_SECONDS)
+            last_round = time.monotonic()
             for channel in open_channels:
+                channel.silent_seconds = 0.0 if channel.connection in ready else channel.silent_seconds + waited
                 if channel.connection not in ready:
+                    if channel.silent_seconds >= SILENCE_SECONDS and poll and channel.is_stopped():
+                        self.mark_lost(channel, f"sent no heartbeat for {SILENCE_SECONDS:g} s: it is stopped")
+                        continue
                     # A child of a dead worker may keep the worker's end of the connection open.
                     if poll and channel.has_exited():
                         self.mark_lost(channel)
@@ -216,6 +241,8 @@ class WorkerPool:
 
     def handle(self, channel: Channel, header: messages.Header, body: Any) -> None:
         """Record a message with the call that it belongs to."""
+        if header.kind == "beat":
+            return
         if header.kind == "pong":
             self.pongs.add(channel.rank)
             return
@@ -223,7 +250,7 @@ class WorkerPool:
         if call is None:  # its caller no longer waits
             return
         if isinstance(body, messages.Unreadable):
-            call.errors[channel.rank] = ("", f"its result cannot be read: {body.reason}", time.time())
+            call.errors[channel.rank] = ("", f"its result cannot be unpickled: {body.reason}", time.time())
         elif header.kind == "error":
             call.errors[channel.rank] = body
         else:
@@ -251,10 +278,13 @@ class WorkerPool:
             return self.failure
 
     def first_failure(self, call: Call) -> PosttrainError:
-        """A lost process comes first: others fail because they miss it. Then the earliest error, then a timeout."""
+        """Return the first cause: a lost process (others then fail in their collectives), else the earliest error."""
         for channel in self.channels:
             if channel.lost:
-                return WorkerError(self.describe(channel, call, channel.exit_reason() or channel.lost), lost=True)
+                what = channel.exit_reason() or channel.lost
+                if self.owner and self.owner != role_of(call):
+                    what += f", found by {call.method} of {role_of(call)}, which shares its devices"
+                return WorkerError(self.describe(channel, call, what, self.owner), lost=True)
         if call.errors:
             rank = min(call.errors, key=lambda rank: call.errors[rank][2])
             kind, text, _ = call.errors[rank]
@@ -281,10 +311,10 @@ class WorkerPool:
             self.changed.wait_for(lambda: self.pongs >= {channel.rank for channel in channels}, PING_SECONDS)
         return [channel for channel in channels if channel.rank not in self.pongs]
 
-    def describe(self, channel: Channel, call: Call, what: str) -> str:
-        """A sentence with role, rank, host, step, what happened, and the log."""
+    def describe(self, channel: Channel, call: Call, what: str, role: str = "") -> str:
+        """Return a sentence with role, rank, host, step, `what` happened, and the path of the log."""
         step = f", step {self.current_step()}" if self.current_step() else ""
-        host, role = channel.host or "this host", call.role.partition(".")[0]  # actor.sender is a part of the actor
+        host, role = channel.host or "this host", role or role_of(call)
         return f"{role} worker, rank {channel.rank} (on {host}{step}) {what}. Its log: {channel.log}"
 
     def write_stacks(self) -> None:
@@ -321,6 +351,11 @@ class WorkerPool:
         self.setup_thread.shutdown(wait=False)
         with self.changed:
             self.changed.notify_all()
+
+
+def role_of(call: Call) -> str:
+    """Return the role of a call: actor.sender is a part of the actor."""
+    return call.role.partition(".")[0]
 
 
 class PoolWorkers:

@@ -93,9 +93,7 @@ class ReplaceableWorkers:
                 return call.pending.result()[0]
             except WorkerError as error:
                 lost += 1
-                if not error.lost:
-                    raise
-                if lost == ATTEMPTS:
+                if error.lost and lost == ATTEMPTS:
                     message = f"workers were lost {lost} times in a row during one call of {call.method}: {error}"
                     raise WorkerError(message, lost=True) from error
                 with self.lock:
@@ -103,7 +101,12 @@ class ReplaceableWorkers:
                     call.send(self.slot_for_retry(call.slot))
 
     def discard(self, slot: WorkerSlot, workers: Workers | None, error: WorkerError) -> None:
-        """Empty the slot of a lost worker, unless another thread has done so already."""
+        """Empty the slot of a lost worker, unless another thread has done so already.
+
+        Raises the error if the worker failed without being lost: a new worker would fail in the same way.
+        """
+        if not error.lost:
+            raise error
         with self.lock:
             if slot.workers is not workers:
                 return

@@ -21,8 +21,58 @@ from posttrain.core.errors import UsageError
 
 Refuse = Callable[[bool, str], None]
 """Raises UsageError with the message if the first argument is true."""
-SHARED_SIZES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "rollout_tensor_parallel_size")
+SHARED_SIZES = (
+    *("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "replicate_size"),
+    "rollout_tensor_parallel_size",
+)
 BELOW_ONE = math.nextafter(1.0, 0.0)
+BOUNDS: tuple[tuple[str, float, float | None], ...] = (
+    ("train.max_steps", 0, None),
+    ("seed", 0, 2**63 - 1),
+    ("train.batch_size", 1, None),
+    ("train.micro_batch_tokens", 1, None),
+    ("train.learning_rate", 0, None),
+    ("train.min_lr_ratio", 0, 1),
+    ("train.lr_decay_steps", 0, None),
+    ("train.warmup_steps", 0, None),
+    ("train.warmup_ratio", 0, 1),
+    ("train.weight_decay", 0, None),
+    ("train.adam_beta1", 0, BELOW_ONE),
+    ("train.adam_beta2", 0, BELOW_ONE),
+    ("train.max_grad_norm", 0, None),
+    ("train.ema_decay", 0, 0.999999),
+    ("data.max_length", 2, None),
+    ("data.max_examples", 0, None),
+    ("model.lora_rank", 0, None),
+    ("model.lora_dropout", 0, 0.999999),
+    ("model.router_aux_loss_coef", 0, None),
+    ("eval.every_steps", 0, None),
+    ("save.every_steps", 0, None),
+    ("save.max_checkpoints", 1, None),
+    ("save.max_gigabytes", 0, None),
+)
+"""Option, lowest and highest value; None: no highest value."""
+ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
+    ("rollout.samples_per_prompt", 1, None),
+    ("rollout.max_tokens", 1, None),
+    ("rollout.temperature", 1e-3, None),
+    ("rollout.top_p", 1e-6, 1),
+    ("rollout.top_k", 0, None),
+    ("rollout.min_p", 0, 1),
+    ("rollout.ahead", 0, None),
+    ("rollout.dynamic_sampling_max_batches", 1, None),
+    ("rollout.max_mismatch", 0, None),
+    ("reward.timeout_seconds", 0.01, None),
+    ("reward.memory_gib", 0.01, None),
+    ("reward.max_failure_rate", 0, 1),
+    ("reward.workers", 1, None),
+    ("reward.clip", 0, None),
+    ("reward.overlong_penalty", 0, None),
+    ("eval.samples_per_prompt", 1, None),
+    ("eval.temperature", 0, None),
+    ("eval.max_examples", 0, None),
+)
+"""The same for options of online trainers."""
 
 
 def check(config: Config, *, data: bool = True) -> Config:
@@ -42,6 +92,12 @@ def check(config: Config, *, data: bool = True) -> Config:
         f"log.wandb_project is {config.log.wandb_project}, but log.report_to does not have wandb. "
         "Add --log.report_to wandb.",
     )
+    for name, tracker in (("wandb_name", "wandb"), ("wandb_dir", "wandb"), ("tensorboard_dir", "tensorboard")):
+        value = getattr(config.log, name)
+        refuse(
+            bool(value) and tracker not in report_to,
+            f"log.{name} is {value}, but log.report_to does not have {tracker}. Add --log.report_to {tracker}.",
+        )
     refuse(not model.path, "model.path is not set. Give a model directory, a Hugging Face name or pico: --model pico")
     refuse(data and not source.train, "data.train is not set. Name the files to train on: --data examples.jsonl")
     refuse(
@@ -49,34 +105,21 @@ def check(config: Config, *, data: bool = True) -> Config:
         "model.load_in_4bit freezes the weights, so there is nothing to train. Train adapters: --model.lora_rank 16",
     )
     check_data(config, refuse)
-    for key, low, high in (
-        ("train.max_steps", 0, None),
-        ("seed", 0, 2**63 - 1),
-        ("train.batch_size", 1, None),
-        ("train.micro_batch_tokens", 1, None),
-        ("train.learning_rate", 0, None),
-        ("train.min_lr_ratio", 0, 1),
-        ("train.warmup_steps", 0, None),
-        ("train.warmup_ratio", 0, 1),
-        ("train.weight_decay", 0, None),
-        ("train.adam_beta1", 0, BELOW_ONE),
-        ("train.adam_beta2", 0, BELOW_ONE),
-        ("train.max_grad_norm", 0, None),
-        ("train.ema_decay", 0, 0.999999),
-        ("data.max_length", 2, None),
-        ("data.max_examples", 0, None),
-        ("model.lora_rank", 0, None),
-        ("model.lora_dropout", 0, 0.999999),
-        ("model.router_aux_loss_coef", 0, None),
-        ("eval.every_steps", 0, None),
-        ("save.every_steps", 0, None),
-        ("save.max_checkpoints", 1, None),
-        ("save.max_gigabytes", 0, None),
-    ):
+    for key, low, high in BOUNDS:
         refuse(*outside(config, key, low, high))
     refuse(
         bool(train.warmup_steps and train.warmup_ratio),
         f"train.warmup_steps is {train.warmup_steps} and train.warmup_ratio is {train.warmup_ratio}; set one of them.",
+    )
+    refuse(
+        bool(train.lr_decay_steps) and train.lr_scheduler == "constant",
+        f"train.lr_decay_steps is {train.lr_decay_steps}, but train.lr_scheduler is constant: choose cosine or linear, "
+        "or leave it out.",
+    )
+    refuse(
+        0 < train.lr_decay_steps <= train.warmup_steps,
+        f"train.lr_decay_steps is {train.lr_decay_steps}: it must be larger than train.warmup_steps, "
+        f"{train.warmup_steps}.",
     )
     refuse(
         not train.max_steps and not 0 < train.epochs < math.inf,
@@ -95,7 +138,7 @@ def check(config: Config, *, data: bool = True) -> Config:
 
 
 def check_data(config: Config, refuse: Refuse) -> None:
-    """What must hold between the options of the section data."""
+    """Check what must hold between the options of the section data."""
     data, every = config.data, config.eval.every_steps
     refuse(
         bool(data.weights) and len(data.weights) != len(data.train),
@@ -118,7 +161,7 @@ def check_data(config: Config, refuse: Refuse) -> None:
 
 
 def launched_size() -> int:
-    """Processes that torchrun or srun started together, this one among them; 1 if neither did."""
+    """Return the number of processes that torchrun or srun started together; 1 if neither started this one."""
     for size, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")):
         if size in os.environ and rank in os.environ:
             return int(os.environ[size])
@@ -126,7 +169,7 @@ def launched_size() -> int:
 
 
 def check_cluster(config: Config, refuse: Refuse) -> None:
-    """Numbers of devices that cannot be divided as the options say."""
+    """Refuse numbers of devices that cannot be divided as the options say; torchrun and srun set cluster.devices."""
     cluster = config.cluster
     if launched_size() > 1:
         cluster.devices = launched_size()
@@ -139,7 +182,7 @@ def check_cluster(config: Config, refuse: Refuse) -> None:
     for entry in dataclasses.fields(cluster):
         if entry.name.endswith(("_devices", "_size")):
             lowest = 1 if entry.name in SHARED_SIZES else 0
-            for value in listed(getattr(cluster, entry.name)):
+            for value in as_tuple(getattr(cluster, entry.name)):
                 refuse(value < lowest, f"cluster.{entry.name} is {value}; it must be at least {lowest}.")
     refuse(*outside(config, "cluster.max_restarts", 0, None))
     refuse(
@@ -159,7 +202,7 @@ def check_cluster(config: Config, refuse: Refuse) -> None:
 
 
 def check_role(config: Config, role: str, refuse: Refuse) -> None:
-    """What must hold between the devices of a role and how its model is divided."""
+    """Check what must hold between the devices of a role and how its model is divided."""
     cluster, found = config.cluster, config.cluster.of(role)
     prefix = "cluster." if role == "actor" else f"cluster.{role.partition('-')[0]}_"
     shared, devices = cluster.option(role, "colocate_with", "actor"), cluster.option(role, "devices", 0)
@@ -171,22 +214,35 @@ def check_role(config: Config, role: str, refuse: Refuse) -> None:
         shared != "actor" and shared not in cluster.own_devices(),
         f"{prefix}colocate_with is {shared}, which has no devices of its own: set cluster.{shared}_devices.",
     )
-    split = f"{prefix}tensor_parallel_size {found.tensor_parallel}"
-    split += f" times {prefix}context_parallel_size {found.context_parallel}" * (found.context_parallel > 1)
-    refuse(
-        bool(found.devices % found.alike),
-        f"{role} has {found.devices} devices, which {split} does not divide.",
-    )
-    ranks = found.devices // found.tensor_parallel
-    refuse(
-        found.expert_parallel not in (1, ranks),
-        f"{prefix}expert_parallel_size is {found.expert_parallel}; it must be 1, or {ranks}: the devices among which "
-        "FSDP divides the rest of the model.",
-    )
+    sizes = found.tensor_parallel, found.context_parallel, found.expert_parallel
+    problem = division_problem(role, found.devices, *sizes, found.replicate, prefix=prefix)
+    refuse(bool(problem), problem)
+
+
+def division_problem(
+    role: str, devices: int, tensor: int, context: int, experts: int, replicate: int, *, prefix: str = "cluster."
+) -> str:
+    """Return why these sizes do not divide the number of devices; empty if they do. parallel.layouts uses it too."""
+    if devices % (tensor * context):
+        split = f"{prefix}tensor_parallel_size {tensor}"
+        split += f" times {prefix}context_parallel_size {context}" * (context > 1)
+        return f"{role} has {devices} devices, which {split} does not divide."
+    if devices % (tensor * context * replicate):
+        return (
+            f"cluster.replicate_size is {replicate}, which does not divide the {devices // (tensor * context)} parts "
+            f"that the samples of {role} are divided into."
+        )
+    ranks = devices // tensor // replicate
+    if experts not in (1, ranks):
+        return (
+            f"{prefix}expert_parallel_size is {experts}; it must be 1, or {ranks}: the devices among which FSDP "
+            "divides the rest of the model. cluster.replicate_size makes copies over fewer devices each."
+        )
+    return ""
 
 
 def indexed_rewards(cluster: ClusterConfig) -> list[str]:
-    """Reward models that have options of their own, as reward-N."""
+    """Return the roles reward-N of reward models that have options of their own."""
     if not isinstance(cluster, OnlineClusterConfig):
         return []
     lists = [value for entry in dataclasses.fields(cluster) if isinstance(value := getattr(cluster, entry.name), tuple)]
@@ -195,11 +251,16 @@ def indexed_rewards(cluster: ClusterConfig) -> list[str]:
 
 
 def check_online(config: OnlineConfig, refuse: Refuse) -> None:
-    """The same for the sections of online trainers."""
+    """Check what must hold between the options of online trainers."""
+    refuse(
+        "policy" in config.cluster.offload and bool(config.rollout.ahead),
+        f"cluster.offload policy moves the policy while others work, but with rollout.ahead {config.rollout.ahead} it "
+        "trains meanwhile: leave out one of them.",
+    )
     rollout, reward, cluster = config.rollout, config.reward, config.cluster
     kinds = "a verifier by name, FILE.py:FUNCTION, model:PATH or http://..."
     refuse(
-        not (reward.functions or rollout.environment),
+        config.algo is not None and config.algo.needs_reward() and not (reward.functions or rollout.environment),
         f"reward.functions is not set: what scores completions? Give {kinds}: --reward gsm8k",
     )
     refuse(
@@ -217,13 +278,18 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "--cluster.rollout_devices N.",
     )
     refuse(
+        rollout.router_replay and (rollout.engine == "vllm" or bool(rollout.replay)),
+        "rollout.router_replay needs the experts that the local engine records while it samples: leave it out with "
+        "rollout.engine vllm and with rollout.replay.",
+    )
+    refuse(
         rollout.engine == "local" and bool(rollout.vllm_options),
-        "rollout.vllm_options is set, but rollout.engine is local. Leave it out, or take --rollout.engine vllm.",
+        "rollout.vllm_options is set, but rollout.engine is local. Leave it out, or set --rollout.engine vllm.",
     )
     refuse(
         rollout.engine == "local" and cluster.rollout_tensor_parallel_size > 1,
         f"cluster.rollout_tensor_parallel_size is {cluster.rollout_tensor_parallel_size}, but the local engine keeps a "
-        "whole model on each device. Leave it out, or take --rollout.engine vllm.",
+        "whole model on each device. Leave it out, or set --rollout.engine vllm.",
     )
     for name in ("devices", "colocate_with", *(f"{kind}_parallel_size" for kind in ("tensor", "context", "expert"))):
         values = getattr(cluster, f"reward_{name}")
@@ -232,36 +298,18 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
             f"cluster.reward_{name} has {len(values)} values for {len(reward.functions)} rewards. Give one for all, or "
             "one each.",
         )
-    for key, low, high in (
-        ("rollout.samples_per_prompt", 1, None),
-        ("rollout.max_tokens", 1, None),
-        ("rollout.temperature", 1e-3, None),
-        ("rollout.top_p", 1e-6, 1),
-        ("rollout.top_k", 0, None),
-        ("rollout.min_p", 0, 1),
-        ("rollout.ahead", 0, None),
-        ("rollout.dynamic_sampling_max_batches", 1, None),
-        ("rollout.max_mismatch", 0, None),
-        ("reward.timeout_seconds", 0.01, None),
-        ("reward.memory_gib", 0.01, None),
-        ("reward.max_failure_rate", 0, 1),
-        ("reward.workers", 1, None),
-        ("reward.clip", 0, None),
-        ("reward.overlong_tokens", 0, rollout.max_tokens),
-        ("reward.overlong_penalty", 0, None),
-        ("eval.samples_per_prompt", 1, None),
-        ("eval.temperature", 0, None),
-        ("eval.max_examples", 0, None),
-    ):
+    for key, low, high in ONLINE_BOUNDS:
         refuse(*outside(config, key, low, high))
+    refuse(*outside(config, "reward.overlong_tokens", 0, rollout.max_tokens))
 
 
-def listed(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a list option as it is, another value as a tuple of one."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:
-    """Whether a number is out of its bounds, and the message for that case."""
+    """Return whether a number is out of its bounds, and the message for that case."""
     value = value_of(config, key)
     above = "below 1" if high == BELOW_ONE else f"at most {high}"
     bounds = f"at least {low}" if high is None else f"at least {low} and {above}"

@@ -20,6 +20,9 @@ Values = dict[str, Any]
 """New option -> value."""
 Transform = Callable[[list[Any]], Values]
 
+AGGREGATIONS = {"token": "token_mean", "sample": "sample_mean", "length": "fixed_length"}
+"""Previous values of algo.loss_aggregation."""
+
 # The same value under another name. Of several new names the first that a verb has is meant.
 NAMES: dict[str, str | tuple[str, ...]] = {
     "out": "output_dir",
@@ -43,28 +46,98 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "save.keep": "save.max_checkpoints",
     "save.keep_gigabytes": "save.max_gigabytes",
     "cluster.ray": "cluster.ray_address",
+    "reward": "reward.functions",
+    "score.weights": "reward.weights",
+    "score.timeout_seconds": "reward.timeout_seconds",
+    "score.memory_gib": "reward.memory_gib",
+    "score.workers": "reward.workers",
+    "score.max_failure_rate": "reward.max_failure_rate",
+    "score.template": "reward.model_chat_template",
+    "prompts": "prompts_per_iteration",
+    "generate.n": "generate.samples_per_prompt",
+    "generate.batch": "generate.batch_size",
+    "eval.n": "eval.samples_per_prompt",
     "rewards.weights": "reward.weights",
     "rewards.workers": "reward.workers",
     "rewards.clip": "reward.clip",
     "rewards.normalize": "reward.normalize",
+    "algo.kl": "algo.kl_coef",
+    "algo.entropy": "algo.entropy_coef",
+    "algo.loss": "algo.loss_type",
+    "algo.pref_ftx": "algo.sft_coef",
+    "algo.sft_weight": "algo.sft_coef",
+    "algo.center": "algo.center_coef",
+    "algo.odds_weight": "algo.odds_ratio_coef",
+    "algo.whiten": "algo.whiten_advantages",
 }
+
+# The same for options of tools, which have no section. A name may still be one of another tool.
+TOOL_NAMES: dict[str, str | tuple[str, ...]] = {
+    "out": ("output_dir", "output_file"),
+    "n": "samples_per_prompt",
+    "batch": "batch_size",
+    "template": "chat_template",
+    "max_rows": "max_examples",
+    "max_prompt_tokens": "max_prompt_length",
+    "max_tokens": "max_length",  # of score, which generates nothing
+    "on_long": "on_overlong",
+    "on_bad_row": "on_bad_example",
+    "weights": "reward_weights",
+    "right": "pass_threshold",
+    "shown": "show_failures",
+    # data check, with the names of training
+    "verb": "trainer",
+    "model.path": "model",
+    "model.tokenizer": "tokenizer",
+    "data.max_length": "max_length",
+    "data.max_tokens": "max_length",
+    "data.on_overlong": "on_overlong",
+    "data.on_long": "on_overlong",
+    "data.map_keys": "map_keys",
+    "data.chat_template": "chat_template",
+    "data.template": "chat_template",
+    "algo.placeholder": "placeholder",
+    # convert, inspect and diff
+    "folder": "path",
+    "rows": "max_tensors",
+    "from": "source_format",
+    "to": "target_format",
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep": "expert_parallel_size",
+    "cp": "context_parallel_size",
+    "vpp": "layers_per_virtual_stage",
+    "engine": "transformer_engine",
+    "source_ep": "source_expert_parallel_size",
+    # cluster up
+    "memory": "object_store_mib",
+}
+PREVIOUS_SWITCHES = {"greedy"}
+"""Options without a value that are no switches now."""
+PREVIOUS_LISTS = {"engine"}
+"""Options that have one value now, and previously took key=value pairs after it."""
 
 SWITCHES = {"algo.shuffle_minibatch": "algo.shuffle_mini_batch"}  # another library's spelling, one letter apart
 
 
 def renamed(key: str, value: Any, known: Collection[str]) -> Values | None:
-    """The entries that stand for an old one, or None if the entry is not an old one for a verb with these options."""
+    """Return the entries that replace an old one; None if the entry is not an old one for a verb with these options."""
     if key in known:
         form = VALUE_FORMS.get(key)
-        return form(value) if form is not None else None
+        changed = form(value) if form is not None else None
+        return changed if changed is not None and changed.keys() <= set(known) else None
     if key == "cluster.layout":
-        return cluster_layout([str(word) for word in words_of(value)], known)
+        return cluster_layout([str(word) for word in as_list(value)], known)
     if key in TRANSFORMS:
-        found = TRANSFORMS[key](words_of(value))
+        found = TRANSFORMS[key](as_list(value))
         return found if found.keys() <= set(known) else None
-    new = NAMES.get(key, SWITCHES.get(key, ()))
-    names = (new,) if isinstance(new, str) else new
-    return next(({name: value} for name in names if name in known), None)
+    return next(({name: value} for name in new_names(key) if name in known), None)
+
+
+def new_names(key: str) -> tuple[str, ...]:
+    """Return what an old name may stand for; it depends on the verb."""
+    found = [table[key] for table in (TOOL_NAMES, NAMES, SWITCHES) if key in table]
+    return tuple(name for new in found for name in ((new,) if isinstance(new, str) else new))
 
 
 def renamed_settings(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -80,7 +153,7 @@ def renamed_settings(settings: dict[str, Any], known: Collection[str]) -> dict[s
     return found
 
 
-def words_of(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     return [] if value is None else [value]
@@ -94,7 +167,7 @@ def number(key: str, word: Any) -> float:
 
 
 def pair(key: str, words: Sequence[Any], *names: str) -> Values:
-    """Several values in one option of old."""
+    """Split the values of a previous option that held several."""
     if len(words) != len(names):
         raise UsageError(f"{key} is {' '.join(map(str, words))!r}; use {' and '.join(names)} instead.")
     return dict(zip(names, words, strict=True))
@@ -146,7 +219,7 @@ def normalize_models(words: list[Any]) -> Values:
 
 
 def reward_limits(words: list[Any]) -> Values:
-    """Seconds, GiB and the share that may fail."""
+    """Translate the triple of seconds, GiB and share that may fail."""
     names = ("reward.timeout_seconds", "reward.memory_gib", "reward.max_failure_rate")
     return pair("rewards.limits", words, *names)
 
@@ -157,6 +230,21 @@ def overlong(words: list[Any]) -> Values:
 
 def cluster_limits(words: list[Any]) -> Values:
     return pair("cluster.limits", words, "cluster.max_restarts", "cluster.worker_timeout_seconds")
+
+
+def loss_aggregation(words: list[Any]) -> Values:
+    word = words[0] if len(words) == 1 else words
+    return {"algo.loss_aggregation": AGGREGATIONS.get(str(word), word)}
+
+
+def shared_trunk(words: list[Any]) -> Values:
+    """Translate the weight of the value loss; 0 meant a separate critic."""
+    coef = number("algo.shared_trunk", words[0] if len(words) == 1 else words)
+    return {"algo.share_critic": True, "algo.value_loss_coef": coef} if coef else {"algo.share_critic": False}
+
+
+def reward_tokens(words: list[Any]) -> Values:
+    return pair("algo.reward_tokens", words, "algo.positive_token", "algo.negative_token")
 
 
 LAYOUT_OPTIONS = {
@@ -170,7 +258,7 @@ INHERITING = ("reference", "critic", "reward")  # roles whose models are divided
 
 
 def cluster_layout(words: Sequence[str], known: Collection[str]) -> Values:
-    """`tp=2 rollout.devices=4 reference.devices=critic reward-1.tp=1`: what is not named has its default."""
+    """Translate `tp=2 rollout.devices=4 reference.devices=critic reward-1.tp=1`; the rest has its defaults."""
     defaults = dataclasses.asdict(OnlineClusterConfig())
     names = (*LAYOUT_OPTIONS.values(), "colocate_with")
     layout = [name for name in defaults if name.endswith(names) and name != "devices" and f"cluster.{name}" in known]
@@ -204,13 +292,29 @@ def cluster_layout(words: Sequence[str], known: Collection[str]) -> Values:
 
 
 def reward_list(entries: dict[str, str], option: str) -> list[str]:
-    """The values of an option of reward models, from what is said of all (`reward`) and of single ones (`reward-1`)."""
+    """Return an option's value per reward model, from settings of all (`reward`) and of single ones (`reward-1`)."""
     single = {int(role.partition("-")[2]): value for role, value in entries.items() if role != "reward"}
     common = entries.get("reward", "actor" if option == "colocate_with" else "0")
     return [single.get(index, common) for index in range(max(1, *single) + 1)] if single else [common]
 
 
+def greedy(words: list[Any]) -> Values:
+    return {"temperature": 0.0} if words == [True] else {}
+
+
+def window(words: list[Any]) -> Values:
+    """3:2048 was the third part of 2,048 prompts."""
+    if not words or not words[0]:
+        return {}
+    index, _, size = str(words[0]).partition(":")
+    if not (index.isdigit() and size.isdigit()):
+        raise UsageError(f"window is {words[0]!r}; use window_index and window_size instead, such as 3 and 2048.")
+    return {"window_index": int(index), "window_size": int(size)}
+
+
 TRANSFORMS: dict[str, Transform] = {
+    "greedy": greedy,
+    "window": window,
     "data.max_rows": max_examples("data.max_examples"),
     "eval.max_rows": max_examples("eval.max_examples"),
     "update.schedule": schedule,
@@ -221,6 +325,9 @@ TRANSFORMS: dict[str, Transform] = {
     "rewards.overlong": overlong,
     "cluster.limits": cluster_limits,
     "rewards.normalize_models": normalize_models,
+    "algo.average": loss_aggregation,
+    "algo.shared_trunk": shared_trunk,
+    "algo.reward_tokens": reward_tokens,
 }
 
 
@@ -231,7 +338,7 @@ WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\
 
 
 def split_weights(names: Sequence[str]) -> tuple[list[str], list[float]]:
-    """`a.jsonl:0.7 b.jsonl:0.3` -> names and weights; either all have a weight or none has."""
+    """Split `a.jsonl:0.7 b.jsonl:0.3` into names and weights; either all have a weight or none has."""
     # A file may really be called a.jsonl:1, and C:1 is a path on a drive.
     found = [(name, None if Path(name).exists() else WEIGHT.fullmatch(name)) for name in names]
     found = [(name, match if match and len(match["name"]) > 1 else None) for name, match in found]
@@ -243,13 +350,13 @@ def split_weights(names: Sequence[str]) -> tuple[list[str], list[float]]:
 
 
 def weighted_sources(value: Any) -> Values | None:
-    names, weights = split_weights([str(word) for word in words_of(value)])
+    names, weights = split_weights([str(word) for word in as_list(value)])
     return {"data.train": names, "data.weights": weights} if weights else None
 
 
 def eval_part(value: Any) -> Values | None:
-    """A number below 1 in place of files was the part to hold out."""
-    words = words_of(value)
+    """Translate a number below 1 in place of files, which was the fraction to hold out."""
+    words = as_list(value)
     try:
         numbers = [float(word) for word in words]
     except (TypeError, ValueError):
@@ -258,8 +365,8 @@ def eval_part(value: Any) -> Values | None:
 
 
 def dynamic_sampling(value: Any) -> Values | None:
-    """The most batches of a step, 0 for no dynamic sampling."""
-    words = words_of(value)
+    """Translate the maximum number of batches of a step; 0 meant no dynamic sampling."""
+    words = as_list(value)
     if len(words) != 1 or isinstance(words[0], bool) or not str(words[0]).isdigit():
         return None
     batches = int(words[0])
@@ -268,13 +375,30 @@ def dynamic_sampling(value: Any) -> Values | None:
     return {"rollout.dynamic_sampling": True, "rollout.dynamic_sampling_max_batches": batches}
 
 
+def kl_target(value: Any) -> Values | None:
+    """Translate the pair of target and horizon."""
+    words = as_list(value)
+    return {"algo.kl_target": words[0], "algo.kl_horizon": words[1]} if len(words) == 2 else None
+
+
+def reference(value: Any) -> Values | None:
+    """every:50 was the policy after each 50th step."""
+    steps = re.fullmatch(r"every:0*([1-9]\d*)", " ".join(map(str, as_list(value))))
+    return {"algo.reference": "", "algo.reference_sync_steps": int(steps[1])} if steps else None
+
+
+def pretrain_data(value: Any) -> Values | None:
+    names, weights = split_weights([str(word) for word in as_list(value)])
+    return {"algo.pretrain_data": names, "algo.pretrain_coef": weights} if weights else None
+
+
 def engine(section: str) -> Callable[[Any], Values | None]:
-    """`vllm max_num_seqs=64 inflight`: the engine, its options, and whether weights change in flight."""
+    """Translate `vllm max_num_seqs=64 inflight`: the engine, its options, and whether weights change in flight."""
 
     def transform(value: Any) -> Values | None:
-        words = [str(word) for word in words_of(value)]
+        words = [str(word) for word in as_list(value)]
         if len(words) < 2:
-            return None
+            return {f"{section}.engine": words[0]} if isinstance(value, list) and words else None
         name, *rest = words
         options = dict(word.partition("=")[::2] for word in rest if word != "inflight")
         found: Values = {f"{section}.engine": name, f"{section}.vllm_options": options}
@@ -283,10 +407,56 @@ def engine(section: str) -> Callable[[Any], Values | None]:
     return transform
 
 
+def tool_engine(value: Any) -> Values | None:
+    """Translate `local beams=4`, or `vllm max_num_seqs=256 ...`."""
+    words = [str(word) for word in as_list(value)]
+    if not isinstance(value, list) or len(words) < 2:
+        return {"engine": words[0]} if isinstance(value, list) and len(words) == 1 else None
+    name, *rest = words
+    options = dict(word.partition("=")[::2] for word in rest)
+    if name == "vllm" and all("=" in word for word in rest):
+        return {"engine": name, "vllm_options": options}
+    if list(options) != ["beams"] or not all("=" in word for word in rest):
+        raise UsageError(f"engine is {' '.join(words)!r}; use num_beams or vllm_options instead.")
+    beams = options["beams"]
+    return {"engine": name, "num_beams": int(beams) if beams.isdigit() else beams}
+
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def short_dtype(option: str) -> Callable[[Any], Values | None]:
+    """bf16 -> bfloat16."""
+
+    def transform(value: Any) -> Values | None:
+        words = as_list(value)
+        return {option: DTYPES[str(words[0])]} if len(words) == 1 and str(words[0]) in DTYPES else None
+
+    return transform
+
+
+def comma_list(option: str) -> Callable[[Any], Values | None]:
+    """Translate `11,13` and `11, 13` to 11 13."""
+
+    def transform(value: Any) -> Values | None:
+        text = ",".join(map(str, as_list(value)))
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        return {option: words} if any("," in str(word) for word in as_list(value)) else None
+
+    return transform
+
+
 VALUE_FORMS: dict[str, Callable[[Any], Values | None]] = {
+    "engine": tool_engine,
+    "dtype": short_dtype("dtype"),
+    "params_dtype": short_dtype("params_dtype"),
+    **{name: comma_list(name) for name in ("layers_per_stage", "num_layer_list", "noop_layers", "source_noop_layers")},
     "data.train": weighted_sources,
     "data.eval": eval_part,
     "rollout.dynamic_sampling": dynamic_sampling,
     "rollout.engine": engine("rollout"),
+    "algo.kl_target": kl_target,
+    "algo.reference": reference,
+    "algo.pretrain_data": pretrain_data,
     "generate.engine": engine("generate"),
 }

@@ -13,7 +13,13 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-ONLINE_PARTS = ("critic", "reward", "optimizer")  # of cluster.offload: at rest in some phase of the online loop alone
+ONLINE_PARTS = (
+    "critic",
+    "reward",
+    "optimizer",
+    "policy",
+    "engine",
+)  # of cluster.offload: at rest in some phase of the online loop alone
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +72,7 @@ class DataConfig:
     on_bad_example: Literal["stop", "quarantine"] = "stop"
     """stop: an unusable example ends the run before it starts; quarantine: it is written to a file and counted."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Column names of the files by our names, as JSON: {"prompt": "question", "response": "answer"}."""
+    """Columns of the files for the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
     chat_template: str = ""
     """Chat template by name (chatml, llama3, qwen_r1 ...), file, or text with {} such as "Human: {}\\nAssistant: "."""
     max_length: int = 2048
@@ -89,12 +95,16 @@ class TrainConfig:
     """Examples per step: conversations, preference pairs, or prompts for online trainers."""
     micro_batch_tokens: int = 8192
     """Tokens per forward pass on one device; bounds memory and does not change the result."""
+    fit_memory: bool = True
+    """If a step would not fit into the accelerator's memory, use smaller micro-batches, then gradient checkpointing."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end of the cosine or linear schedule, as a fraction of the peak."""
+    lr_decay_steps: int = 0
+    """Step, counted with the warm-up, at which the schedule reaches min_lr_ratio; 0: the last step of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     warmup_ratio: float = 0.0
@@ -137,9 +147,15 @@ class LogConfig:
     """Where metrics are logged besides metrics.jsonl."""
 
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Further places for metrics: tensorboard (files in the run directory), wandb (Weights & Biases)."""
+    """Also report metrics to tensorboard (files in the run directory) or wandb (Weights & Biases)."""
     wandb_project: str = ""
     """Weights & Biases project; required with log.report_to wandb."""
+    wandb_name: str = ""
+    """Name of the run in Weights & Biases; empty: that of the run directory."""
+    wandb_dir: str = ""
+    """Directory for the local files of Weights & Biases; empty: logs in the run directory."""
+    tensorboard_dir: str = ""
+    """Directory for tensorboard's files; empty: logs/tensorboard in the run directory."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,10 +168,11 @@ class RoleLayout:
     context_parallel: int
     expert_parallel: int
     zero: int
+    replicate: int = 1
 
     @property
-    def alike(self) -> int:
-        """Number of devices that see the same samples."""
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that process the same samples."""
         return self.tensor_parallel * self.context_parallel
 
 
@@ -173,10 +190,19 @@ class ClusterConfig:
     """Devices that each sequence is divided among."""
     expert_parallel_size: int = 1
     """Devices that the experts of a mixture-of-experts model are divided among."""
+    replicate_size: int = 1
+    """Copies of each model on the policy's devices (HSDP): each is sharded over the devices divided by this number."""
+    defer_gradient_reduction: bool = False
+    """Reduce gradients once per step instead of after every micro-batch: faster, but each device holds whole ones."""
     zero_stage: Literal[2, 3] = 3
     """3: free gathered parameters after each layer; 2: keep them until the backward pass, faster with more memory."""
-    offload: tuple[Literal["reference", "critic", "reward", "optimizer", "parameters"], ...] = ()
-    """Keep these in host memory while they are not used."""
+    offload: tuple[
+        Literal["reference", "critic", "reward", "optimizer", "policy", "engine", "moments", "parameters"], ...
+    ] = ()
+    """Keep these in host memory while they are not used. moments: those of AdamW, which pass through the device in each
+    optimizer step; optimizer: moments and master weights, while an online trainer generates; policy: its weights and
+    optimizer, while reference, critic or reward models work; engine: the whole copy of a divided policy that generates,
+    which is freed while the policy trains."""
     max_restarts: int = 0
     """Number of times that a run restarts by itself from its last checkpoint after it lost a worker."""
     worker_timeout_seconds: float = 1800.0
@@ -212,6 +238,7 @@ class ClusterConfig:
             self.option(role, "context_parallel_size", 0) or self.context_parallel_size,
             self.option(role, "expert_parallel_size", 0) or self.expert_parallel_size,
             self.option(role, "zero_stage", 0) or self.zero_stage,
+            self.replicate_size if place == "actor" else 1,
         )
 
     def option(self, role: str, name: str, default: Any) -> Any:
@@ -293,11 +320,14 @@ class RolloutConfig:
     dynamic_sampling_max_batches: int = 10
     """Most batches that dynamic sampling generates for one step."""
     environment: str = ""
-    """Several turns: FILE.py:CLASS with start(row) and step(reply)."""
+    """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
     replay: str = ""
     """Take completions from this run directory's records instead of generating them; they are scored again."""
     max_mismatch: float = 0.1
-    """Stop when sampler and trainer differ by this KL per token in three steps in a row; warn at a tenth of it."""
+    """Stop when sampler and trainer differ by this KL per token at equal weights in three steps in a row; warn at a
+    tenth of it."""
+    router_replay: bool = False
+    """Train a mixture of experts with the experts chosen while sampling, not with those the router chooses again."""
     engine: Literal["local", "vllm"] = "local"
     """What generates: the local engine, which shares the trainer's weights, or vLLM."""
     vllm_options: dict[str, Any] = field(default_factory=dict)
@@ -307,7 +337,7 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RewardConfig:
+class RewardFunctionsConfig:
     """What scores completions, and its limits."""
 
     main: ClassVar[str] = "functions"
@@ -324,11 +354,21 @@ class RewardConfig:
     """Share of a batch that may fail before the run stops."""
     workers: int = 2
     """Child processes that run reward functions."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that reward functions and environments may read, such as API keys."""
+    allow_unprotected_code: bool = False
+    """Run programs of the model (reward code) also where they cannot be isolated, with the rights of this user."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(RewardFunctionsConfig):
+    """The same with what online trainers do with the rewards."""
+
     clip: float = 0.0
     """Clip the sum of rewards to [-clip, clip]; 0: no clipping."""
     normalize: Literal["none", "saved", "running"] = "none"
-    """saved: reward models' scores minus the mean and over the deviation saved with them; running: the sum of rewards
-    over the deviation of all sums so far."""
+    """saved: standardise the scores of reward models by the mean and the deviation saved with them; running: divide the
+    sum of rewards by the deviation of all sums so far."""
     overlong_tokens: int = 0
     """Number of last tokens before rollout.max_tokens in which a length penalty grows from 0 (DAPO); 0: none."""
     overlong_penalty: float = 1.0
@@ -338,16 +378,16 @@ class RewardConfig:
 @dataclass(kw_only=True, slots=True)
 class OnlineEvalConfig(EvalConfig):
     samples_per_prompt: int = 1
-    """Answers to each evaluation prompt: n of mean@n and pass@k."""
+    """Completions per evaluation prompt: n of mean@n and pass@k."""
     temperature: float = 0.0
-    """Temperature of evaluation; 0 takes the likeliest token."""
+    """Temperature of evaluation; 0 takes the most likely token."""
     max_examples: int = 0
     """Evaluate on this many examples only; 0: all."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """What every trainer takes. `algo` holds the options of the algorithm itself."""
+    """Options of every trainer. `algo` holds the options of the algorithm itself."""
 
     output_dir: str = ""
     """Run directory; empty: the next free runs/<verb>-NNN."""
@@ -355,6 +395,8 @@ class Config:
     """Seed of data order, initialisation, sampling and dropout."""
     resume: bool = False
     """Continue from the newest valid checkpoint of the run directory."""
+    allow_changed_data: bool = False
+    """With resume: continue although data, seed or data.shuffle changed, so that examples are repeated or left out."""
     quiet: bool = False
     """Print only warnings, errors and the last line."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -369,7 +411,7 @@ class Config:
 
 @dataclass(kw_only=True, slots=True)
 class OnlineConfig(Config):
-    """What every trainer takes that learns from its own answers."""
+    """Options of online trainers, which train on completions of their own policy."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -378,7 +420,7 @@ class OnlineConfig(Config):
 
 
 def with_algorithm(algorithm: Any) -> Config:
-    """The defaults of a verb: the common ones, changed as the algorithm (a class of posttrain.algorithms) asks."""
+    """Return the defaults of a verb: the common ones, overridden by the algorithm (a class of posttrain.algorithms)."""
     base = OnlineConfig if algorithm.online else Config
     own = [("algo", algorithm.Config, field(default_factory=algorithm.Config))]
     config = dataclasses.make_dataclass("Config", own, bases=(base,), kw_only=True)()
@@ -388,7 +430,7 @@ def with_algorithm(algorithm: Any) -> Config:
     return config
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config: Any, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -396,14 +438,15 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def as_mapping(config: Config) -> dict[str, Any]:
-    """The resolved configuration as plain values, fit for YAML and for `from_mapping`."""
+    """Return the resolved configuration as plain values, fit for YAML and for `from_mapping`."""
     plain = dataclasses.asdict(config)
-    return {k: {a: listed(b) for a, b in v.items()} if isinstance(v, dict) else listed(v) for k, v in plain.items()}
+    return {k: {a: as_list(b) for a, b in v.items()} if isinstance(v, dict) else as_list(v) for k, v in plain.items()}
 
 
 def as_yaml(verb: str, config: Config) -> str:
     return yaml.safe_dump({"verb": verb} | as_mapping(config), sort_keys=False, allow_unicode=True)
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """Return a tuple as a list, other values unchanged."""
     return list(value) if isinstance(value, tuple) else value

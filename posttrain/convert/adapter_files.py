@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from posttrain.convert.parameters import ModelShape
 from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, recognise_layout
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.core.files import read_json, sync_folder
+from posttrain.core.files import new_folder, read_json
 from posttrain.models.paths import resolve_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,7 +73,7 @@ def read_adapter(
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     config = config | {key: value for key, value in known.items() if value}
     if missing := {"r", "lora_alpha"} - config.keys():
-        raise UsageError(f"{folder}: {' and '.join(sorted(missing))} not recorded; give --lora-r and --lora-alpha")
+        raise UsageError(f"{folder}: {' and '.join(sorted(missing))} not recorded; give --lora_rank and --lora_alpha")
     if is_peft(folder):
         return read_peft(folder, base, config), CheckpointLayout()
     return read_ranks(folder, base, kind, given, config)
@@ -175,11 +174,7 @@ def write_adapter(
     adapter: LoraAdapter, base: AdapterBase, out: Path, target: CheckpointLayout, companions: Path | None
 ) -> int:
     """Write adapters in another layout to the new folder `out`; return the number of tensors."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with new_folder(out) as unfinished:
         if target.format == "hf":
             stored, empty = [replace(t, file=WEIGHTS, name=PREFIX + t.name) for t in base.hf], {}
         else:
@@ -188,8 +183,8 @@ def write_adapter(
             shards = MegatronShards(target, base.shape, base.parameters, "iter_0000001")
             stored, empty = shards.stored(), shards.models()
         config = rescaled_config(adapter, fused_rank(adapter, stored))
-        contents = adapter_tensors(adapter, stored, config["r"], ".default" if target.format != "hf" else "")
-        count = write_files(unfinished, contents, empty, config)
+        contents = tensors_by_file(adapter, stored, config["r"], ".default" if target.format != "hf" else "")
+        count = write_adapter_files(unfinished, contents, empty, config)
         if target.format == "hf":
             config |= {"target_modules": target_modules(contents[WEIGHTS], base.hf), "peft_type": "LORA"}
             config["modules_to_save"] = ["score"] if adapter.whole else None
@@ -201,13 +196,6 @@ def write_adapter(
                 shutil.copyfile(path, unfinished / path.name)
         for name, content in ((CONFIG, config), (MANIFEST, {"format": 1, "to": target.as_json(), "adapter": config})):
             (unfinished / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        unfinished.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-        sync_folder(out.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return count
 
 
@@ -220,7 +208,7 @@ def rescaled_config(adapter: LoraAdapter, rank: int) -> dict[str, Any]:
     return config
 
 
-def adapter_tensors(
+def tensors_by_file(
     adapter: LoraAdapter, stored: list[StoredTensor], rank: int, infix: str
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return all adapter tensors by file and name."""
@@ -235,7 +223,8 @@ def adapter_tensors(
             module = tensor.name.removesuffix(".weight")
             if module == tensor.name:
                 raise UsageError(
-                    f"{tensor}: adapters on grouped experts cannot be written; leave out --grouped-experts and --engine"
+                    f"{tensor}: adapters on grouped experts cannot be written; leave out --grouped_experts and "
+                    "--transformer_engine"
                 )
             for what, matrix in zip("AB", found, strict=True):
                 contents.setdefault(tensor.file, {})[f"{module}.lora_{what}{infix}.weight"] = matrix
@@ -244,7 +233,7 @@ def adapter_tensors(
     return contents
 
 
-def write_files(
+def write_adapter_files(
     folder: Path,
     contents: dict[str, dict[str, torch.Tensor]],
     empty: dict[str, list[str]],

@@ -1,15 +1,15 @@
-"""Run one conversion: plan both sides, account for every element, stream, write the manifest last, rename."""
+"""Run one conversion: describe both sides, check that every element is covered, stream, write the manifest, rename."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -26,11 +26,12 @@ from posttrain.convert.source import MANIFEST, SourceCheckpoint
 from posttrain.convert.stored_tensors import StoredTensor, check_parameters, check_stored, connected_groups
 from posttrain.convert.stream import TensorStream, as_bytes
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.core.files import atomic_write, sync_folder
+from posttrain.core.files import atomic_write, check_new_folder, new_folder
+from posttrain.core.temporary import remove_leftovers
 
 ITERATION = "iter_0000001"
-SHARD_BYTES = 5_000_000_000
-FLUSH_BYTES = 256 << 20
+SHARD_BYTES = 5_000_000_000  # largest Hugging Face file
+FLUSH_BYTES = 256 << 20  # written to a file before it is flushed
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 KEPT_IN_FLOAT32 = "router_bias.weight"  # rounding it would change the choice of experts
 
@@ -46,9 +47,9 @@ class ConversionReport:
     source: CheckpointLayout
     target: CheckpointLayout
     tensors: int
-    elements: int
+    elements: int  # of the model's parameters
     bytes_written: int
-    padding: int
+    padding: int  # rows beyond the vocabulary
 
 
 def convert(
@@ -68,24 +69,16 @@ def convert(
 
     `check` is called with the finished folder before it is renamed to `out`, and may raise to refuse it.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    work = None
-    try:
-        work = Conversion(source, unfinished, target, dtype, adapter, vocabulary_multiple, shard_bytes, progress)
-        report = work.run(workers)
-        check(unfinished, report.target)
-        unfinished.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-        sync_folder(out.parent)
-    finally:
-        for file in work.files.values() if work else ():
-            file.close()
-        shutil.rmtree(unfinished, ignore_errors=True)
+    size = sum(source.location(tensor).size for tensor in source.stored)
+    with new_folder(out, lambda: size) as unfinished:
+        work = None
+        try:
+            work = Conversion(source, unfinished, target, dtype, adapter, vocabulary_multiple, shard_bytes, progress)
+            report = work.run(workers)
+            check(unfinished, report.target)
+        finally:
+            for file in work.files.values() if work else ():
+                file.close()
     return report
 
 
@@ -264,7 +257,7 @@ class Conversion:
             assert target.data is not None and target.data.dtype == target.dtype
             data = as_bytes(target.data)
             digest = target.digest or hashlib.sha256(data.numpy()).hexdigest()
-            for tensor in target.copies:
+            for tensor in target.replicas:
                 self.write(self.files[tensor.file], tensor.name, data)
                 self.record("target", tensor, target.dtype, digest)
                 self.progress(data.numel(), self.total)
@@ -339,8 +332,8 @@ def wrap_as_checkpoint(
     `training_state`: the checkpoint whose model the source is; its optimizer state and everything else that training
     needs are copied unchanged, so that the new run resumes at the same step.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
+    remove_killed_save(out)
+    check_new_folder(out)
     reports: list[ConversionReport] = []
 
     def write(folder: Path) -> None:
@@ -357,3 +350,11 @@ def wrap_as_checkpoint(
     if run is not None and (run / "config.yaml").is_file():
         shutil.copyfile(run / "config.yaml", out / "config.yaml")
     return reports[0]
+
+
+def remove_killed_save(out: Path) -> None:
+    """Remove what a killed process left of a run directory without a checkpoint, so that the same command can run."""
+    checkpoints = out / "checkpoints"
+    remove_leftovers(checkpoints)
+    with suppress(OSError):  # not there, or not empty
+        checkpoints.rmdir()

@@ -76,10 +76,10 @@ def differences(a: InspectedCheckpoint, b: InspectedCheckpoint) -> Iterator[Tens
         first = {}
         for assembled in streams[0].assemble(sides[0], wanted, lambda t: kinds[0][t.name]):
             assert assembled.data is not None
-            first[assembled.copies[0].name] = assembled.data.clone()
+            first[assembled.replicas[0].name] = assembled.data.clone()
         for assembled in streams[1].assemble(sides[1], wanted, lambda t: kinds[1][t.name]):
             assert assembled.data is not None
-            target = assembled.copies[0]
+            target = assembled.replicas[0]
             parameter = a.source.parameters[target.name]
             shape = (parameter.rows,) if parameter.vector else target.shape
             mine_is, theirs_is = (str(kind[target.name]).removeprefix("torch.") for kind in kinds)

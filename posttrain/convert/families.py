@@ -14,16 +14,20 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Maps names of modules to their parameters. Several are fused: stacked, or `grouped` by key-value head."""
+    """Maps names of modules to the parameters that their tensors hold.
+
+    {"self_attn.q_proj": "q"} is one parameter; {"self_attn.qkv_proj": "q k v"} are three, stacked; with the word
+    `grouped` before them they are interleaved by key-value head.
+    """
 
     types: tuple[str, ...]  # model_type in config.json
-    layer: dict[str, str]
-    dense: dict[str, str]
-    biased: Callable[[Config], str] = lambda config: ""
-    experts: dict[str, str] = field(default_factory=dict)
+    layer: dict[str, str]  # modules that every layer has
+    dense: dict[str, str]  # the feed-forward modules of a layer without experts
+    biased: Callable[[Config], str] = lambda config: ""  # parameters that have a bias
+    experts: dict[str, str] = field(default_factory=dict)  # the feed-forward modules of a layer with experts
     mtp: dict[str, str] = field(default_factory=dict)  # further modules of a multi-token-prediction layer
-    prefix: str = "model."
-    layers: str = "layers."
+    prefix: str = "model."  # of all names but the head's
+    layers: str = "layers."  # prefix of a layer's number
     embed: str = "embed_tokens"
     embedding_norm: str = ""
     norm: str = "norm"
@@ -51,6 +55,14 @@ MIXTRAL_EXPERTS = {
     "block_sparse_moe.experts.{e}.w1": "expert.{e}.gate",
     "block_sparse_moe.experts.{e}.w3": "expert.{e}.up",
     "block_sparse_moe.experts.{e}.w2": "expert.{e}.down",
+}
+QK_LAYERNORMS = {"self_attn.query_layernorm": "q_norm", "self_attn.key_layernorm": "k_norm"}
+HUNYUAN_EXPERTS = {
+    "mlp.gate.wg": "router",
+    **{module: spec for module, spec in MLP_EXPERTS.items() if "{e}" in module},
+    "mlp.shared_mlp.gate_proj": "shared.gate",
+    "mlp.shared_mlp.up_proj": "shared.up",
+    "mlp.shared_mlp.down_proj": "shared.down",
 }
 DEEPSEEK = NORMS | {
     "self_attn.q_proj": "q",  # models that do not compress queries
@@ -121,13 +133,42 @@ FAMILIES: dict[str, ModelFamily] = {
     "mixtral": ModelFamily(("mixtral",), LLAMA, DENSE, experts=MIXTRAL_EXPERTS),
     "phimoe": ModelFamily(("phimoe",), LLAMA, DENSE, phimoe_biases, MIXTRAL_EXPERTS),
     "deepseek": ModelFamily(("deepseek_v2", "deepseek_v3"), DEEPSEEK, DENSE, experts=MLP_EXPERTS | SHARED, mtp=MTP),
-    "minicpm": ModelFamily(("minicpm",), LLAMA, DENSE, biased_if("attention_bias", "q k v o"), stock=False),
+    "minicpm": ModelFamily(
+        ("minicpm",),
+        LLAMA,
+        DENSE,
+        biased_if("attention_bias", "q k v o"),
+        {name.replace("block_sparse_moe", "mlp"): spec for name, spec in MIXTRAL_EXPERTS.items()},  # MiniCPM-MoE
+        stock=False,
+    ),
     "minicpm3": ModelFamily(("minicpm3",), DEEPSEEK, DENSE, biased_if("attention_bias", "q_down kv_down o")),
     "hunyuan": ModelFamily(
         ("hunyuan_v1_dense",),
-        LLAMA | {"self_attn.query_layernorm": "q_norm", "self_attn.key_layernorm": "k_norm"},
+        LLAMA | QK_LAYERNORMS,
         DENSE,
         biased_if("attention_bias", "q k v o"),
+    ),
+    "hunyuan_moe": ModelFamily(
+        ("hunyuan_v1_moe",), LLAMA | QK_LAYERNORMS, DENSE, biased_if("attention_bias", "q k v o"), HUNYUAN_EXPERTS
+    ),
+    "hunyuan_moe_remote": ModelFamily(  # HunYuan-Large and A13B as Tencent's own code saves them
+        ("hunyuan",),
+        LLAMA | QK_LAYERNORMS,
+        DENSE,
+        biased_if("attention_bias", "q k v o"),
+        HUNYUAN_EXPERTS,
+        stock=False,
+    ),
+    "qwen": ModelFamily(
+        ("qwen",),
+        {"ln_1": "input_norm", "ln_2": "mlp_norm", "attn.c_attn": "q k v", "attn.c_proj": "o"},
+        {"mlp.w2": "gate", "mlp.w1": "up", "mlp.c_proj": "down"},
+        lambda config: "q k v" if config.get("no_bias", True) else "q k v o gate up down",
+        prefix="transformer.",
+        layers="h.",
+        embed="wte",
+        norm="ln_f",
+        stock=False,
     ),
     "gemma": ModelFamily(("gemma",), LLAMA, DENSE, biased_if("attention_bias", "q k v o")),
     "gemma2": ModelFamily(

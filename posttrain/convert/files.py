@@ -168,7 +168,7 @@ def open_safetensors(path: Path) -> TensorFile:
     try:
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
-        locations = {name: parse_location(values, 8 + length) for name, values in header.items()}
+        locations = {name: read_tensor_location(values, 8 + length) for name, values in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged: the header cannot be read ({error})") from error
     end = 8 + length
@@ -181,7 +181,7 @@ def open_safetensors(path: Path) -> TensorFile:
     return TensorFile(path, locations, {"metadata": metadata})
 
 
-def parse_location(values: dict[str, Any], start: int) -> TensorLocation:
+def read_tensor_location(values: dict[str, Any], start: int) -> TensorLocation:
     begin, end = values["data_offsets"]
     shape = tuple(values["shape"])
     if values["dtype"] not in SAFETENSORS_DTYPES:
@@ -240,7 +240,7 @@ def open_pt(path: Path) -> TensorFile:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: does not contain a dict; is it a Megatron checkpoint?")
     size, locations, other = path.stat().st_size, {}, {}
-    for name, value in flatten(content):
+    for name, value in flat_items(content):
         if not isinstance(value, torch.Tensor):
             other[name] = value
             continue
@@ -260,15 +260,14 @@ def offset_of(tensor: torch.Tensor) -> int | None:
 
 
 def tensor_values(content: Any) -> Iterator[torch.Tensor]:
-    return (
-        value for _, value in flatten(content if isinstance(content, dict) else {}) if isinstance(value, torch.Tensor)
-    )
+    values = flat_items(content if isinstance(content, dict) else {})
+    return (value for _, value in values if isinstance(value, torch.Tensor))
 
 
-def flatten(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_items(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}/")
+            yield from flat_items(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 
@@ -297,7 +296,7 @@ def create_pt(path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]
     locations = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         records = {info.filename.split("/", 1)[1]: info for info in archive.infolist()}
-        for number, name in enumerate(name for name, value in flatten(content) if isinstance(value, torch.Tensor)):
+        for number, name in enumerate(name for name, value in flat_items(content) if isinstance(value, torch.Tensor)):
             dtype, shape = tensors[name]
             record = records[f"data/{number}"]  # torch numbers them in the order of the dict
             file.seek(record.header_offset + 26)  # the lengths of the name and of the padding before the data

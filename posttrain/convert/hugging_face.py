@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.convert.families import MTP_COPIES, Config, family_of
 from posttrain.convert.parameters import ModelShape
-from posttrain.convert.stored_tensors import ParameterShape, StoredTensor, by_group, full_span, stacked
+from posttrain.convert.stored_tensors import ParameterShape, StoredTensor, full_span, group_regions, stacked
 
 
 def hf_stored(
@@ -24,7 +24,7 @@ def hf_stored(
                 continue
             vector = parameters[full[0]].vector
             blocks = (
-                by_group(full, parameters, 0, shape.groups, shape.groups)
+                group_regions(full, parameters, 0, shape.groups, shape.groups)
                 if grouped
                 else ((name, *full_span(parameters[name])) for name in full)
             )

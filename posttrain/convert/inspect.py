@@ -12,7 +12,6 @@ from typing import Any
 
 from posttrain.checkpoints.checkpoint import (
     CHECKPOINT_NAME,
-    format_bytes,
     list_checkpoints,
     looks_complete,
     step_of,
@@ -32,8 +31,10 @@ from posttrain.convert.source import (
     open_source,
     recognise_format,
     recognise_layout,
+    recorded_hashes,
 )
 from posttrain.convert.stored_tensors import ParameterBlock, ParameterShape, StoredTensor
+from posttrain.core.disk import format_bytes
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from posttrain.core.files import read_json
 from posttrain.models.paths import resolve_path
@@ -101,11 +102,6 @@ def open_unrecognised(folder: Path, kind: str) -> SourceCheckpoint:
     )
 
 
-def recorded_hashes(folder: Path) -> dict[str, str]:
-    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
-    return {f"{row['file']}: {row['name']}": row["sha256"] for row in manifest.get("target", ())}
-
-
 def describe_checkpoint(inspected: InspectedCheckpoint) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each line that `posttrain inspect` prints."""
     source = inspected.source
@@ -154,7 +150,7 @@ def checkpoint_facts(checkpoint: Path) -> Iterator[tuple[str, str]]:
             "yes" if looks_complete(checkpoint) else "no: files are missing or have another size than recorded",
         )
     beside = sorted(path.name for path in checkpoint.iterdir() if path.name != "model")
-    yield "beside it", ", ".join(beside)
+    yield "other files", ", ".join(beside)
 
 
 def adapter_facts(inspected: InspectedCheckpoint) -> Iterator[tuple[str, str]]:
@@ -191,7 +187,10 @@ def describe_layout(inspected: InspectedCheckpoint) -> str:
 def tensor_facts(inspected: InspectedCheckpoint) -> Iterator[tuple[str, str]]:
     source = inspected.source
     elements = sum(parameter.rows * parameter.columns for parameter in source.parameters.values())
-    yield "parameters", f"{elements:,}" + ("" if inspected.recognised else ", replicas on several ranks counted each")
+    yield (
+        "parameters",
+        f"{elements:,}" + ("" if inspected.recognised else " (replicas on several ranks are counted more than once)"),
+    )
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in source.stored:

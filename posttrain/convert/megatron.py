@@ -13,44 +13,46 @@ from posttrain.convert.stored_tensors import (
     Region,
     Span,
     StoredTensor,
-    by_group,
+    group_regions,
     stacked,
 )
 from posttrain.core.errors import CheckpointError, UsageError
 
-CORE = {  # module: its parameters, and how they are split over tensor ranks
-    "input_layernorm": ("input_norm", "copy"),
-    "self_attention.linear_qkv": ("q k v", "groups"),
-    "self_attention.q_layernorm": ("q_norm", "copy"),
-    "self_attention.k_layernorm": ("k_norm", "copy"),
-    "self_attention.linear_q_proj": ("q", "rows"),  # this and the next five: multi-latent attention
-    "self_attention.linear_q_down_proj": ("q_down", "copy"),
-    "self_attention.q_layernorm ": ("q_rank_norm", "copy"),
-    "self_attention.linear_q_up_proj": ("q_up", "rows"),
-    "self_attention.linear_kv_down_proj": ("kv_down", "copy"),
-    "self_attention.kv_layernorm": ("kv_rank_norm", "copy"),
-    "self_attention.linear_kv_up_proj": ("kv_up", "rows"),
-    "self_attention.linear_proj": ("o", "columns"),
-    "post_attn_norm": ("attention_out_norm", "copy"),
-    "pre_mlp_layernorm": ("mlp_norm", "copy"),
-    "mlp.linear_fc1": ("gate up", "rows"),
-    "mlp.linear_fc2": ("down", "columns"),
-    "mlp.router": ("router", "copy"),
-    "mlp.router.expert_bias": ("router_bias", "copy"),
-    "mlp.experts.local_experts.{e}.linear_fc1": ("expert.{e}.gate expert.{e}.up", "rows"),
-    "mlp.experts.local_experts.{e}.linear_fc2": ("expert.{e}.down", "columns"),
-    "mlp.shared_experts.gate_weight": ("shared_gate", "copy"),
-    "mlp.shared_experts.linear_fc1": ("shared.gate shared.up", "rows"),
-    "mlp.shared_experts.linear_fc2": ("shared.down", "columns"),
-    "post_mlp_layernorm": ("mlp_out_norm", "copy"),
-}
-MTP = (
+# Megatron's module, the parameters it holds, and how tensor ranks divide them: `copy` (replicated), `rows`, `columns`,
+# or `groups` (rows in the order of key-value groups).
+CORE = (
+    ("input_layernorm", "input_norm", "copy"),
+    ("self_attention.linear_qkv", "q k v", "groups"),
+    ("self_attention.q_layernorm", "q_norm", "copy"),
+    ("self_attention.k_layernorm", "k_norm", "copy"),
+    ("self_attention.linear_q_proj", "q", "rows"),  # from here to linear_kv_up_proj: multi-latent attention
+    ("self_attention.linear_q_down_proj", "q_down", "copy"),
+    ("self_attention.q_layernorm", "q_rank_norm", "copy"),
+    ("self_attention.linear_q_up_proj", "q_up", "rows"),
+    ("self_attention.linear_kv_down_proj", "kv_down", "copy"),
+    ("self_attention.kv_layernorm", "kv_rank_norm", "copy"),
+    ("self_attention.linear_kv_up_proj", "kv_up", "rows"),
+    ("self_attention.linear_proj", "o", "columns"),
+    ("post_attn_norm", "attention_out_norm", "copy"),
+    ("pre_mlp_layernorm", "mlp_norm", "copy"),
+    ("mlp.linear_fc1", "gate up", "rows"),
+    ("mlp.linear_fc2", "down", "columns"),
+    ("mlp.router", "router", "copy"),
+    ("mlp.router.expert_bias", "router_bias", "copy"),
+    ("mlp.experts.local_experts.{e}.linear_fc1", "expert.{e}.gate expert.{e}.up", "rows"),
+    ("mlp.experts.local_experts.{e}.linear_fc2", "expert.{e}.down", "columns"),
+    ("mlp.shared_experts.gate_weight", "shared_gate", "copy"),
+    ("mlp.shared_experts.linear_fc1", "shared.gate shared.up", "rows"),
+    ("mlp.shared_experts.linear_fc2", "shared.down", "columns"),
+    ("post_mlp_layernorm", "mlp_out_norm", "copy"),
+)
+MTP = (  # of a multi-token-prediction layer, besides those of a decoder layer
     ("enorm", "embed_norm", "copy"),
     ("hnorm", "hidden_norm", "copy"),
     ("eh_proj", "join", "rows"),
     ("final_layernorm", "predictor_norm", "copy"),
 )
-LEGACY = (
+LEGACY = (  # parts of names: in Megatron core, in the legacy format
     ("input_layernorm", "input_norm"),
     ("pre_mlp_layernorm", "post_attention_norm"),
     ("self_attention.linear_qkv", "self_attention.query_key_value"),
@@ -74,6 +76,7 @@ class CheckpointLayout:
     noop: tuple[int, ...] = ()  # positions of no-op layers, counted among all layers
     padded_vocabulary: int = 0  # 0: the model's own size
     experts: str = "single"  # or grouped: one tensor for all experts of a rank
+    tp_extend_ep: bool = False  # experts stay whole and are divided among tensor ranks, too (MindSpeed)
     engine: bool = False  # parameter names of Transformer Engine's layers
 
     def as_json(self) -> dict[str, Any]:
@@ -99,40 +102,51 @@ def check_layout(layout: CheckpointLayout, shape: ModelShape) -> None:
             raise UsageError(f"{option} {size} does not divide {what} ({count})")
 
     if shape.mla and layout.format == "legacy":
-        raise UsageError("--to legacy: multi-latent attention (DeepSeek) exists in Megatron core only")
+        raise UsageError("--target_format legacy: multi-latent attention (DeepSeek) exists in Megatron core only")
     if layout.format == "legacy" and (layout.engine or layout.experts == "grouped"):
-        raise UsageError("--to legacy: --engine and --grouped-experts exist in Megatron core only")
+        raise UsageError("--transformer_engine and --grouped_experts need Megatron core: --target_format mcore")
     if layout.engine and layout.experts == "grouped":
-        raise UsageError("--engine has its own names for experts; leave out --grouped-experts")
-    divides(shape.heads, layout.tp, "the attention heads", "--tp")
+        raise UsageError("--transformer_engine has its own names for experts; leave out --grouped_experts")
+    divides(shape.heads, layout.tp, "the attention heads", "--tensor_parallel_size")
     if not shape.mla and (layout.tp <= shape.groups or layout.format == "legacy"):
-        divides(shape.groups, layout.tp, "the key-value heads", "--tp")
+        divides(shape.groups, layout.tp, "the key-value heads", "--tensor_parallel_size")
     elif not shape.mla and layout.tp % shape.groups:
-        raise UsageError(f"--tp {layout.tp} is not a multiple of the number of key-value heads ({shape.groups})")
-    for ffn, what in ((shape.ffn, "the feed-forward size"), (shape.expert_ffn, "the experts' feed-forward size")):
-        divides(ffn, layout.tp, what, "--tp")
-    divides(shape.shared_ffn, layout.tp, "the shared experts' feed-forward size", "--tp")
+        raise UsageError(
+            f"--tensor_parallel_size {layout.tp} is not a multiple of the number of key-value heads ({shape.groups})"
+        )
+    divides(shape.ffn, layout.tp, "the feed-forward size", "--tensor_parallel_size")
+    if not layout.tp_extend_ep:
+        divides(shape.expert_ffn, layout.tp, "the experts' feed-forward size", "--tensor_parallel_size")
+    divides(shape.shared_ffn, layout.tp, "the shared experts' feed-forward size", "--tensor_parallel_size")
     if shape.mtp_layers:
-        divides(shape.hidden, layout.tp, "the hidden size", "--tp")
+        divides(shape.hidden, layout.tp, "the hidden size", "--tensor_parallel_size")
     if layout.ep > 1 and not shape.experts:
-        raise UsageError(f"--ep {layout.ep}: the model has no experts")
-    divides(shape.experts, layout.ep, "the experts", "--ep")
+        raise UsageError(f"--expert_parallel_size {layout.ep}: the model has no experts")
+    if layout.tp_extend_ep and not shape.experts:
+        raise UsageError("--tp_extend_ep: the model has no experts")
+    if layout.tp_extend_ep:
+        product = "--expert_parallel_size times --tensor_parallel_size"
+        divides(shape.experts, layout.ep * layout.tp, "the experts", product)
+    divides(shape.experts, layout.ep, "the experts", "--expert_parallel_size")
     if len(set(layout.noop)) < len(layout.noop) or any(not 0 <= layer < total for layer in layout.noop):
-        raise UsageError(f"--noop-layers: {layout.noop} must be distinct layers from 0 to {total - 1}")
+        raise UsageError(f"--noop_layers: {layout.noop} must be distinct layers from 0 to {total - 1}")
     if layout.layers_per_stage and layout.layers_per_virtual_stage:
-        raise UsageError("--num-layer-list and --vpp cannot be combined")
+        raise UsageError("--layers_per_stage and --layers_per_virtual_stage cannot be combined")
     if layout.layers_per_stage:
         if len(layout.layers_per_stage) != layout.pp or sum(layout.layers_per_stage) != total:
             listed = ",".join(map(str, layout.layers_per_stage))
-            raise UsageError(f"--num-layer-list {listed}: needs {layout.pp} numbers (--pp) whose sum is {total}")
+            raise UsageError(
+                f"--layers_per_stage {listed} needs {layout.pp} numbers (--pipeline_parallel_size) whose sum is {total}"
+            )
         if min(layout.layers_per_stage) < 1:
-            raise UsageError("--num-layer-list: every stage needs at least one layer")
+            raise UsageError("--layers_per_stage: every stage needs at least one layer")
     elif layout.layers_per_virtual_stage:
         if layout.pp < 2:
-            raise UsageError("--vpp needs --pp 2 or more")
-        divides(total, layout.pp * layout.layers_per_virtual_stage, "the layers", "--vpp times --pp")
+            raise UsageError("--layers_per_virtual_stage needs --pipeline_parallel_size 2 or more")
+        product = "--layers_per_virtual_stage times --pipeline_parallel_size"
+        divides(total, layout.pp * layout.layers_per_virtual_stage, "the layers", product)
     else:
-        divides(total, layout.pp, "the layers", "--pp")
+        divides(total, layout.pp, "the layers", "--pipeline_parallel_size")
 
 
 def stage_layers(layout: CheckpointLayout, layers: int) -> list[list[range]]:
@@ -161,7 +175,7 @@ class MegatronShards:
         self, layout: CheckpointLayout, shape: ModelShape, parameters: dict[str, ParameterShape], iteration: str
     ) -> None:
         self.layout, self.shape, self.parameters, self.iteration = layout, shape, parameters, iteration
-        self.real = [n for n in range(shape.layers + len(layout.noop)) if n not in layout.noop]
+        self.real = [n for n in range(shape.layers + len(layout.noop)) if n not in layout.noop]  # layers with weights
 
     def file(self, tp: int, pp: int, ep: int) -> str:
         return f"{self.iteration}/{rank_folder(self.layout, tp, pp, ep)}/model_optim_rng.pt"
@@ -201,6 +215,7 @@ class MegatronShards:
         return replace(tensor, name=f"{key}/{name}")
 
     def chunk(self, file: str, tp: int, ep: int, layers: range, first: bool, last: bool) -> Iterator[StoredTensor]:
+        """Yield the tensors of one pipeline chunk (a virtual stage) on one rank, under Megatron core's names."""
         if first:
             yield self.vocabulary_tensor(file, "embedding.word_embeddings.weight", "embed.weight", tp)
             yield from self.module(file, "embedding.word_embeddings.norm", ["embedding_norm"], "copy", tp)
@@ -239,16 +254,21 @@ class MegatronShards:
                 yield replace(tensor, name=name)
 
     def layer(self, file: str, prefix: str, layer: int, tp: int, ep: int) -> Iterator[StoredTensor]:
-        count = self.shape.experts // self.layout.ep
-        mine = range(ep * count, (ep + 1) * count)
-        for module, (spec, split) in CORE.items():
+        """Yield the tensors of a layer; `layer` is its number in the model, `prefix` its name on this rank."""
+        parts, part = self.layout.ep, ep
+        if self.layout.tp_extend_ep:
+            parts, part = self.layout.ep * self.layout.tp, ep * self.layout.tp + tp
+        count = self.shape.experts // parts
+        mine = range(part * count, (part + 1) * count)
+        for module, spec, split in CORE:
             if "{e}" not in module:
                 names = [f"{layer}.{word}" for word in spec.split()]
-                yield from self.module(file, prefix + module.strip(), names, split, tp)
+                yield from self.module(file, prefix + module, names, split, tp)
             elif self.layout.experts == "single" and not self.shape.is_dense(layer):
                 for local, expert in enumerate(mine):
                     names = [f"{layer}.{word}" for word in spec.replace("{e}", str(expert)).split()]
-                    yield from self.module(file, prefix + module.replace("{e}", str(local)), names, split, tp)
+                    divided = "copy" if self.layout.tp_extend_ep else split
+                    yield from self.module(file, prefix + module.replace("{e}", str(local)), names, divided, tp)
         if self.layout.experts == "grouped" and not self.shape.is_dense(layer):
             yield from self.grouped_experts(file, prefix, layer, mine, tp)
 
@@ -269,7 +289,7 @@ class MegatronShards:
             groups = self.shape.groups
             height = sum(self.parameters[name].rows for name in names)
             yield from slice_rows(
-                by_group(names, self.parameters, 0, groups, groups), *rank_rows(height, tp, self.layout.tp)
+                group_regions(names, self.parameters, 0, groups, groups), *rank_rows(height, tp, self.layout.tp)
             )
             return
         for name in names:
@@ -277,31 +297,31 @@ class MegatronShards:
             rows, columns = (0, parameter.rows), (0, parameter.columns)
             if split == "rows":
                 rows = rank_rows(parameter.rows, tp, self.layout.tp)
-            elif (
-                split == "columns" and not parameter.vector
-            ):  # a bias that is added after the sum over ranks is replicated
+            elif split == "columns" and not parameter.vector:  # a bias is added after the sum over ranks: replicated
                 columns = rank_rows(parameter.columns, tp, self.layout.tp)
             yield name, rows, columns
 
-    def vocabulary_tensor(self, file: str, name: str, part_name: str, tp: int) -> StoredTensor:
+    def vocabulary_tensor(self, file: str, name: str, parameter_name: str, tp: int) -> StoredTensor:
         """Return a rank's rows of an embedding or head; rows beyond the vocabulary repeat the last row."""
-        parameter = self.parameters[part_name]
+        parameter = self.parameters[parameter_name]
         padded = self.layout.padded_vocabulary or parameter.rows
         start, end = rank_rows(padded, tp, self.layout.tp)
         columns, height = (0, parameter.columns), end - start
         blocks, real = [], max(0, min(end, parameter.rows) - start)
         if real:
-            blocks.append(ParameterBlock(part_name, (start, start + real), columns, (0, 0)))
+            blocks.append(ParameterBlock(parameter_name, (start, start + real), columns, (0, 0)))
         if real < height:
             last = (parameter.rows - 1, parameter.rows)
-            blocks.append(ParameterBlock(part_name, last, columns, (real, 0), repeat=height - real))
+            blocks.append(ParameterBlock(parameter_name, last, columns, (real, 0), repeat=height - real))
         matrix_shape = (height, parameter.columns)
         return StoredTensor(file, name, (height,) if parameter.vector else matrix_shape, matrix_shape, tuple(blocks))
 
     def grouped_experts(self, file: str, prefix: str, layer: int, mine: range, tp: int) -> Iterator[StoredTensor]:
         """Yield grouped experts: weight1 [experts, hidden, 2 ffn] and weight2 [experts, ffn, hidden], as matrices."""
         hidden = self.shape.hidden
-        start, end = rank_rows(self.shape.expert_ffn, tp, self.layout.tp)
+        start, end = 0, self.shape.expert_ffn
+        if not self.layout.tp_extend_ep:
+            start, end = rank_rows(self.shape.expert_ffn, tp, self.layout.tp)
         ffn = end - start
         first, second = [], []
         for local, expert in enumerate(mine):
@@ -317,7 +337,7 @@ class MegatronShards:
 
 
 def slice_rows(regions: Iterable[Region], start: int, end: int) -> Iterator[Region]:
-    """Yield what lies between two rows of vertically stacked regions.
+    """Yield the parts of vertically stacked regions between rows `start` and `end`.
 
     With more ranks than key-value groups, a group's queries, key and value are split anywhere; Megatron gathers them.
     """

@@ -10,6 +10,8 @@ from posttrain.convert.families import Config, family_of
 from posttrain.convert.stored_tensors import ParameterShape
 from posttrain.core.errors import UsageError
 
+TIED_BY_DEFAULT = ("gpt2", "gemma", "gemma2", "bloom", "minicpm")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -28,15 +30,15 @@ class ModelShape:
     positions: int = 0
     experts: int = 0
     expert_ffn: int = 0
-    shared_ffn: int = 0
+    shared_ffn: int = 0  # of the shared experts together
     dense_layers: frozenset[int] = frozenset()  # layers without experts of a mixture-of-experts model
     router_bias: bool = False
-    mla: bool = False
+    mla: bool = False  # multi-latent attention; the next four are its sizes
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
     value_dim: int = 0
-    biased: frozenset[str] = frozenset()
+    biased: frozenset[str] = frozenset()  # names of parameters that have a bias
     embedding_norm: bool = False
     mtp_layers: int = 0  # multi-token-prediction layers after the last layer (DeepSeek-V3)
 
@@ -50,15 +52,21 @@ def shape_of(config: Config, mtp_layers: int = 0) -> ModelShape:
 
     def first(*names: str, default: int | None = None) -> int:
         found = next((config[name] for name in names if config.get(name) is not None), default)
+        if isinstance(found, list) and len(set(found)) == 1:  # HunYuan: one number per layer
+            found = found[0]
         if not isinstance(found, int):
-            raise UsageError(f"config.json: {names[0]} is missing or not an integer")
+            raise UsageError(f"config.json: {names[0]} is missing, or not one integer")
         return found
 
     hidden, heads = first("n_embed", "hidden_size", "n_embd"), first("num_attention_heads", "n_head")
     layers = first("num_hidden_layers", "n_layer", "num_layers")
     mla = "kv_lora_rank" in config
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0) if family.experts else 0
+    if config.get("use_cla"):
+        raise UsageError("config.json: use_cla (layers that share keys and values) has no form in Megatron")
     ffn = first("intermediate_size", "ffn_hidden_size", "n_inner", default=4 * hidden)
+    if config["model_type"] == "qwen":
+        ffn //= 2  # it counts gate and up
     expert_ffn = first("moe_intermediate_size", default=ffn)
     dense = dense_layers(config, layers)
     architecture = (config.get("architectures") or ["ForCausalLM"])[0]
@@ -80,7 +88,8 @@ def shape_of(config: Config, mtp_layers: int = 0) -> ModelShape:
         positions=first("n_positions", "max_position_embeddings") if family.positions else 0,
         experts=experts,
         expert_ffn=expert_ffn,
-        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert_ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size")
+        or first("n_shared_experts", "num_shared_expert", default=0) * expert_ffn,
         dense_layers=dense,
         router_bias=config["model_type"] == "deepseek_v3",
         mla=mla,
@@ -103,7 +112,7 @@ def dense_layers(config: Config, layers: int) -> frozenset[int]:
 
 def has_tied_head(config: Config) -> bool:
     """Whether head and embeddings are tied; the default depends on the family."""
-    return bool(config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "gemma", "gemma2", "bloom")))
+    return bool(config.get("tie_word_embeddings", config["model_type"] in TIED_BY_DEFAULT))
 
 
 def label_count(config: Config) -> int:

@@ -16,6 +16,7 @@ from posttrain.convert.parameters import ModelShape, count_mtp_layers, model_par
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import read_json
+from posttrain.core.model_limits import check_model_config
 
 MANIFEST = "convert.json"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -51,11 +52,13 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
-    return read_json(path)
+    config = read_json(path)
+    check_model_config(config, str(folder))
+    return config
 
 
 def recognise_format(folder: Path) -> str:
-    """Return hf, megatron (core or legacy), sharded, or adapter (peft), by the files in the folder."""
+    """Return hf, megatron (core or legacy), sharded (a run or checkpoint of ours) or adapter (peft), by the files."""
     if (folder / "checkpoints").is_dir() or (folder / "model" / "config.json").is_file():
         return "sharded"
     if (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("mp_rank_*")):
@@ -68,9 +71,16 @@ def recognise_format(folder: Path) -> str:
     raise UsageError(f"{folder}: neither a Hugging Face folder (config.json) nor a Megatron checkpoint (mp_rank_...)")
 
 
-def open_source(folder: Path, kind: str, original: Path | None, given: CheckpointLayout | None) -> SourceCheckpoint:
-    """Open a checkpoint. `original`: folder with config.json, if not this one; `given`: layout options of the user."""
+def open_source(
+    folder: Path, kind: str, original: Path | None, given: CheckpointLayout | None, *, reward_model: bool = False
+) -> SourceCheckpoint:
+    """Open a checkpoint. `original`: folder with config.json, if not this one; `given`: layout options of the user.
+
+    `reward_model`: it has a score head, also if the configuration is that of the language model it was trained from.
+    """
     config = read_model_config(original or folder)
+    if reward_model:
+        config = as_reward_model(config, kind)
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     iteration = "" if kind == "hf" else iteration_of(folder)
     files = {name: open_safetensors(folder / name) for name in hf_files(folder)} if kind == "hf" else {}
@@ -87,12 +97,29 @@ def open_source(folder: Path, kind: str, original: Path | None, given: Checkpoin
         else:
             layout = recognise_layout(kind, files, given or CheckpointLayout())
         stored, ignored = locate_megatron(folder, files, MegatronShards(layout, shape, parameters, iteration))
-    hashes = {f"{row['file']}: {row['name']}": row["sha256"] for row in manifest.get("target", ())}
+    hashes = recorded_hashes(folder)
     source = SourceCheckpoint(
         folder, original or folder, config, layout, shape, parameters, stored, files, ignored, hashes
     )
     check_present(source)
     return source
+
+
+def as_reward_model(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the configuration with a score head of one label, if it has a language-model head."""
+    (architecture, *_) = config.get("architectures") or ["ForCausalLM"]
+    if not architecture.endswith("ForCausalLM"):
+        return config
+    if kind == "hf":
+        raise UsageError("--orm: the source is a language model, it has no score head: train one, posttrain reward")
+    scored = architecture.replace("ForCausalLM", "ForSequenceClassification")
+    return config | {"architectures": [scored], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def recorded_hashes(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each tensor that a conversion to this folder recorded; empty if none did."""
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    return {f"{row['file']}: {row['name']}": row["sha256"] for row in manifest.get("target", ())}
 
 
 def check_present(source: SourceCheckpoint) -> None:

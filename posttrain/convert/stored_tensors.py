@@ -111,7 +111,7 @@ def full_span(parameter: ParameterShape) -> tuple[Span, Span]:
     return (0, parameter.rows), (0, parameter.columns)
 
 
-def by_group(
+def group_regions(
     names: list[str], parameters: dict[str, ParameterShape], first: int, count: int, groups: int
 ) -> Iterator[Region]:
     """Yield regions for key-value groups `first` to `first + count`: the group's queries, its key, its value."""

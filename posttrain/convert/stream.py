@@ -1,4 +1,4 @@
-"""Assemble the tensors of one layout from those of another, a few at a time: read, verify, copy, hand on."""
+"""Assemble the tensors of one layout from those of another, a few at a time: read, verify the hash, copy, yield."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from posttrain.convert.source import MANIFEST, SourceCheckpoint
 from posttrain.convert.stored_tensors import ParameterBlock, Span, StoredTensor
 from posttrain.core.errors import CheckpointError
 
-SMALL = 64 << 20  # groups of tensors up to this size are held in memory together
+MIN_BATCH_BYTES = 64 << 20  # targets are assembled together up to this size, or more if a tensor is larger
 
 
 @dataclass
 class TargetTensor:
     """A tensor of the target while it is assembled. Stored tensors with equal blocks are replicas of it."""
 
-    copies: list[StoredTensor]
+    replicas: list[StoredTensor]
     dtype: torch.dtype
     data: torch.Tensor | None = None
     digest: str = ""  # known in advance where the bytes are those of a source tensor
@@ -30,7 +30,7 @@ class TargetTensor:
 
     @property
     def elements(self) -> int:
-        return self.copies[0].matrix_shape[0] * self.copies[0].matrix_shape[1]
+        return self.replicas[0].matrix_shape[0] * self.replicas[0].matrix_shape[1]
 
 
 @dataclass
@@ -44,7 +44,7 @@ class TensorStream:
     digests: dict[str, str] = field(default_factory=dict)  # of the source tensors read so far
 
     def __post_init__(self) -> None:
-        self.buffers = BufferPool(max(SMALL, 2 * self.largest))
+        self.buffers = BufferPool(max(MIN_BATCH_BYTES, 2 * self.largest))
 
     def assemble(
         self,
@@ -52,17 +52,17 @@ class TensorStream:
         targets: list[StoredTensor],
         dtype_of: Callable[[StoredTensor], torch.dtype],
     ) -> Iterator[TargetTensor]:
-        """Yield the targets, which have parameters in common with these sources, as each is complete.
+        """Yield each target once it is complete; `sources` hold all parameters of the targets.
 
         As many targets as memory allows are assembled at a time; every source is read once for each such batch.
         """
-        copies: dict[tuple[ParameterBlock, ...], list[StoredTensor]] = {}
+        replicas: dict[tuple[ParameterBlock, ...], list[StoredTensor]] = {}
         for tensor in targets:
-            copies.setdefault(tensor.blocks, []).append(tensor)
-        waiting = [TargetTensor(stored, dtype_of(stored[0])) for stored in copies.values()]
-        limit = max(SMALL, 2 * self.largest) - max(self.size(tensor) for tensor in sources)
+            replicas.setdefault(tensor.blocks, []).append(tensor)
+        waiting = [TargetTensor(stored, dtype_of(stored[0])) for stored in replicas.values()]
+        limit = max(MIN_BATCH_BYTES, 2 * self.largest) - max(self.size(tensor) for tensor in sources)
         while waiting:
-            batch, held = [waiting.pop(0)], 0
+            batch = [waiting.pop(0)]
             held = batch[0].elements * batch[0].dtype.itemsize
             while waiting and held + (size := waiting[0].elements * waiting[0].dtype.itemsize) <= limit:
                 batch.append(waiting.pop(0))
@@ -74,10 +74,10 @@ class TensorStream:
 
     def assemble_batch(self, sources: list[StoredTensor], batch: list[TargetTensor]) -> Iterator[TargetTensor]:
         """Read each source once and copy its blocks to all targets of a batch."""
-        by_blocks = {target.copies[0].blocks: target for target in batch}
+        by_blocks = {target.replicas[0].blocks: target for target in batch}
         wanted: dict[str, list[tuple[TargetTensor, ParameterBlock]]] = defaultdict(list)
         for target in batch:
-            for block in target.copies[0].blocks:
+            for block in target.replicas[0].blocks:
                 wanted[block.parameter].append((target, block))
         first: dict[tuple[ParameterBlock, ...], StoredTensor] = {}
         for tensor in sources:
@@ -101,7 +101,7 @@ class TensorStream:
             self.buffers.give_back(data)
         for target in batch:
             assert target.filled == target.elements, (
-                f"{target.copies[0]}: {target.filled} of {target.elements} elements"
+                f"{target.replicas[0]}: {target.filled} of {target.elements} elements"
             )
             if target.data is None:
                 continue  # yielded already
@@ -151,7 +151,7 @@ class TensorStream:
             if self.adapter is not None and tensor.dtype != dtype:
                 dtype = torch.float32  # rounded once, after the adapters are added
             buffer = self.buffers.take(target.elements * dtype.itemsize)
-            target.data = buffer.view(dtype).view(target.copies[0].matrix_shape)
+            target.data = buffer.view(dtype).view(target.replicas[0].matrix_shape)
         top, bottom, left, right = wanted.place
         place = target.data[top:bottom, left:right]
         place = place.T if wanted.transposed else place
@@ -164,11 +164,11 @@ class TensorStream:
         target.filled += place.numel()
 
     def merge_adapter(self, target: TargetTensor) -> None:
-        """Add the adapter's changes and convert the tensor to its type."""
+        """Add the adapter's update and convert the tensor to the target's dtype."""
         assert target.data is not None
         if self.adapter is None:
             return
-        for block in target.copies[0].blocks:
+        for block in target.replicas[0].blocks:
             top, bottom, left, right = block.place
             place = target.data[top:bottom, left:right]
             place = place.T if block.transposed else place
@@ -177,11 +177,13 @@ class TensorStream:
 
 
 def overlap(a: Span, b: Span) -> Span | None:
+    """Return what two spans have in common; None if nothing."""
     start, end = max(a[0], b[0]), min(a[1], b[1])
     return (start, end) if start < end else None
 
 
 def within(span: Span, frame: Span) -> slice:
+    """Return the span relative to the beginning of the frame."""
     return slice(span[0] - frame[0], span[1] - frame[0])
 
 

@@ -1,0 +1,1 @@
+"""What every package uses: types, errors, maths without a model, atomic files, logging, metrics, progress."""

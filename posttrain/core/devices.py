@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from posttrain.core.host import host_memory
+
 
 def default_device() -> torch.device:
     """Return the accelerator of this process, or the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")
+
+
+def device_memory(device: torch.device) -> tuple[str, int]:
+    """Return a device's name and memory in bytes; for the CPU, the memory that this process may use."""
+    if device.type == "cpu":
+        return "CPU", host_memory()
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        return "Apple GPU", int(module.recommended_max_memory())
+    properties = module.get_device_properties(device)
+    return str(properties.name), int(properties.total_memory)
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class PosttrainError(Exception):
-    """Something failed; the message says what, where and what to do."""
+    """A failure that the user can act on; the message states what happened, where, and what to do."""
 
     exit_code = 1
 
@@ -20,7 +20,7 @@ class UsageError(PosttrainError):
 
 
 class DataError(PosttrainError):
-    """A row cannot be used; the message begins with `file:line:`."""
+    """An example cannot be used; the message begins with `file:line:`."""
 
 
 class CheckpointError(PosttrainError):
@@ -40,13 +40,13 @@ class RewardError(PosttrainError):
 
 
 class WorkerError(PosttrainError):
-    """A worker process was lost, did not answer in time, or failed; the message names it and its log."""
+    """A worker process was lost, timed out or failed; the message names it and its log."""
 
     def __init__(self, message: str, *, lost: bool) -> None:
         super().__init__(message)
         self.lost = lost
-        """The process is gone or does not answer: with another in its place the run can go on."""
-        self.folder: Path | None = None  # of the run, where it is known
+        """Whether the process is gone or unresponsive, so that the run can continue with a new one."""
+        self.folder: Path | None = None  # the run directory, if it is known
 
 
 class Stopped(PosttrainError):  # noqa: N818  a request, not a fault

@@ -1,15 +1,18 @@
-"""Reads JSON files, replaces files atomically, and makes what was written survive a power cut."""
+"""Reads JSON files, writes files and folders atomically, and makes what was written survive a power cut."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import CheckpointError
+from posttrain.core.disk import disk_errors
+from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.temporary import TemporaryFolder, lock, remove_leftovers, temporary_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,21 +52,55 @@ def atomic_write(path: Path, parts: Iterable[str]) -> None:
 
     A lone surrogate, which a model may generate, is written as the escape that JSON uses for it.
     """
-    temporary = path.with_name(f"{temporary_prefix(path)}{os.getpid()}")
+    atomic_write_bytes(path, (part.encode("utf-8", "backslashreplace") for part in parts))
+
+
+def atomic_write_bytes(path: Path, parts: Iterable[bytes]) -> None:
+    """Write bytes in parts, as `atomic_write_text` does."""
+    remove_leftovers(path.parent, path.name)
+    temporary = temporary_file(path)
+    locked: int | None = None
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with (
+            disk_errors(path, written_in=temporary),
+            temporary.open("wb") as file,
+        ):
+            locked = lock(temporary)
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+        if locked is not None:
+            os.close(locked)
     sync_folder(path.parent)
 
 
-def temporary_prefix(path: Path) -> str:
-    """How the names of the temporary files begin that a killed `atomic_write` may leave beside `path`."""
-    return f".tmp-{path.name}-"
+@contextmanager
+def new_folder(out: Path, needed: Callable[[], int] = lambda: 0) -> Iterator[Path]:
+    """Yield a temporary folder beside `out`, which is renamed to `out` when the block ends without an error.
+
+    `needed`: returns the size of the output in bytes, for the message of a full disk; 0 if it is not known.
+    """
+    check_new_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryFolder(out.parent, out.name) as unfinished,
+        disk_errors(out, written_in=unfinished, needed=needed),
+    ):
+        yield unfinished
+        unfinished.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    sync_folder(out.parent)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise UsageError if `out` exists and is not an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} already exists and is not empty: choose another output folder")
 
 
 def sync_folder(folder: Path) -> None:
@@ -76,7 +113,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_sha256(path: Path, sync: bool = False) -> str:
-    """The sha256 of a file's content as hexadecimal digits; `sync` also brings the content to the disk."""
+    """Return the sha256 of a file's content in hexadecimal; `sync` also flushes the file to the disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:

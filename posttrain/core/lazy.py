@@ -1,4 +1,4 @@
-"""PyTorch, imported on first use.
+"""PyTorch, imported on first use, and types of transformers, which annotations name without importing it.
 
 `from posttrain.core.lazy import F, torch` gives modules that load PyTorch (1.8 s of CPU time) when one of their
 attributes is read for the first time. Modules that `--help` imports take it from here.
@@ -21,6 +21,9 @@ class LazyModule(ModuleType):
 if TYPE_CHECKING:
     import torch as torch
     import torch.nn.functional as F
+    from transformers import PreTrainedModel as PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 else:
     torch = LazyModule("torch")
     F = LazyModule("torch.nn.functional")
+    PreTrainedModel = PreTrainedTokenizerBase = Any

@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: logs/run.log, samples, and the console; metrics go to metrics_sinks."""
+"""The output of a run: logs/run.log, samples, the console, and metrics through metrics_sinks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from posttrain.core.errors import PosttrainError
 from posttrain.core.host import peak_memory_gib
-from posttrain.core.jsonl import append_text
+from posttrain.core.jsonl import LineFile
 from posttrain.core.metrics_sinks import (
     Metrics,
     MetricsFile,
@@ -36,7 +35,9 @@ def quiet_libraries() -> None:
     """Turn off transformers' and the hub's log lines and progress bars, unless the user's environment sets them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about kernels nobody uses
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # peft imports it; it warns about kernels that are not used
     if "transformers" not in sys.modules:
         return  # it reads these variables when it is imported; importing it here would cost a second
     from transformers.utils import logging as transformers_logging
@@ -58,6 +59,9 @@ class Log:
         quiet: bool,
         tensorboard: bool,
         wandb: str,
+        wandb_name: str = "",
+        wandb_dir: str = "",
+        tensorboard_dir: str = "",
         config: dict[str, Any],
         start_step: int | None = None,
     ) -> None:
@@ -68,7 +72,7 @@ class Log:
         self.folder = folder
         self.phases = PhaseTimer()
         self.console = RunConsole(total_steps=total_steps, quiet=quiet)
-        self.run_file: BinaryIO | None = None
+        self.run_file: LineFile | None = None
         self.sinks: list[MetricsSink] = []
         self.handler = WarningsToLog(self)
         if folder is None:
@@ -79,11 +83,11 @@ class Log:
                 if int(path.stem.removeprefix("step-")) > start_step:
                     path.unlink()
         self.sinks.append(MetricsFile(folder, start_step))
-        self.run_file = (folder / "logs" / "run.log").open("ab", buffering=0)
+        self.run_file = LineFile(folder / "logs" / "run.log")
         if tensorboard:
-            self.sinks.append(TensorBoardSink(folder, start_step))
+            self.sinks.append(TensorBoardSink(folder, start_step, tensorboard_dir))
         if wandb:
-            self.sinks.append(WandbSink(folder, wandb, config, quiet))
+            self.sinks.append(WandbSink(folder, wandb, config, quiet, wandb_name, wandb_dir))
 
     def __enter__(self) -> Log:
         logging.getLogger("posttrain").addHandler(self.handler)
@@ -93,14 +97,14 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        logging.getLogger("posttrain").removeHandler(self.handler)
         if error is not None:
-            with contextlib.suppress(PosttrainError):  # a full disk must not hide the first error
-                self._record("error", "".join(traceback.format_exception(error)).rstrip())
+            self._record("error", "".join(traceback.format_exception(error)).rstrip())
         self.console.end()
         self._close_sinks(failed=error is not None)
-        if self.run_file is not None:
-            self.run_file.close()
+        run_file, self.run_file = self.run_file, None
+        if run_file is not None:
+            run_file.close()
+        logging.getLogger("posttrain").removeHandler(self.handler)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -111,8 +115,11 @@ class Log:
         finally:
             self.phases.leave()
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        """Log one step, evaluation included (as eval/...). With `tokens` among the metrics, the speed is added."""
+    def step(self, step: int, metrics: Metrics) -> Metrics:
+        """Log one step, evaluation included (as eval/...), and return what was logged.
+
+        With `tokens` among the metrics, the speed is added.
+        """
         seconds = self.phases.restart()
         row: Metrics = {}
         if "loss" in metrics:
@@ -123,19 +130,28 @@ class Log:
             row["tokens_per_second"] = round(metrics["tokens"] / training, 1)
         row.setdefault("memory_gib", round(peak_memory_gib(), 3))
         row |= {f"time/{name}": round(s, 6) for name, s in seconds.items()}
+        row |= {f"memory/{name}": round(gib, 3) for name, gib in self.phases.take_peaks().items()}
         row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
-        for sink in self.sinks:
-            sink.step(step, row)
+        for sink in list(self.sinks):
+            try:
+                sink.step(step, row)
+            except OSError as error:
+                self.sinks.remove(sink)
+                self.warn(f"metrics are not written to {type(sink).__name__.removesuffix('Sink')} any more: {error}")
         self.console.step(step, row)
+        return row
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append rows (a prompt, its completion, its score, say) to samples/step-<step>.jsonl."""
         if self.folder is None:
             return
         path = self.folder / "samples" / f"step-{step:08d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            append_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            self.warn(f"{path}: cannot be written: {error.strerror}. The run goes on without these samples")
 
     def message(self, text: str) -> None:
         """Print a line above the progress; with --quiet it goes to logs/run.log only."""
@@ -161,15 +177,15 @@ class Log:
 
     def _record(self, level: str, text: str) -> None:
         if self.run_file is not None:
-            append_text(self.run_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}: {text}\n")
+            self.run_file.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}: {text}\n")
 
 
-_parts: list[str] = []  # what runs are parts of now
+_parts: list[str] = []  # commands that the current run is a part of
 
 
 @contextlib.contextmanager
 def part_of(whole: str) -> Iterator[None]:
-    """Runs in here are parts of a larger command, which prints the last line itself."""
+    """Mark runs in the block as parts of a larger command, which prints the closing message itself."""
     _parts.append(whole)
     try:
         yield
@@ -205,18 +221,19 @@ class RunConsole:
         evaluation = [f"{key} {value:.4g}" for key, value in row.items() if key.startswith("eval/")]
         if evaluation:
             self.message(f"step {step}  " + "  ".join(evaluation))
-        # The first step also pays for what happens once; it counts only while nothing else is known.
+        # The first step includes one-time costs; its time is used only until there is a second.
         if self.steps_seen == 1:
             seconds_per_step = sum(row[key] for key in row if key.startswith("time/") and key != "time/load")
         else:
             seconds_per_step = (now - self.first_step_ended) / (self.steps_seen - 1)
         left = duration(seconds_per_step * max(self.total_steps - step, 0))
-        details = "  ".join([*shown_metrics(row), f"eta {left}", f"{row['memory_gib']:.2f} GiB"])
+        details = "  ".join([*shown_metrics(row), f"{row['memory_gib']:.2f} GiB"])
         self.display.update(
             f"step {step}/{self.total_steps}",
             details,
             done=step,
             total=self.total_steps,
+            eta=f"eta {left}",
             show=step == self.total_steps,
         )
 
@@ -236,7 +253,7 @@ class RunConsole:
 
 
 def shown_metrics(row: Metrics) -> list[str]:
-    """The metrics that the progress line shows."""
+    """Return the metrics that the progress line shows, as text."""
     shown: list[str] = []
     if "reward" in row:
         shown += shown_rollout_metrics(row)
@@ -249,13 +266,13 @@ def shown_metrics(row: Metrics) -> list[str]:
 
 
 def shown_rollout_metrics(row: Metrics) -> list[str]:
-    """The same for a step that trained on the policy's own completions."""
+    """Return the same for a step of the online loop."""
     shown = [f"reward {row['reward']:.3f}"]
     rewards = {key.removeprefix("rewards/"): value for key, value in row.items() if key.startswith("rewards/")}
     if len(rewards) > 1:
         shown.append("(" + " ".join(f"{name} {value:.3f}" for name, value in rewards.items()) + ")")
     shown.append(f"length {row['length']:.0f}")
-    shown += [f"{name} {row[name]:.3g}" for name in ("entropy", "kl") if name in row]
+    shown += [f"{name} {row[name]:.3g}" for name in ("entropy", "kl", "divergence") if name in row]
     shares = {"clipped": "clipped", "no_signal": "no signal", "truncated": "truncated"}
     shown += [f"{words} {row[name]:.0%}" for name, words in shares.items() if row.get(name)]
     if row["failures"]:

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Writes the metrics of a run to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import math
 import uuid
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from posttrain.core.errors import UsageError
-from posttrain.core.jsonl import append_text, cut_after
+from posttrain.core.jsonl import LineFile, cut_after
 
 WALL_CLOCK_KEYS = frozenset({"tokens_per_second", "memory_gib"})
 """Metrics that differ between two equal runs, besides all that begin with `time/`."""
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 
 def is_wall_clock(key: str) -> bool:
     """Whether a metric depends on the clock or the machine, so that a comparison of two runs leaves it out."""
-    return key.startswith("time/") or key in WALL_CLOCK_KEYS
+    return key.startswith("time/") or key.rpartition("/")[2] in WALL_CLOCK_KEYS
 
 
 def check_sinks(tensorboard: bool, wandb: str) -> None:
@@ -49,23 +49,23 @@ class MetricsFile:
     def __init__(self, folder: Path, start_step: int | None) -> None:
         path = folder / "metrics.jsonl"
         cut_after(path, start_step)
-        self.file: BinaryIO = path.open("ab", buffering=0)
+        self.file = LineFile(path)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        append_text(self.file, json_line({"step": step, **metrics}))
+        self.file.append(json_line({"step": step, **metrics}))
 
     def close(self, failed: bool) -> None:
         self.file.close()
 
 
 class TensorBoardSink:
-    """Event files in logs/tensorboard."""
+    """Event files in a directory; "": logs/tensorboard of the run directory."""
 
-    def __init__(self, folder: Path, start_step: int | None) -> None:
+    def __init__(self, folder: Path, start_step: int | None, directory: str = "") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if start_step is None else start_step + 1
-        self.writer = SummaryWriter(str(folder / "logs" / "tensorboard"), purge_step=purge)
+        self.writer = SummaryWriter(directory or str(folder / "logs" / "tensorboard"), purge_step=purge)
 
     def step(self, step: int, metrics: Metrics) -> None:
         for key, value in metrics.items():
@@ -76,10 +76,18 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A wandb run named after the run directory; a resumed run continues the same one. WANDB_MODE=offline works."""
+    """A wandb run; a resumed run continues the same one. WANDB_MODE=offline works.
 
-    def __init__(self, folder: Path, project: str, config: dict[str, Any], quiet: bool) -> None:
+    Without a name it is named after the run directory, and without a directory its files are in logs there.
+    """
+
+    def __init__(
+        self, folder: Path, project: str, config: dict[str, Any], quiet: bool, name: str = "", directory: str = ""
+    ) -> None:
         import wandb
+
+        if directory:
+            Path(directory).mkdir(parents=True, exist_ok=True)
 
         id_file = folder / "logs" / "wandb-id"
         if not id_file.exists():
@@ -87,10 +95,10 @@ class WandbSink:
         try:
             self.run = wandb.init(
                 project=project,
-                name=folder.resolve().name,
+                name=name or folder.resolve().name,
                 id=id_file.read_text(),
                 resume="allow",
-                dir=folder / "logs",
+                dir=directory or folder / "logs",
                 config=config,
                 settings=wandb.Settings(silent=quiet),
             )
@@ -107,7 +115,7 @@ class WandbSink:
 
 
 def json_line(row: Metrics) -> str:
-    """JSON has no NaN and no infinity: they become null, and `not_finite` names them."""
+    """Encode metrics as JSON; NaN and infinity, which JSON lacks, become null, and `not_finite` lists their names."""
     not_finite = [key for key, value in row.items() if not math.isfinite(value)]
     plain: dict[str, Any] = {key: None if key in not_finite else value for key, value in row.items()}
     if not_finite:

@@ -89,22 +89,36 @@ def router_balance(
 
 
 def tempered(
-    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    min_p_first: bool = False,
 ) -> torch.Tensor:
     """Returns the logits of the distribution that is sampled from: divided by the temperature, -inf where truncated.
 
     In this order, as elsewhere: the temperature; the top_k likeliest; of those the fewest whose probabilities reach
-    top_p; of those the ones at least min_p times as likely as the likeliest. The likeliest always stays, and equally
-    likely tokens stay or go together, so that the order of a sort decides nothing.
+    top_p; of those the ones at least min_p times as likely as the likeliest (with `min_p_first` before top_k). The
+    likeliest always stays, and equally likely tokens stay or go together, so that the order of a sort decides nothing.
     """
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
-    least = least_kept(logits, top_k, top_p, min_p)
+    least = least_kept(logits, top_k, top_p, min_p, min_p_first)
     return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
-def least_kept(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
-    """Returns the smallest logit that truncation keeps: [..., 1], or None where it keeps all."""
+def least_kept(
+    logits: torch.Tensor, top_k: int, top_p: float, min_p: float, min_p_first: bool = False
+) -> torch.Tensor | None:
+    """Returns the smallest logit that truncation keeps: [..., 1], or None where it keeps all.
+
+    `min_p_first`: top_p is then a share of what min_p leaves.
+    """
+    if min_p_first and min_p > 0.0:
+        near = logits.amax(-1, keepdim=True) + math.log(min_p)
+        further = least_kept(logits.masked_fill(logits < near, -torch.inf), top_k, top_p, 0.0)
+        return near if further is None else torch.maximum(near, further)
     least: torch.Tensor | None = None
     ordered: torch.Tensor | None = None
     if 0 < top_k < logits.shape[-1]:
@@ -150,18 +164,21 @@ def likeliest(logits: torch.Tensor, normalizer: torch.Tensor, mass: float) -> to
 
 def learning_rate_at(
     step: int,
-    total_steps: int,
+    decay_steps: int,
     peak: float,
     schedule: Literal["cosine", "linear", "constant"],
     warmup_steps: int,
     min_ratio: float,
 ) -> float:
-    """Returns the rate of step `step` (from 1): linear warm-up to the peak, then decay to min_ratio * peak."""
+    """Returns the rate of step `step` (from 1): linear warm-up to the peak, then decay to min_ratio * peak.
+
+    It reaches that at step `decay_steps` and keeps it afterwards.
+    """
     if step <= warmup_steps:
         return peak * step / warmup_steps
     if schedule == "constant":
         return peak
-    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    done = (step - warmup_steps) / max(1, decay_steps - warmup_steps)
     remaining = 1 - min(1.0, done)
     if schedule == "cosine":
         remaining = 0.5 * (1 - math.cos(math.pi * remaining))

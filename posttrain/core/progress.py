@@ -1,4 +1,4 @@
-"""How far a command is, in one line: rewritten in place on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows the progress of a command in one line: redrawn on a terminal, plain lines elsewhere, nothing if quiet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
+from typing import Any, Protocol, TextIO
 
 REFRESH_SECONDS = 0.1  # between two updates on a terminal
-BAR_WIDTH = 20  # columns
+
+
+class TerminalLine(Protocol):
+    """A line that is redrawn in place: terminal_line.RichLine, imported when it is shown, because rich takes 50 ms."""
+
+    def update(self, position: str, eta: str, details: str, done: float, total: float | None) -> None: ...
+
+    def print(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class ProgressDisplay:
@@ -35,13 +40,15 @@ class ProgressDisplay:
         transient: bool = False,
         print_line: Callable[[str], None] | None = None,
     ) -> None:
-        """`stream`: standard output by default. `transient`: the line disappears in the end, and without a terminal
-        nothing is printed. `print_line`: receives all lines instead of the stream."""
+        """`stream`: standard output by default; `print_line`: receives all lines instead of the stream.
+
+        `transient`: the line disappears at the end, and nothing is printed if the stream is not a terminal.
+        """
         self.stream = TolerantStream(stream or sys.stdout)
         self.quiet, self.seconds_between_lines, self.transient = quiet, seconds_between_lines, transient
         self.print_line = print_line
         self.on_terminal = self.stream.isatty() and print_line is None and os.environ.get("TERM") != "dumb"
-        self.live: Live | None = None  # once there is something to show
+        self.line: TerminalLine | None = None  # once there is something to show
         self.lock = threading.RLock()  # updates may come from several threads
         self.shown_at = -math.inf
         self.pending: Callable[[], None] | None = None  # shows the newest update, if it was not shown yet
@@ -52,15 +59,25 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def update(self, position: str, details: str = "", *, done: float, total: float | None, show: bool = False) -> None:
-        """`position` says how far it is in words (`step 3/10`), `done` of `total` the same in numbers, for the bar.
+    def update(
+        self,
+        position: str,
+        details: str = "",
+        *,
+        done: float,
+        total: float | None,
+        eta: str = "",
+        show: bool = False,
+    ) -> None:
+        """Show the progress, as text (`position`, such as `step 3/10`) and for the bar (`done` of `total`).
 
-        `show`: at once, however little time has passed since the last line.
+        `eta`: the remaining time, such as `eta 3:05`, before the details because a narrow terminal truncates them.
+        `show`: print it now, even if the last line was printed a moment ago.
         """
         if self.quiet or (self.transient and not self.on_terminal):
             return
         with self.lock:
-            self.pending = lambda: self._show(position, details, done, total)
+            self.pending = lambda: self._show(position, eta, details, done, total)
             now = time.monotonic()
             if show or now - self.shown_at >= (REFRESH_SECONDS if self.on_terminal else self.seconds_between_lines):
                 self.shown_at = now
@@ -69,10 +86,8 @@ class ProgressDisplay:
     def message(self, text: str, stream: TextIO | None = None) -> None:
         """Print a line above the progress, even when quiet; `stream`: instead of the display's own."""
         target = TolerantStream(stream) if stream is not None else self.stream
-        if self.live is not None and target.isatty():
-            from rich.text import Text
-
-            self.live.console.print(Text.from_ansi(text), soft_wrap=True)
+        if self.line is not None and target.isatty():
+            self.line.print(text)
         elif self.print_line is not None:
             self.print_line(text)
         else:
@@ -80,51 +95,23 @@ class ProgressDisplay:
             target.flush()
 
     def close(self) -> None:
-        """Show the newest update if it was skipped, and leave the line."""
+        """Show the newest update if it was skipped, and end the line."""
         if self.pending is not None:
             self.pending()
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
+        if self.line is not None:
+            self.line.stop()
+            self.line = None
 
-    def _show(self, position: str, details: str, done: float, total: float | None) -> None:
+    def _show(self, position: str, eta: str, details: str, done: float, total: float | None) -> None:
         self.pending = None
         if not self.on_terminal:
-            self.message(f"{position}  {details}".rstrip())
+            self.message("  ".join(part for part in (position, eta, details) if part))
             return
-        live = self.live or self._start()
-        live.update(line_with_bar(position, details, done, total), refresh=True)
+        if self.line is None:
+            from posttrain.core.terminal_line import RichLine
 
-    def _start(self) -> Live:
-        from rich.console import Console
-        from rich.live import Live
-
-        self.live = Live(
-            console=Console(file=self.stream, highlight=False),  # type: ignore[arg-type]
-            auto_refresh=False,  # no thread: it is drawn when something changes
-            transient=self.transient,
-            redirect_stdout=sys.stdout.isatty(),  # what others print appears above the line
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self.live.start()
-        self.live.console.show_cursor(True)  # rich hides it, and a killed process would leave it hidden
-        return self.live
-
-
-def line_with_bar(position: str, details: str, done: float, total: float | None) -> Table:
-    """One line for rich; on a narrow terminal the details lose their end."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    line = Table.grid(padding=(0, 1))
-    line.add_column(no_wrap=True)
-    line.add_column(width=BAR_WIDTH)
-    line.add_column()
-    line.add_row(
-        Text(position), ProgressBar(total=total, completed=done), Text(details, no_wrap=True, overflow="ellipsis")
-    )
-    return line
+            self.line = RichLine(self.stream, transient=self.transient)
+        self.line.update(position, eta, details, done, total)
 
 
 class TolerantStream:
@@ -151,9 +138,9 @@ class TolerantStream:
 
 
 def time_left(started: float, done: float, total: float | None) -> str:
-    """The remaining time as `eta 3:05`, if the rest goes on as fast; empty while nothing is known.
+    """Return the remaining time as `eta 3:05`, at the average speed so far; empty at the start.
 
-    `started`: when it began, by time.monotonic.
+    `started`: the time.monotonic of the start.
     """
     if not total or not done:
         return ""
@@ -161,7 +148,7 @@ def time_left(started: float, done: float, total: float | None) -> str:
 
 
 def short_number(number: float) -> str:
-    """Three significant places or so: 950, 1.2k, 3.4M."""
+    """Format a number with a unit: 950, 1.2k, 3.4M."""
     for unit, scale in (("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.1f}{unit}"
@@ -169,7 +156,7 @@ def short_number(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours too: 3:05, 1:03:05."""
+    """Format seconds as minutes and seconds, or with hours: 3:05, 1:03:05."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

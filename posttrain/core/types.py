@@ -22,9 +22,13 @@ from posttrain.core.lazy import torch
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
+Experts = npt.NDArray[np.int16]
+"""The experts of each token, layer by layer: [tokens, mixture layers, experts per token]; -1: not recorded."""
 Unit = Literal["token", "sample", "group"]
 ExampleKind = Literal["text", "chat", "pair", "labelled", "stepwise", "prompt"]  # what an algorithm trains on
 Head = Literal["token", "score"]
+ExpertUse = Literal["ignore", "compare", "replay"]
+"""What a pass does with the experts that samples record: count where its routers choose others, or use them."""
 WeightVersion = int
 """Which training step weights come from: the number of steps after which they were the policy's; 0: the initial ones.
 
@@ -33,7 +37,7 @@ and record it in the samples that they generate with them.
 """
 
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
-SCALARS = ("reward", "label", "margin", "baseline")
+SCALARS = ("reward", "label", "margin", "baseline", "staleness")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True, eq=False)
@@ -60,17 +64,22 @@ class Sample:
     advantages: Floats | None = None
     returns: Floats | None = None
     targets: Floats | None = None  # process rewards: probability that the step ending here is correct
+    experts: Experts | None = None  # those that the sampler's routers chose
     # Scalars: one number per sample.
     reward: float = 0.0
+    reward_terms: tuple[tuple[float, float], ...] = ()  # weight and value of each reward that the sum has
     label: float = 0.0  # KTO: 1 desirable, 0 undesirable, -1 mismatched pair that only measures the KL
     margin: float = 0.0  # by how much the chosen completion is better, if the data has it
     baseline: float = 0.0  # written by the algorithm's assign_credit() over the whole batch
+    staleness: float = 0.0  # updates between the weights that generated its first token and those that train on it
     # Where it comes from.
     group: int = 0  # samples of one prompt (or the two of a pair) share it
     version: WeightVersion = 0  # of the weights that generated its first token
     newest: WeightVersion = 0  # of those that generated its last token: larger, if they changed in between
     finish: str = ""  # stop, length, error
     origin: str = ""  # file:line of its example
+    reused: float = 0.0  # share of the prompt's tokens (of all turns) whose keys and values were in the KV cache
+    preemptions: int = 0  # how often it was interrupted and computed again, because the KV cache was full
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -86,6 +95,10 @@ class Sample:
             stream = getattr(self, name)
             if stream is not None and stream.shape != (n,):
                 raise ValueError(f"{self.origin or 'sample'}: {name} has shape {stream.shape}, expected ({n},)")
+        if self.experts is not None and (self.experts.ndim != 3 or len(self.experts) != n):
+            raise ValueError(
+                f"{self.origin or 'sample'}: experts has shape {self.experts.shape}, expected ({n}, .., ..)"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -127,11 +140,13 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     targets: torch.Tensor | None = None
-    reward: torch.Tensor  # [B], as are the next three
+    reward: torch.Tensor  # [B], as are the next four
     label: torch.Tensor
     margin: torch.Tensor
     baseline: torch.Tensor
+    staleness: torch.Tensor
     sharing: PrefixSharing | None = None  # None: no prefix is shared
+    experts: torch.Tensor | None = None  # int16, as in Sample, of the tokens that the layers compute; None: no record
 
     def computed(self, index: torch.Tensor) -> torch.Tensor:
         """Maps indices of tokens to indices in the layers' output."""
@@ -165,6 +180,7 @@ class Outputs:
     values: torch.Tensor | None = None  # [T], value of the state before tokens[i]
     choices: torch.Tensor | None = None  # [M, R], log-probabilities of R reward tokens after counted position m
     router_loss: torch.Tensor | None = None  # sum over tokens of the load-balancing loss
+    rerouted: torch.Tensor | None = None  # [T], 1 where the token before has other experts than it had in the sampler
 
 
 Metrics: TypeAlias = "dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]"
@@ -191,6 +207,7 @@ class SamplingDistribution:
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
+    min_p_first: bool = False  # min_p before top_k and top_p, as vLLM does; else after them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -203,14 +220,16 @@ class ForwardRequest:
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     jsd_beta: float = 0.5
     temperature: float = 1.0  # of the divergence
+    divergence_top_k: int = 0  # likeliest tokens of the teacher that it distinguishes; 0: all
     distribution: SamplingDistribution = SamplingDistribution()  # of log-probabilities and entropy
     entropy_gradient: bool = False
     router_loss: float = 0.0  # weight of the mixture-of-experts balance
+    experts: ExpertUse = "ignore"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Objective:
-    """What a learner needs of an algorithm: what to compute, the loss, and what the loss is a sum over."""
+    """What a learner needs from an algorithm: what to compute, the loss, and the unit that the loss sums over."""
 
     request: ForwardRequest
     loss: Callable[[Outputs, MicroBatch], Loss]
@@ -219,7 +238,7 @@ class Objective:
     separable: bool = False  # see Algorithm.separable
 
 
-def count(samples: Sequence[Sample], unit: Unit) -> int:
+def count_units(samples: Sequence[Sample], unit: Unit) -> int:
     """Returns the denominator of a batch: the number of its counted tokens, of its samples, or of its groups."""
     if unit == "token":
         return int(sum(sample.mask.sum() for sample in samples))

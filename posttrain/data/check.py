@@ -14,23 +14,25 @@ import numpy.typing as npt
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import ExampleKind
-from posttrain.data.dataset import chunks, encode, source_format, understand
+from posttrain.data.dataset import chunks, encode, parse_records, source_format
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import Example, PromptExample
-from posttrain.data.reading.formats import VERBS
+from posttrain.data.reading.formats import VERBS, SourceFormat, unknown_format
 from posttrain.data.reading.records import BadRecord, ReadProgress, Record
 from posttrain.data.reading.sources import source_parts
 
 PROBLEMS_LISTED = 20
-ROWS_SHOWN = 3
-ENCODED_FIRST, ENCODED_EVERY = 10_000, 10  # rows encoded of a large source: the first, and of the others every tenth
-ROWS_TO_RECOGNISE = 100
+EXAMPLES_SHOWN = 3
+ENCODED_FIRST, ENCODED_EVERY = 10_000, 10  # of a large source the first records are encoded, then every tenth
+RECORDS_TO_RECOGNISE = 100
 NO_LIMIT = 2**31 - 1
-LONGEST_SHOWN = 400  # characters of a piece of a row
+LONGEST_SHOWN = 400  # characters of a rendered span
+
+OnParsed = Callable[[Sequence[tuple[Record, list[Example]]]], None]
 
 
 class RenderedSpan(NamedTuple):
-    """A part of a rendered sample that is trained on, or not."""
+    """A part of a rendered sample, and whether it is trained on."""
 
     text: str
     trained: bool
@@ -38,23 +40,24 @@ class RenderedSpan(NamedTuple):
 
 @dataclass(slots=True)
 class SourceReport:
-    """The findings about one source."""
+    """What was found in one source."""
 
     name: str
     kind: ExampleKind | None = None
     descriptions: list[tuple[str, list[str]]] = field(
         default_factory=list
-    )  # what it can be read as, and by which verbs
-    rows: int = 0
-    duplicates: int = 0  # rows that hold the same as one before them
-    encoded: int = 0  # rows that were turned into tokens; the lengths speak of these
-    too_long: int = 0  # of them, rows with a sequence beyond the limit
-    lengths: array[int] = field(default_factory=lambda: array("q"))  # of each sequence, before any cut
+    )  # the formats it can be read as, and the verbs that accept them
+    examples: int = 0
+    duplicates: int = 0  # examples with the same content as an earlier one
+    encoded: int = 0  # examples that were tokenised; `lengths` and `too_long` refer to these
+    too_long: int = 0  # examples with a sequence longer than the limit
+    lengths: array[int] = field(default_factory=lambda: array("q"))  # of each sequence, before truncation
+    completions: array[int] = field(default_factory=lambda: array("q"))  # tokens of each sequence that count
     shown: list[tuple[str, list[list[RenderedSpan]]]] = field(
         default_factory=list
-    )  # origin, and the pieces of its samples
+    )  # origins, and the spans of their samples
     problems: list[str] = field(default_factory=list)  # the first of them
-    bad: int = 0  # problems in all
+    bad: int = 0  # number of problems
 
     def add_problem(self, bad: BadRecord) -> None:
         self.bad += 1
@@ -70,54 +73,60 @@ def check_source(
     full: bool = False,
     meter: ReadProgress | None = None,
     progress: Callable[[int], None] | None = None,
+    on_parsed: OnParsed | None = None,
 ) -> SourceReport:
-    """Read all rows of a source. Without a `kind`, the first that its rows can serve as is taken.
+    """Read and check all examples of a source. Without a `kind`, the first kind that its records can give is used.
 
-    Every row's columns are checked. Of a large source not all rows are encoded, unless `full` says so. `limit`, the
-    encoder's longest sequence, is left out where its tokens are not those of the model to be trained.
+    The columns of every record are checked. Of a large source only a part is encoded, unless `full` is set. `limit` is
+    the encoder's longest sequence; it is None if the tokenizer is not that of the model to be trained. `on_parsed` is
+    called with the records that could be read, and their examples.
     """
     report = SourceReport(name)
     parts = source_parts(name)
-    rows = (row for part in parts for row in part.scan(meter))
+    records = (record for part in parts for record in part.scan(meter))
     try:
-        start = _first_rows(rows)
-        descriptions = _verdicts(start, make_encoder)
+        start = first_records(records)
+        descriptions = possible_kinds(start, lambda kind: source_format(make_encoder(kind)))
         report.kind = kind or next(iter(descriptions), None)
         report.descriptions = _grouped(descriptions)
-        if report.kind is None:
-            report.rows = len(start)
-            _no_format(start, report)
+        unreadable = _unreadable(start, make_encoder, kind) if report.kind not in descriptions else None
+        if report.kind is None or unreadable is not None:
+            report.examples = len(start)
+            for bad in [*(bad for bad in start if isinstance(bad, BadRecord)), *([unreadable] if unreadable else [])]:
+                report.add_problem(bad)
         else:
-            _Checker(report, make_encoder(report.kind), limit, full).check(chain(start, rows), progress)
-    except DataError as error:  # the file is damaged, and nothing behind this place can be read
+            _Checker(report, make_encoder(report.kind), limit, full, on_parsed).check(chain(start, records), progress)
+    except DataError as error:  # the file is damaged, and nothing after this position can be read
         report.bad += 1
         report.problems = [*report.problems[: PROBLEMS_LISTED - 1], str(error)]
     return report
 
 
-def _first_rows(rows: Iterable[Record | BadRecord]) -> list[Record | BadRecord]:
+def first_records(records: Iterable[Record | BadRecord]) -> list[Record | BadRecord]:
     """Return the records up to the first good one."""
     start: list[Record | BadRecord] = []
-    for row in rows:
-        start.append(row)
-        if isinstance(row, Record) or len(start) == ROWS_TO_RECOGNISE:
+    for record in records:
+        start.append(record)
+        if isinstance(record, Record) or len(start) == RECORDS_TO_RECOGNISE:
             break
     return start
 
 
-def _verdicts(
-    start: Sequence[Record | BadRecord], make_encoder: Callable[[ExampleKind], Encoder]
+def possible_kinds(
+    start: Sequence[Record | BadRecord], make_source: Callable[[ExampleKind], SourceFormat]
 ) -> dict[ExampleKind, str]:
-    """Return the kinds of examples that the first good record can give, by its columns alone."""
+    """Return the kinds of examples that the first good record gives, or that its columns allow if it gives none."""
     descriptions: dict[ExampleKind, str] = {}
-    for row in (row for row in start if isinstance(row, Record)):
+    faulty: dict[ExampleKind, str] = {}
+    for record in (record for record in start if isinstance(record, Record)):
         for kind in VERBS:
-            source = source_format(make_encoder(kind))
-            understand([row], source, lambda bad: None)
-            # That a conversation could also serve as a prompt goes without saying, as long as no verb asks for it.
+            source = make_source(kind)
+            errors: list[BadRecord] = []
+            parse_records([record], source, errors.append)
+            # Every conversation can also give a prompt; this is listed only if a verb reads that kind.
             if source.format is not None and (VERBS[kind] or source.format.kind == kind):
-                descriptions[kind] = source.description
-    return descriptions
+                (faulty if errors else descriptions)[kind] = source.description
+    return descriptions or faulty
 
 
 def _grouped(descriptions: dict[ExampleKind, str]) -> list[tuple[str, list[str]]]:
@@ -127,21 +136,33 @@ def _grouped(descriptions: dict[ExampleKind, str]) -> list[tuple[str, list[str]]
     return list(verbs_of.items())
 
 
-def _no_format(start: list[Record | BadRecord], report: SourceReport) -> None:
-    """Report why the first good record has no format."""
-    for row in start:
-        if isinstance(row, BadRecord):
-            report.add_problem(row)
-        else:
-            columns = ", ".join(row.values) or "none"
-            report.add_problem(BadRecord(row.origin, f"no known format has the columns {columns}", row.values))
+def _unreadable(
+    start: Sequence[Record | BadRecord], make_encoder: Callable[[ExampleKind], Encoder], kind: ExampleKind | None
+) -> BadRecord | None:
+    """Return why the first good record has no format, as the trainer would report it; None if it has one."""
+    record = next((record for record in start if isinstance(record, Record)), None)
+    if record is None:
+        return None
+    found: list[BadRecord] = []
+    for tried in [kind] if kind else VERBS:
+        source = source_format(make_encoder(tried))
+        parse_records([record], source, found.append)
+        if source.format is not None:
+            return None
+    unknown = [bad for bad in found if bad.reason.startswith("no known format")]
+    if kind is None and len(unknown) == len(found):
+        reason = str(unknown_format(source.keys.apply(record), list(VERBS))).removeprefix(f"{record.origin}: ")
+        return BadRecord(record.origin, reason, record.values)
+    return next((bad for bad in found if bad.reason.startswith("ambiguous")), found[0])
 
 
 class _Checker:
     """Checks the records of one source."""
 
-    def __init__(self, report: SourceReport, encoder: Encoder, limit: int | None, full: bool) -> None:
-        self.report, self.full = report, full
+    def __init__(
+        self, report: SourceReport, encoder: Encoder, limit: int | None, full: bool, on_parsed: OnParsed | None
+    ) -> None:
+        self.report, self.full, self.on_parsed = report, full, on_parsed
         self.encoder = encoder
         self.limit = limit
         self.whole = Encoder(
@@ -153,70 +174,76 @@ class _Checker:
         )
         self.seen: set[bytes] = set()
 
-    def check(self, rows: Iterable[Record | BadRecord], progress: Callable[[int], None] | None) -> None:
+    def check(self, records: Iterable[Record | BadRecord], progress: Callable[[int], None] | None) -> None:
         report, source = self.report, source_format(self.encoder)
-        for chunk in chunks(rows):
+        for chunk in chunks(records):
             picked = []
-            for at, (row, examples) in enumerate(understand(chunk, source, report.add_problem), start=report.rows):
-                digest = _digest(examples)
+            parsed = parse_records(chunk, source, report.add_problem)
+            if self.on_parsed is not None:
+                self.on_parsed(parsed)
+            for at, (record, examples) in enumerate(parsed, start=report.examples):
+                digest = _examples_digest(examples)
                 report.duplicates += digest in self.seen
                 self.seen.add(digest)
                 if self.full or at < ENCODED_FIRST or at % ENCODED_EVERY == 0:
-                    picked.append((row, examples))
+                    picked.append((record, examples))
             self._encode(picked)
-            report.rows += len(chunk)
+            report.examples += len(chunk)
             if progress is not None:
-                progress(report.rows)
+                progress(report.examples)
 
     def _encode(self, picked: list[tuple[Record, list[Example]]]) -> None:
         if self.encoder.kind == "prompt":
-            for row, examples in picked:
-                self._look_at_prompt(row, examples)
+            for record, examples in picked:
+                self._check_prompt(record, examples)
             return
-        limit, examples_of = self.limit, {row.origin: examples for row, examples in picked}
-        for row, encoded in encode(picked, self.whole, self.report.add_problem):
+        limit, examples_of = self.limit, {record.origin: examples for record, examples in picked}
+        for record, encoded in encode(picked, self.whole, self.report.add_problem):
             samples = [sample for of_example in encoded for sample in of_example.samples]
-            self._measure([len(sample) for sample in samples])
-            if limit is not None and max(map(len, samples)) > limit:  # does what is left of it serve?
-                list(encode([(row, examples_of[row.origin])], self.encoder, self.report.add_problem))
-            if len(self.report.shown) < ROWS_SHOWN:
-                pieces = [_pieces(self.encoder, sample.tokens, sample.mask) for sample in samples]
-                self.report.shown.append((row.origin, pieces))
+            self._measure([len(sample) for sample in samples], [int(sample.mask.sum()) for sample in samples])
+            if limit is not None and max(map(len, samples)) > limit:  # is the truncated example valid?
+                list(encode([(record, examples_of[record.origin])], self.encoder, self.report.add_problem))
+            if len(self.report.shown) < EXAMPLES_SHOWN:
+                spans = [_rendered_spans(self.encoder, sample.tokens, sample.mask) for sample in samples]
+                self.report.shown.append((record.origin, spans))
 
-    def _look_at_prompt(self, row: Record, examples: list[Example]) -> None:
-        questions = [example for example in examples if isinstance(example, PromptExample)]
+    def _check_prompt(self, record: Record, examples: list[Example]) -> None:
+        prompt_examples = [example for example in examples if isinstance(example, PromptExample)]
         try:
-            prompts = [prompt for prompt in self.whole.prompts(questions) if prompt is not None]
-            self._measure([len(prompt.tokens) for prompt in prompts])
+            prompts = [prompt for prompt in self.whole.prompts(prompt_examples) if prompt is not None]
+            self._measure([len(prompt.tokens) for prompt in prompts], [0] * len(prompts))
             if self.limit is not None:
-                self.encoder.prompts(questions)
+                self.encoder.prompts(prompt_examples)
         except DataError as error:
-            self.report.add_problem(BadRecord(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values))
+            reason = str(error).removeprefix(f"{record.origin}: ")
+            self.report.add_problem(BadRecord(record.origin, reason, record.values))
             return
-        if len(self.report.shown) < ROWS_SHOWN:
-            nothing = [np.zeros(len(prompt.tokens), dtype=np.bool_) for prompt in prompts]
-            pairs = zip(prompts, nothing, strict=True)
-            self.report.shown.append((row.origin, [_pieces(self.encoder, p.tokens, mask) for p, mask in pairs]))
+        if len(self.report.shown) < EXAMPLES_SHOWN:
+            masks = [np.zeros(len(prompt.tokens), dtype=np.bool_) for prompt in prompts]  # no token is trained on
+            pairs = zip(prompts, masks, strict=True)
+            spans = [_rendered_spans(self.encoder, prompt.tokens, mask) for prompt, mask in pairs]
+            self.report.shown.append((record.origin, spans))
 
-    def _measure(self, lengths: list[int]) -> None:
+    def _measure(self, lengths: list[int], completions: list[int]) -> None:
         self.report.encoded += 1
         self.report.lengths.extend(lengths)
+        self.report.completions.extend(completions)
         self.report.too_long += self.limit is not None and max(lengths) > self.limit
 
 
-def _digest(examples: Sequence[Example]) -> bytes:
+def _examples_digest(examples: Sequence[Example]) -> bytes:
     """Return a digest that is equal for equal examples, regardless of position and other columns."""
     names = [entry.name for entry in fields(examples[0]) if entry.name not in ("origin", "columns")]
     content = repr([[getattr(example, name) for name in names] for example in examples])
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
-def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
+def _rendered_spans(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> list[RenderedSpan]:
     """Split the text of a sample where training on tokens begins or ends."""
 
     def text_before(edge: int) -> str:
         text = encoder.tokenizer.decode(tokens[:edge], skip_special_tokens=False)
-        return text.rstrip("\ufffd") if edge < len(tokens) else text  # half a character goes to what follows
+        return text.rstrip("\ufffd") if edge < len(tokens) else text  # an incomplete character belongs to the next span
 
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     texts = [text_before(edge) for edge in edges]
@@ -224,7 +251,7 @@ def _pieces(encoder: Encoder, tokens: npt.NDArray[np.int32], mask: npt.NDArray[n
     return [RenderedSpan(after[len(before) :], bool(mask[start])) for start, (before, after) in steps]
 
 
-def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int, int]]:
+def length_bins(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int, int]]:
     """Return (from, to, count) by powers of two, with an edge at the limit; empty bins at the start are left out."""
     if not lengths:
         return []
@@ -241,7 +268,7 @@ def histogram(lengths: Sequence[int], limit: int | None) -> list[tuple[int, int,
     return bins
 
 
-def shortened(text: str) -> str:
+def shortened_text(text: str) -> str:
     """Shorten a long text in its middle and escape control characters for the terminal."""
     if len(text) > LONGEST_SHOWN:
         half = LONGEST_SHOWN // 2

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from posttrain.core.errors import DataError, UsageError
 from posttrain.core.types import Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
+from posttrain.data.indexed_dataset import is_indexed, load_indexed, load_indexed_prompts
 from posttrain.data.prompts import PromptStore, PromptStoreBuilder
 from posttrain.data.reading.examples import Example
 from posttrain.data.reading.formats import SourceFormat
@@ -26,23 +27,23 @@ from posttrain.data.store import ExampleStore, ExampleStoreBuilder
 
 __all__ = ["Dataset", "Encoder", "ExampleStream", "load_dataset", "split_examples"]
 
-ROWS_AT_ONCE = 512  # encoded in one call of the tokenizer,
-BYTES_AT_ONCE = 2**22  # or fewer if they are large
+RECORDS_PER_CHUNK = 512  # encoded in one call of the tokenizer,
+BYTES_PER_CHUNK = 2**22  # or fewer if they are large
 SPLIT = 0x5B117  # keeps the split's random numbers apart from those of the epochs
 
-SetAside = Callable[[BadRecord], None]
+OnBadRecord = Callable[[BadRecord], None]
 
 
 @dataclass(slots=True)
 class Dataset:
-    """Encoded rows: a row is a prompt, or the samples that an algorithm wants side by side, one or two of a pair."""
+    """Encoded examples. An example is a prompt, or the samples that are trained together: one, or the two of a pair."""
 
-    rows: Any  # ExampleStore or PromptStore
+    examples: Any  # ExampleStore or PromptStore
     fingerprint: str
     descriptions: list[str]
     counts: dict[str, int]
-    """read: rows of the files; kept: rows here; truncated, dropped; quoted: had a control token's text, as text;
-    quarantined: could not be used and were set aside."""
+    """read: records of the files; kept: examples here; truncated; dropped; quoted: contained the text of a control
+    token, which is encoded as text; quarantined: could not be used and were left out."""
     mixture: Mixture | None = None
     """How the sources are mixed, if weights are given."""
 
@@ -50,55 +51,54 @@ class Dataset:
 def load_dataset(
     files: Sequence[str],
     encoder: Encoder,
-    max_rows: int | None = None,
+    max_examples: int | None = None,
     progress: Callable[[int], None] | None = None,
     quarantine: Path | None = None,
     cache: Path | None = None,
     weights: Sequence[float] = (),
 ) -> Dataset:
-    """Read, recognise, encode and check all rows, or the first `max_rows` (of each source, if they are mixed).
+    """Read, recognise, encode and check all examples, or the first `max_examples` (of each source if they are mixed).
 
-    With `weights`, one per source, the sources are mixed; else they are read one after the other.
+    With `weights`, one per source, the sources are mixed; otherwise they are read one after the other.
 
-    `progress` hears how many were read. With data.on_bad_example: quarantine, bad rows are appended to the file
-    `quarantine`; without a file they are only counted. Large data is kept in a file in the folder `cache`.
+    `progress` is called with the number of records read. With data.on_bad_example: quarantine, bad records are
+    appended to the file `quarantine`; without a file they are only counted. Large data is stored in a file in the
+    directory `cache`.
     """
     if not files:
         raise UsageError("no data files are given: set data.train")
-    from posttrain.data.indexed_dataset import is_indexed  # which uses this file
-
     names = list(files)
     if len(names) == 1 and is_indexed(names[0]):
-        return _indexed(names[0], encoder, max_rows)
+        return _indexed(names[0], encoder, max_examples)
     if indexed := [name for name in names if is_indexed(name)]:
         raise UsageError(f"{indexed[0]}: tokenized files cannot be combined with other files; use them alone")
-    sources = [source_parts(name) for name in names]  # a wrong name is said at once, not after the other files are read
+    sources = [source_parts(name) for name in names]  # a wrong name is reported before any file is read
     builder = PromptStoreBuilder() if encoder.kind == "prompt" else ExampleStoreBuilder(cache)
     sizes: list[int] = []
     descriptions: list[str] = []
     counts = dict.fromkeys(("read", "kept", "truncated", "dropped", "quoted", "quarantined"), 0)
-    with Quarantine(quarantine, encoder.config.on_bad_example == "stop") as aside:
+    with Quarantine(quarantine, encoder.config.on_bad_example == "stop") as bad_records:
         for name, parts in zip(names, sources, strict=True):
             source = source_format(encoder)
-            sizes.append(-builder.rows)
+            sizes.append(-builder.count)
             read_before = counts["read"] if weights else 0
             for part in parts:
-                left = None if max_rows is None else max_rows - counts["read"] + read_before
+                left = None if max_examples is None else max_examples - counts["read"] + read_before
                 for chunk in chunks(islice(part.scan(None), left)):
-                    understood = understand(chunk, source, aside.add)
-                    for _, of_row in encode(understood, encoder, aside.add):
-                        for encoded in of_row:
+                    parsed = parse_records(chunk, source, bad_records.add)
+                    for _, encoded_examples in encode(parsed, encoder, bad_records.add):
+                        for encoded in encoded_examples:
                             _keep(encoded, encoder, builder, counts)
                     counts["read"] += len(chunk)
                     if progress is not None:
                         progress(counts["read"])
-                aside.check(part, counts)
-            sizes[-1] += builder.rows
+                bad_records.check(part, counts)
+            sizes[-1] += builder.count
             if source.description:
                 descriptions.append(f"{name}: {source.description}")
             if weights and not sizes[-1]:
-                raise DataError(f"{name}: no examples are left of it, so it cannot be mixed with the others")
-    if not builder.rows:
+                raise DataError(f"{name}: no examples of this source are left, so it cannot be mixed with the others")
+    if not builder.count:
         raise DataError(
             f"{', '.join(names)}: no examples are left: {counts['read']} read, {counts['dropped']} dropped, longer "
             f"than data.max_length = {encoder.config.max_length}"
@@ -107,17 +107,23 @@ def load_dataset(
     return _dataset(builder.finish(), descriptions, counts, mixture)
 
 
-def _indexed(name: str, encoder: Encoder, max_rows: int | None) -> Dataset:
+def _indexed(name: str, encoder: Encoder, max_examples: int | None) -> Dataset:
     """Load examples that `posttrain data preprocess` has tokenized."""
-    from posttrain.data.indexed_dataset import load_indexed, load_indexed_prompts
-
     if encoder.kind == "prompt":
-        prompts, counts, description = load_indexed_prompts(name, encoder, max_rows)
+        prompts, counts, description = load_indexed_prompts(name, encoder, max_examples)
         return _dataset(prompts, [description], {**counts, "quarantined": 0}, None)
-    config = encoder.config
-    limits: dict[str, Any] = {"max_tokens": config.max_length, "on_long": config.on_overlong, "max_rows": max_rows}
-    rows = load_indexed(name, encoder.kind, encoder.vocab_size, bos_id=encoder.bos_id, **limits)
-    return _dataset(rows, [rows.description], {**rows.counts, "quarantined": 0}, None)
+    if encoder.needs_margin:
+        raise UsageError(f"{name}: tokenized files have no margins; train on the files that they were made from")
+    examples = load_indexed(
+        name,
+        encoder.kind,
+        encoder.vocab_size,
+        max_length=encoder.config.max_length,
+        on_overlong=encoder.config.on_overlong,
+        max_examples=max_examples,
+        bos_id=encoder.bos_id,
+    )
+    return _dataset(examples, [examples.description], {**examples.counts, "quarantined": 0}, None)
 
 
 def source_format(encoder: Encoder) -> SourceFormat:
@@ -125,65 +131,65 @@ def source_format(encoder: Encoder) -> SourceFormat:
     return SourceFormat(encoder.kind, encoder.placeholder, encoder.config.map_keys)
 
 
-def chunks(rows: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
-    """Yield records in chunks; where reading raises an error, first those before it."""
+def chunks(records: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
+    """Yield records in chunks. An error while reading is raised after the records before it were yielded."""
     chunk: list[Record | BadRecord] = []
     size = 0
     damaged: DataError | None = None
-    rows = iter(rows)
+    records = iter(records)
     while damaged is None:
         try:
-            row = next(rows, None)
+            record = next(records, None)
         except DataError as error:
-            row, damaged = None, error
-        if row is not None:
-            chunk.append(row)
-            size += row.size if isinstance(row, Record) else 0
-        if chunk and (row is None or len(chunk) == ROWS_AT_ONCE or size > BYTES_AT_ONCE):
+            record, damaged = None, error
+        if record is not None:
+            chunk.append(record)
+            size += record.size if isinstance(record, Record) else 0
+        if chunk and (record is None or len(chunk) == RECORDS_PER_CHUNK or size > BYTES_PER_CHUNK):
             yield chunk
             chunk, size = [], 0
-        if row is None and damaged is None:
+        if record is None and damaged is None:
             return
     raise damaged
 
 
-def understand(
-    chunk: Iterable[Record | BadRecord], source: SourceFormat, set_aside: SetAside
+def parse_records(
+    chunk: Iterable[Record | BadRecord], source: SourceFormat, on_bad: OnBadRecord
 ) -> list[tuple[Record, list[Example]]]:
-    """Yield records with their examples; pass records that cannot be used to `set_aside`."""
-    understood: list[tuple[Record, list[Example]]] = []
-    for row in chunk:
-        if isinstance(row, BadRecord):
-            set_aside(row)
+    """Return records with their examples; pass records that cannot be used to `on_bad`."""
+    parsed: list[tuple[Record, list[Example]]] = []
+    for record in chunk:
+        if isinstance(record, BadRecord):
+            on_bad(record)
             continue
         try:
-            understood.append((row, source.examples(row)))
+            parsed.append((record, source.examples(record)))
         except DataError as error:
-            set_aside(_bad(row, error))
-    return understood
+            on_bad(_bad(record, error))
+    return parsed
 
 
 def encode(
-    understood: Sequence[tuple[Record, list[Example]]], encoder: Encoder, set_aside: SetAside
+    parsed: Sequence[tuple[Record, list[Example]]], encoder: Encoder, on_bad: OnBadRecord
 ) -> Iterator[tuple[Record, list[Encoded]]]:
-    """Yield records with their encoded examples; pass records that cannot be encoded to `set_aside`."""
+    """Yield records with their encoded examples; pass records that cannot be encoded to `on_bad`."""
     try:
-        encoded = iter(encoder.encode_all([example for _, examples in understood for example in examples]))
-    except DataError:  # one of them: which?
-        for row, examples in understood:
+        encoded = iter(encoder.encode_all([example for _, examples in parsed for example in examples]))
+    except DataError:  # encode one by one, to find which records cannot be encoded
+        for record, examples in parsed:
             try:
                 alone = encoder.encode_all(examples)
             except DataError as error:
-                set_aside(_bad(row, error))
+                on_bad(_bad(record, error))
             else:
-                yield row, alone
+                yield record, alone
     else:
-        for row, examples in understood:
-            yield row, [next(encoded) for _ in examples]
+        for record, examples in parsed:
+            yield record, [next(encoded) for _ in examples]
 
 
-def _bad(row: Record, error: DataError) -> BadRecord:
-    return BadRecord(row.origin, str(error).removeprefix(f"{row.origin}: "), row.values)
+def _bad(record: Record, error: DataError) -> BadRecord:
+    return BadRecord(record.origin, str(error).removeprefix(f"{record.origin}: "), record.values)
 
 
 def _keep(
@@ -200,7 +206,7 @@ def _keep(
 
 
 class Quarantine:
-    """Handles records that cannot be used: the first ends the run, or all are written to a file and counted."""
+    """Handles records that cannot be used: raises the error of the first, or counts all and writes them to a file."""
 
     def __init__(self, path: Path | None, stop: bool) -> None:
         self.path, self.stop = path, stop
@@ -237,97 +243,101 @@ class Quarantine:
 
 
 def _dataset(
-    rows: ExampleStore | PromptStore, descriptions: list[str], counts: dict[str, int], mixture: Mixture | None
+    examples: ExampleStore | PromptStore, descriptions: list[str], counts: dict[str, int], mixture: Mixture | None
 ) -> Dataset:
-    fingerprint = rows.fingerprint()
+    fingerprint = examples.fingerprint()
     if mixture is not None:
         fingerprint = hashlib.sha256(f"{fingerprint} {mixture}".encode()).hexdigest()
-    return Dataset(rows, fingerprint, descriptions, {**counts, "kept": len(rows)}, mixture)
+    return Dataset(examples, fingerprint, descriptions, {**counts, "kept": len(examples)}, mixture)
 
 
 def split_examples(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split off a fraction of the examples for evaluation, always the same; parts of one record stay together."""
     if not 0 < fraction < 1:
-        raise UsageError(f"data.eval is {fraction}: a part must be above 0 and below 1")
-    rows = dataset.rows
-    origins: list[str] = [rows.origin(row) for row in range(len(rows))]
+        raise UsageError(f"data.eval_fraction is {fraction}: it must be above 0 and below 1")
+    examples = dataset.examples
+    origins: list[str] = [examples.origin(index) for index in range(len(examples))]
     units = list(dict.fromkeys(origins))
-    if len(units) == 1:  # one long text: its parts may be parted
-        origins = units = [str(row) for row in range(len(rows))]
+    if len(units) == 1:  # one long text: its parts may be separated
+        origins = units = [str(index) for index in range(len(examples))]
     if len(units) < 2:
         raise UsageError("data.eval_fraction: one example cannot be divided; name evaluation files with data.eval")
     order = np.random.default_rng([seed, SPLIT]).permutation(len(units))
     size = min(max(1, round(fraction * len(units))), len(units) - 1)
-    aside = {units[index] for index in order[:size]}
-    is_aside = np.array([origin in aside for origin in origins])
+    held_out = {units[index] for index in order[:size]}
+    is_held_out = np.array([origin in held_out for origin in origins])
     mixture = dataset.mixture
     if mixture is not None:
         edges = np.cumsum((0, *mixture.sizes))
-        left = tuple(int((~is_aside[a:b]).sum()) for a, b in pairwise(edges))
+        left = tuple(int((~is_held_out[a:b]).sum()) for a, b in pairwise(edges))
         if not all(left):
-            raise UsageError(f"data.eval {fraction} leaves no rows of a source to train on; name files")
+            raise UsageError(
+                f"data.eval_fraction {fraction} leaves no examples of a source to train on; "
+                "name evaluation files with data.eval"
+            )
         mixture = replace(mixture, sizes=left)
     return (
-        _dataset(rows.subset(np.flatnonzero(~is_aside)), dataset.descriptions, dataset.counts, mixture),
-        _dataset(rows.subset(np.flatnonzero(is_aside)), dataset.descriptions, dataset.counts, None),
+        _dataset(examples.subset(np.flatnonzero(~is_held_out)), dataset.descriptions, dataset.counts, mixture),
+        _dataset(examples.subset(np.flatnonzero(is_held_out)), dataset.descriptions, dataset.counts, None),
     )
 
 
 class ExampleStream:
-    """The rows without end, epoch by epoch, in an order that the seed and the epoch decide.
+    """Yields examples endlessly, epoch by epoch, in an order that depends on the seed and the epoch.
 
-    An epoch has every row once; where sources are mixed by weight, it has the share of each. `position`, the number of
-    rows taken so far, is all its state: workers are handed parts of what was taken, so it is the same for any number.
+    An epoch has every example once; where sources are mixed by weight, it has the share of each. `position`, the number
+    of examples taken so far, is its only state. The controller takes whole batches and sends parts of them to the
+    workers, so the order is the same for any number of workers.
     """
 
     def __init__(
         self,
-        rows: Sequence[list[Any]],
-        rows_per_step: int,
+        examples: Sequence[list[Any]],
+        batch_size: int,
         seed: int,
         shuffle: bool = True,
         strata: Sequence[float] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
         """`strata`: a number per example; examples that differ in it are spread evenly over the epoch."""
-        assert len(rows), "a stream needs rows"
-        assert mixture is None or sum(mixture.sizes) == len(rows), "the mixture is of other rows"
-        self.rows = rows
-        self.strata = np.array(strata if strata is not None else np.zeros(len(rows)))
-        self.rows_per_step = rows_per_step
+        assert len(examples), "a stream needs examples"
+        assert mixture is None or sum(mixture.sizes) == len(examples), "the mixture has other sizes than the examples"
+        self.examples = examples
+        self.strata = np.array(strata if strata is not None else np.zeros(len(examples)))
+        self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.mixture = mixture
-        self.rows_per_epoch = len(rows) if mixture is None else mixture.examples
+        self.examples_per_epoch = len(examples) if mixture is None else mixture.examples
         self.position = 0
         self._order = (-1, np.arange(0))  # epoch, and its order
 
-    def take(self, n_rows: int | None = None) -> list[Sample]:
-        """Samples of the next rows, `rows_per_step` by default; each row is a group of its own.
+    def take(self, count: int | None = None) -> list[Sample]:
+        """Return the samples of the next examples, `batch_size` by default; each example is a group of its own.
 
-        If the rows hold their samples, these are the same every time, so that what is written into them stays; a row
-        that comes up a second time in one call is a shallow copy.
+        If the store holds its samples, they are the same objects every time, so what is written into them stays; an
+        example that occurs a second time in one call is a shallow copy.
         """
         samples: list[Sample] = []
         taken: set[int] = set()
-        for _ in range(self.rows_per_step if n_rows is None else n_rows):
-            position, index = self.next_row()
-            row = self.rows[index]
+        for _ in range(self.batch_size if count is None else count):
+            position, index = self.next_index()
+            example = self.examples[index]
             if index in taken:
-                row = [replace(sample) for sample in row]
+                example = [replace(sample) for sample in example]
             taken.add(index)
-            for sample in row:
+            for sample in example:
                 sample.group = position
-            samples += row
+            samples += example
         return samples
 
-    def next_row(self) -> tuple[int, int]:
+    def next_index(self) -> tuple[int, int]:
         """Return the next position in the stream and the index of its example."""
         self.position += 1
         return self.position - 1, self._index(self.position - 1)
 
     def _index(self, position: int) -> int:
-        epoch, at = divmod(position, self.rows_per_epoch)
+        epoch, at = divmod(position, self.examples_per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, self._order_of(epoch))
         return int(self._order[1][at])
@@ -336,10 +346,12 @@ class ExampleStream:
         if self.mixture is not None:
             order = self.mixture.order(epoch, self.seed, self.shuffle)
         elif self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
         else:
-            order = np.arange(len(self.rows))
-        place = np.zeros(len(order))  # of each row in its stratum, from 0 to 1: merging by it spreads the strata
+            order = np.arange(len(self.examples))
+        place = np.zeros(
+            len(order)
+        )  # position of each example in its stratum, from 0 to 1: sorting by it spreads the strata
         for stratum in np.unique(self.strata):
             members = np.flatnonzero(self.strata[order] == stratum)
             place[members] = (np.arange(len(members)) + 0.5) / len(members)

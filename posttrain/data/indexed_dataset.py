@@ -1,11 +1,11 @@
-"""Rows to train on straight from indexed files, memory-mapped: nothing is encoded again, rows are made when asked for.
+"""Read tokenized training examples from memory-mapped indexed files; samples are created on access.
 
-What a name stands for, if there is no file or folder of that name:
+If there is no file or directory of the given name, it is a prefix of indexed files:
 
-    data/rows                 data/rows_<key>_document.idx or data/rows_packed_<key>_document.idx, for all keys
-    data/rows_text_document   data/rows_text_document.idx: one file of texts, as pretraining tools name them
+    data/train                 data/train_<key>_document.idx or data/train_packed_<key>_document.idx, for all keys
+    data/train_text_document   data/train_text_document.idx: one file of texts, as pretraining tools name them
 
-Everything is looked at once when it is opened, a block at a time: what is wrong shows before a model is loaded.
+All tokens and labels are checked when the files are opened, block by block, so errors appear before a model is loaded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from posttrain.data.reading.formats import VERBS
 from posttrain.data.store import ExampleStore
 
 MARK = "_packed"
-BLOCK = 2**22  # numbers looked at together
+BLOCK = 2**22  # tokens checked at a time
 NO_LIMIT = 2**31 - 1
 PAIR = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
 SINGLE = ("input_ids", "labels", "attention_mask")
-OnLong = Literal["truncate", "drop", "error"]
+OnOverlong = Literal["truncate", "drop", "error"]
 
 
 def is_indexed(name: str) -> bool:
@@ -49,59 +49,64 @@ def load_indexed(
     kind: ExampleKind,
     vocab_size: int,
     *,
-    max_tokens: int = NO_LIMIT,
-    on_long: OnLong = "truncate",
-    max_rows: int | None = None,
+    max_length: int = NO_LIMIT,
+    on_overlong: OnOverlong = "truncate",
+    max_examples: int | None = None,
     bos_id: int | None = None,
 ) -> IndexedExamples:
-    """Open and check all rows, or the first `max_rows`; long ones are treated as if they came from text.
+    """Open and check all examples, or the first `max_examples`; overlong ones are treated as when text is encoded.
 
-    `bos_id` begins the parts into which a long text is split.
+    `bos_id` is the first token of the later parts into which a long text is split.
     """
     files = open_files(name)
     if files.kind != kind and (kind, files.kind) != ("labelled", "pair"):
         if files.kind == "prompt":
             raise UsageError(f"{name}: these are prompts without completions, for reinforcement learning")
-        takers = ", ".join(VERBS[files.kind])
-        raise UsageError(f"{name}: indexed rows of kind {files.kind}: for {takers}, not for {', '.join(VERBS[kind])}")
+        verbs = ", ".join(VERBS[files.kind])
+        raise UsageError(
+            f"{name}: indexed examples of kind {files.kind}: for {verbs}, not for {', '.join(VERBS[kind])}"
+        )
     streams = [TokenStream(files, prefix) for prefix in (("chosen_", "rejected_") if files.kind == "pair" else ("",))]
-    rows = min(len(streams[0].ids), NO_LIMIT if max_rows is None else max_rows)
+    read = min(len(streams[0].ids), NO_LIMIT if max_examples is None else max_examples)
     for stream in streams:
-        stream.scan(rows, vocab_size)
-    table, counts = make_table(streams, kind, max_tokens, on_long)
-    counts |= {"read": rows, "quarantined": 0}
+        stream.scan(read, vocab_size)
+    table, counts = make_table(streams, kind, max_length, on_overlong)
+    counts |= {"read": read, "quarantined": 0}
     if not len(table.numbers):
         raise DataError(
-            f"{name}: no examples are left: {rows} read, {counts['dropped']} longer than {max_tokens} tokens"
+            f"{name}: no examples are left: {read} read, {counts['dropped']} longer than {max_length} tokens"
         )
-    settings = f"{kind} {max_tokens} {on_long} {rows} {bos_id}"
+    settings = f"{kind} {max_length} {on_overlong} {read} {bos_id}"
     return IndexedExamples(files, kind, streams, table, counts, fingerprint(files, settings), bos_id)
 
 
-def load_indexed_prompts(name: str, encoder: Encoder, max_rows: int | None) -> tuple[PromptStore, dict[str, int], str]:
-    """Prompts as they were tokenised, what became of them, and what they are; all other keys become text columns."""
+def load_indexed_prompts(
+    name: str, encoder: Encoder, max_examples: int | None
+) -> tuple[PromptStore, dict[str, int], str]:
+    """Return the stored prompts, their counts and a description; all other keys are decoded into text columns."""
     files = open_files(name)
     if files.kind != "prompt":
-        takers = ", ".join(VERBS[files.kind])
-        raise UsageError(f"{name}: indexed rows of kind {files.kind}: for {takers}, not for reinforcement learning")
+        verbs = ", ".join(VERBS[files.kind])
+        raise UsageError(f"{name}: indexed examples of kind {files.kind}: for {verbs}, not for reinforcement learning")
     ids, tokenizer = files.readers["input_ids"], encoder.tokenizer
     others = {key: reader for key, reader in files.readers.items() if key not in ("input_ids", "attention_mask")}
     for reader in others.values():
         if len(reader) != len(ids):
-            raise DataError(f"{reader.prefix}: has {len(reader)} rows, but {ids.prefix} has {len(ids)}")
-    rows = range(min(len(ids), NO_LIMIT if max_rows is None else max_rows))
+            raise DataError(f"{reader.prefix} has {len(reader)} examples, but {ids.prefix} has {len(ids)}")
+    read = min(len(ids), NO_LIMIT if max_examples is None else max_examples)
     prompts = []
-    for row in rows:
-        tokens = ids[row].astype(np.int64)
-        columns = {key: tokenizer.decode(reader[row], skip_special_tokens=True) for key, reader in others.items()}
-        said = [{"role": "user", "content": tokenizer.decode(tokens, skip_special_tokens=True)}]
-        prompts.append(encoder.prompt(PromptExample(origin=f"{name}:{row}", prompt=said, columns=columns), tokens))
+    for index in range(read):
+        tokens = ids[index].astype(np.int64)
+        columns = {key: tokenizer.decode(reader[index], skip_special_tokens=True) for key, reader in others.items()}
+        messages = [{"role": "user", "content": tokenizer.decode(tokens, skip_special_tokens=True)}]
+        example = PromptExample(origin=f"{name}:{index}", prompt=messages, columns=columns)
+        prompts.append(encoder.prompt(example, tokens))
     kept = [prompt for prompt in prompts if prompt is not None]
     if not kept:
         raise DataError(
-            f"{name}: no examples are left: {len(rows)} read, all longer than {encoder.config.max_length} tokens"
+            f"{name}: no examples are left: {read} read, all longer than {encoder.config.max_length} tokens"
         )
-    counts = {"read": len(rows), "truncated": 0, "dropped": len(rows) - len(kept), "quoted": 0}
+    counts = {"read": read, "truncated": 0, "dropped": read - len(kept), "quoted": 0}
     return PromptStore(kept), counts, f"{name}: indexed prompt: {', '.join(files.readers)}"
 
 
@@ -133,7 +138,7 @@ def open_files(name: str) -> IndexedFiles:
         return IndexedFiles(name, {"input_ids": IndexedReader(name)}, "text")
     marked, plain = _columns(name, MARK), _columns(name, "")
     if marked and plain:
-        raise UsageError(f"{name}: both {name}{MARK}_*_document and {name}_*_document are there; move one set away")
+        raise UsageError(f"{name}: both {name}{MARK}_*_document and {name}_*_document exist; move one set elsewhere")
     found = marked or plain
     if len(found) == 1 and not marked:
         return IndexedFiles(name, {"input_ids": IndexedReader(*found.values())}, "text")
@@ -142,22 +147,28 @@ def open_files(name: str) -> IndexedFiles:
     if found.keys() >= set(PAIR):
         kind = "pair"
     elif found.keys() >= {"input_ids", "labels"}:
-        kind = manifest.get("kind") or kind_of(found)
+        kind = manifest.get("kind") or guess_kind(found)
         keys = tuple(found) if kind == "prompt" else tuple(key for key in SINGLE if key in found)
+    elif found.keys() == {"input_ids", "attention_mask"}:  # PPOAlpacaStyleInstructionHandler
+        kind, keys = "prompt", tuple(found)
     else:
-        hint = "was writing them interrupted?" if marked else f"name one of them, as {next(iter(found.values()))}"
-        raise UsageError(f"{name}: {', '.join(found.values())} are there: {hint}")
+        hint = (
+            "preprocessing was interrupted; run posttrain data preprocess again"
+            if marked
+            else f"give the name of one of them, for instance {next(iter(found.values()))}"
+        )
+        raise UsageError(f"{name}: found only {', '.join(found.values())}: {hint}")
     readers = {key: IndexedReader(found[key]) for key in keys}
     return IndexedFiles(name, readers, kind, tuple(manifest.get("reward_ids", ())))
 
 
-def kind_of(found: dict[str, str]) -> str:
+def guess_kind(found: dict[str, str]) -> str:
     """Guess the kind without a manifest: the labels of a prompt are its completion, without -100."""
     if "attention_mask" not in found:
         return "prompt"
     ids, labels = IndexedReader(found["input_ids"]), IndexedReader(found["labels"])
-    answers = len(labels) and (labels[0] != IGNORED).all() and not np.array_equal(labels[0], ids[0])
-    return "prompt" if answers else "chat"
+    is_completion = len(labels) and (labels[0] != IGNORED).all() and not np.array_equal(labels[0], ids[0])
+    return "prompt" if is_completion else "chat"
 
 
 def read_manifest(file: Path) -> dict[str, Any]:
@@ -182,7 +193,7 @@ def fingerprint(files: IndexedFiles, settings: str) -> str:
     return digest.hexdigest()
 
 
-# Looking at everything
+# Checking the tokens and labels
 
 
 class TokenStream:
@@ -197,25 +208,26 @@ class TokenStream:
         readers = [self.ids, *(reader for reader in (self.labels, self.seen) if reader is not None)]
         for reader in readers:
             if not reader.is_dense:
-                raise DataError(f"{reader.prefix}.bin: there are gaps between its sequences; write the file again")
+                raise DataError(f"{reader.prefix}.bin: there are gaps between its sequences; create the file again")
             if not np.array_equal(reader.lengths, self.ids.lengths):
-                raise DataError(f"{reader.prefix}: its sequences do not have the lengths of those in {self.ids.prefix}")
-        self.starts: Numbers = np.zeros(0, dtype=np.int64)  # of each document, in the numbers of the file
+                raise DataError(f"{reader.prefix}: its sequences have other lengths than those in {self.ids.prefix}")
+        self.starts: Numbers = np.zeros(0, dtype=np.int64)  # of each document, in tokens from the start of the file
         self.lengths: Numbers = np.zeros(0, dtype=np.int64)
-        self.rows: Numbers = np.zeros(0, dtype=np.int64)  # the row that a document is in
+        self.examples: Numbers = np.zeros(0, dtype=np.int64)  # the example that contains a document
 
-    def scan(self, rows: int, vocab_size: int) -> None:
-        """Check the first examples and find their documents."""
-        found = [self._look(first, last, vocab_size) for first, last in blocks(self.ids.lengths[:rows])]
+    def scan(self, count: int, vocab_size: int) -> None:
+        """Check the first `count` examples and find their documents."""
+        found = [self._scan_block(first, last, vocab_size) for first, last in blocks(self.ids.lengths[:count])]
         if found:
-            self.starts, self.lengths, self.rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            self.starts, self.lengths, self.examples = (np.concatenate(parts) for parts in zip(*found, strict=True))
 
-    def _look(self, first: int, last: int, vocab_size: int) -> tuple[Numbers, Numbers, Numbers]:
+    def _scan_block(self, first: int, last: int, vocab_size: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Check the examples from `first` to `last`; return start, length and example of each of their documents."""
         start, end = int(self.ids.starts[first]), int(self.ids.starts[last - 1] + self.ids.lengths[last - 1])
         ids = self.ids.numbers[start:end]
         if (wrong := (ids < 0) | (ids >= vocab_size)).any():
-            told = f"token id {ids[wrong.argmax()]} is outside the model's vocabulary of {vocab_size}"
-            self._refuse(start, wrong, f"{told}: was it written with this model's tokenizer?")
+            reason = f"token id {ids[wrong.argmax()]} is outside the model's vocabulary of {vocab_size}"
+            self._refuse(start, wrong, f"{reason}: was it written with this model's tokenizer?")
         edges = self.ids.starts[first:last] - start
         if not self.ids.lengths[first:last].all():
             raise DataError(f"{self.files.name}:{first + int(self.ids.lengths[first:last].argmin())}: no tokens")
@@ -228,30 +240,30 @@ class TokenStream:
         lengths = np.diff(starts, append=end - start)
         if self.labels is not None:
             self._check_labels(ids, self.labels.numbers[start:end], start, starts)
-        rows = first + np.searchsorted(edges, starts, side="right") - 1
-        return start + starts[real], lengths[real], rows[real]
+        examples = first + np.searchsorted(edges, starts, side="right") - 1
+        return start + starts[real], lengths[real], examples[real]
 
     def _check_labels(self, ids: Numbers, labels: Numbers, start: int, starts: Numbers) -> None:
         counts = labels != IGNORED
         first_counts = np.zeros(len(ids), dtype=np.bool_)
         first_counts[starts] = counts[starts]
-        self._refuse(start, first_counts, "a label on the first token of a document, which nothing comes before")
+        self._refuse(start, first_counts, "a label on the first token of a document, which cannot be predicted")
         if self.files.kind == "stepwise":
             if len(self.files.reward_ids) != 2:
                 raise DataError(
-                    f"{self.files.name}: without a manifest the labels of correct and incorrect steps are not known"
+                    f"{self.files.name}: the labels of correct and incorrect steps are unknown: the manifest is missing"
                 )
             wrong = counts & ~np.isin(labels, self.files.reward_ids)
-            self._refuse(start, wrong, f"a label that is none of the reward tokens {self.files.reward_ids}")
+            self._refuse(start, wrong, f"a label that is not one of the reward tokens {self.files.reward_ids}")
         else:
             wrong = counts & (labels != ids)
-            self._refuse(start, wrong, "a label that is not the token itself: are these of another kind, or shifted?")
+            self._refuse(start, wrong, "a label differs from its token: is it another kind of data, or shifted?")
 
     def _refuse(self, start: int, wrong: npt.NDArray[np.bool_], reason: str) -> None:
         if wrong.any():
             at = start + int(wrong.argmax())
-            row = int(np.searchsorted(self.ids.starts, at, side="right")) - 1
-            raise DataError(f"{self.files.name}:{row}: token {at - int(self.ids.starts[row])}: {reason}")
+            example = int(np.searchsorted(self.ids.starts, at, side="right")) - 1
+            raise DataError(f"{self.files.name}:{example}: token {at - int(self.ids.starts[example])}: {reason}")
 
     def counted(self, starts: Numbers, lengths: Numbers) -> Numbers:
         """Return the number of tokens to train on in each of these ranges."""
@@ -267,7 +279,7 @@ class TokenStream:
 
 
 def blocks(lengths: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences that have about BLOCK numbers together."""
+    """Yield ranges of sequences that have about BLOCK tokens in total."""
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < len(lengths):
@@ -277,75 +289,75 @@ def blocks(lengths: Numbers) -> Iterator[tuple[int, int]]:
         first = last
 
 
-# Rows
+# Examples
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
     """The positions of the samples in the files."""
 
-    streams: Numbers  # which stream a sample is in
+    streams: Numbers  # the stream that contains a sample
     starts: Numbers
     lengths: Numbers
     counted: Numbers
     continued: npt.NDArray[np.bool_]  # a later part of a long text
-    firsts: Numbers  # first sample of each row, and the end
-    numbers: Numbers  # of each row in its file
+    firsts: Numbers  # first sample of each example, and the end
+    numbers: Numbers  # of each example in its file
 
 
 def make_table(
-    streams: list[TokenStream], kind: ExampleKind, max_tokens: int, on_long: OnLong
+    streams: list[TokenStream], kind: ExampleKind, max_length: int, on_overlong: OnOverlong
 ) -> tuple[SampleTable, dict[str, int]]:
     """Return the samples to keep, by example, and the counts of dropped and truncated ones."""
     name, ways = streams[0].files.name, len(streams)
-    starts, lengths, rows = (
+    starts, lengths, numbers = (
         np.stack([getattr(stream, field) for stream in streams], axis=1).ravel()
-        for field in ("starts", "lengths", "rows")
+        for field in ("starts", "lengths", "examples")
     )
-    which = np.tile(np.arange(ways, dtype=np.int8), len(rows) // ways)
+    which = np.tile(np.arange(ways, dtype=np.int8), len(numbers) // ways)
     together = ways if kind == "pair" else 1  # samples that are dropped together
-    long: npt.NDArray[np.bool_] = np.repeat(np.any(lengths.reshape(-1, together) > max_tokens, axis=1), together)
-    if long.any() and on_long == "error":
+    long: npt.NDArray[np.bool_] = np.repeat(np.any(lengths.reshape(-1, together) > max_length, axis=1), together)
+    if long.any() and on_overlong == "error":
         first = int(long.argmax())
         raise DataError(
-            f"{name}:{rows[first]}: more than data.max_length = {max_tokens} tokens: raise data.max_length, or set "
+            f"{name}:{numbers[first]}: more than data.max_length = {max_length} tokens: raise data.max_length, or set "
             "data.on_overlong to truncate or drop"
         )
-    drop = long & (on_long == "drop")
+    drop = long & (on_overlong == "drop")
     if kind == "text":
-        drop |= lengths < 2  # nothing in them has a token before it
-    which, starts, lengths, rows = (array[~drop] for array in (which, starts, lengths, rows))
+        drop |= lengths < 2  # a single token cannot be predicted
+    which, starts, lengths, numbers = (array[~drop] for array in (which, starts, lengths, numbers))
     continued = np.zeros(len(starts), dtype=np.bool_)
     if kind == "text":
-        starts, lengths, rows, continued = split_texts(starts, lengths, rows, max_tokens)
+        starts, lengths, numbers, continued = split_texts(starts, lengths, numbers, max_length)
         which = np.zeros(len(starts), dtype=np.int8)
-    lengths = np.minimum(lengths, max_tokens)
+    lengths = np.minimum(lengths, max_length)
     counted = np.zeros(len(starts), dtype=np.int64)
     for number, stream in enumerate(streams):
         counted[which == number] = stream.counted(starts[which == number], lengths[which == number])
     if not counted.all():
-        within = f" within data.max_length = {max_tokens}" if long.any() and on_long == "truncate" else ""
-        told = f"no token to train on{within}. Raise data.max_length, or set data.on_overlong to drop"
-        raise DataError(f"{name}:{rows[counted.argmin()]}: {told}")
-    if kind in ("text", "labelled"):  # every sample is a row
+        within = f" within data.max_length = {max_length}" if long.any() and on_overlong == "truncate" else ""
+        reason = f"no token to train on{within}. Raise data.max_length, or set data.on_overlong to drop"
+        raise DataError(f"{name}:{numbers[counted.argmin()]}: {reason}")
+    if kind in ("text", "labelled"):  # every sample is an example of its own
         firsts = np.arange(len(starts) + 1)
     else:
-        rows, first_samples = np.unique(rows, return_index=True)
+        numbers, first_samples = np.unique(numbers, return_index=True)
         firsts = np.append(first_samples, len(starts))
-    truncated = int(long.sum()) // together if on_long == "truncate" and kind != "text" else 0
-    counts = {"kept": len(rows), "truncated": truncated, "dropped": int(drop.sum()) // together, "quoted": 0}
-    return SampleTable(which, starts, lengths, counted, continued, firsts, rows), counts
+    truncated = int(long.sum()) // together if on_overlong == "truncate" and kind != "text" else 0
+    counts = {"kept": len(numbers), "truncated": truncated, "dropped": int(drop.sum()) // together, "quoted": 0}
+    return SampleTable(which, starts, lengths, counted, continued, firsts, numbers), counts
 
 
 def split_texts(
-    starts: Numbers, lengths: Numbers, rows: Numbers, max_tokens: int
+    starts: Numbers, lengths: Numbers, numbers: Numbers, max_length: int
 ) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.bool_]]:
     """Split texts; each part begins with the last token of the part before, which is not trained on."""
-    room = max_tokens - 1
+    room = max_length - 1
     parts = -(-(lengths - 1) // room)
     which = np.repeat(np.arange(len(starts)), parts)
     part = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
-    return starts[which] + part * room, lengths[which] - part * room, rows[which], part > 0
+    return starts[which] + part * room, lengths[which] - part * room, numbers[which], part > 0
 
 
 class IndexedExamples(ExampleStore):
@@ -366,20 +378,20 @@ class IndexedExamples(ExampleStore):
         self.counts, self.digest, self.bos_id = counts, digest, bos_id
         self.chosen = np.arange(len(table.numbers)) if chosen is None else chosen
         self._held = None
-        documents = ", documents of packed rows apart" if streams[0].packed else ""
+        documents = ", packed documents separated" if streams[0].packed else ""
         self.description = f"{files.name}: indexed {files.kind}: {', '.join(files.readers)}{documents}"
 
-    def subset(self, rows: npt.ArrayLike) -> IndexedExamples:
+    def subset(self, indices: npt.ArrayLike) -> IndexedExamples:
         """Return some of the examples in the given order; nothing is copied."""
-        chosen = self.chosen[np.asarray(rows, dtype=np.int64)]
+        chosen = self.chosen[np.asarray(indices, dtype=np.int64)]
         return IndexedExamples(
             self.files, self.kind, self.streams, self.table, self.counts, self.digest, self.bos_id, chosen
         )
 
-    def _made(self, row: int) -> list[Sample]:
-        table, origin = self.table, self.origin(row)
+    def _make_samples(self, index: int) -> list[Sample]:
+        table, origin = self.table, self.origin(index)
         samples: list[Sample] = []
-        for number in self._samples_of(row):
+        for number in self._samples_of(index):
             stream = self.streams[table.streams[number]]
             start, length = int(table.starts[number]), int(table.lengths[number])
             tokens = stream.ids.numbers[start : start + length].astype(np.int32)
@@ -394,16 +406,16 @@ class IndexedExamples(ExampleStore):
                 if self.kind == "stepwise":
                     targets = (labels == self.files.reward_ids[0]).astype(np.float32)
             label = 1.0 - float(table.streams[number]) if self.kind == "labelled" else 0.0
-            samples.append(Sample(tokens=tokens, mask=mask, targets=targets, label=label, group=row, origin=origin))
+            samples.append(Sample(tokens=tokens, mask=mask, targets=targets, label=label, group=index, origin=origin))
         return samples
 
-    def _samples_of(self, row: int) -> range:
-        at = self.chosen[row]
+    def _samples_of(self, index: int) -> range:
+        at = self.chosen[index]
         return range(self.table.firsts[at], self.table.firsts[at + 1])
 
-    def origin(self, row: int) -> str:
-        """Return `name:row` in the files."""
-        return f"{self.files.name}:{self.table.numbers[self.chosen[row]]}"
+    def origin(self, index: int) -> str:
+        """Return `name:number`: the number of the example in the files."""
+        return f"{self.files.name}:{self.table.numbers[self.chosen[index]]}"
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each sample."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from posttrain.core.devices import copy_to_device
-from posttrain.core.types import SCALARS, STREAMS, Ints, MicroBatch, PrefixSharing, Sample
+from posttrain.core.types import SCALARS, STREAMS, Experts, Ints, MicroBatch, PrefixSharing, Sample
 
 Indices = npt.NDArray[np.int64]
 
@@ -54,6 +54,24 @@ def pack_into_micro_batches(
     bins = pack_best_fit(lengths, longest_first, max_tokens)
     bins = pack_balanced(lengths, longest_first, max_tokens, len(bins)) or bins
     return [[i for u in sorted(members) for i in units[u]] for members in bins]
+
+
+def pack_padded(samples: Sequence[Sample], max_tokens: int, group_size: int = 1) -> list[list[int]]:
+    """Return the indices of micro-batches whose samples, padded to the longest, have at most `max_tokens` tokens.
+
+    For models that do not run packed. Groups stay together; one that is larger gets a micro-batch of its own.
+    """
+    assert len(samples) % group_size == 0, f"{len(samples)} samples are not whole groups of {group_size}"
+    units = [range(first, first + group_size) for first in range(0, len(samples), group_size)]
+    widths = [max(len(samples[i]) for i in unit) for unit in units]
+    found: list[list[int]] = []
+    width = 0
+    for unit in sorted(range(len(units)), key=lambda u: -widths[u]):  # so that neighbours have similar lengths
+        if not found or (len(found[-1]) + group_size) * width > max_tokens:
+            found.append([])
+            width = widths[unit]
+        found[-1] += units[unit]
+    return [sorted(members) for members in found]
 
 
 def pack_best_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -166,10 +184,31 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_s
         mask=to_tensor(mask, torch.bool),
         counted=to_tensor(np.flatnonzero(mask), torch.long),
         sharing=sharing,
+        experts=recorded_experts(samples, sharing),
         **streams,
         **scalars,
     )
     return batch if torch.device(device).type == "cpu" else move_batch(batch, device)
+
+
+def recorded_experts(samples: Sequence[Sample], sharing: PrefixSharing | None) -> torch.Tensor | None:
+    """Return the recorded experts of the tokens that the layers compute; -1 for those of samples without a record."""
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
+    if shape is None:
+        return None
+    experts = np.concatenate([experts_of(sample, shape) for sample in samples])
+    if sharing is None:
+        return to_tensor(experts, torch.int16)
+    place = sharing.place.numpy()
+    computed = np.full((len(sharing.tokens), *shape), -1, dtype=np.int16)
+    for one in reversed(range(len(experts))):  # of tokens that samples share, the first that has a record
+        if experts[one, 0, 0] >= 0 or computed[place[one], 0, 0] < 0:
+            computed[place[one]] = experts[one]
+    return to_tensor(computed, torch.int16)
+
+
+def experts_of(sample: Sample, shape: tuple[int, ...]) -> Experts:
+    return np.full((len(sample), *shape), -1, dtype=np.int16) if sample.experts is None else sample.experts
 
 
 def to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -188,10 +227,10 @@ def move_batch(batch: MicroBatch, device: torch.device | str) -> MicroBatch:
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in tensors]
     on_host = torch.empty(sum(sizes), dtype=torch.uint8)
     for buffer, (_, _, tensor) in zip(on_host.split(sizes), tensors, strict=True):
-        buffer.view(tensor.dtype)[: tensor.numel()] = tensor
+        buffer.view(tensor.dtype)[: tensor.numel()] = tensor.reshape(-1)
     on_device = copy_to_device(on_host, device)
     for buffer, (owner, name, tensor) in zip(on_device.split(sizes), tensors, strict=True):
-        setattr(owner, name, buffer.view(tensor.dtype)[: tensor.numel()])
+        setattr(owner, name, buffer.view(tensor.dtype)[: tensor.numel()].view(tensor.shape))
     return batch
 
 

@@ -23,22 +23,22 @@ class PromptStore(Sequence[list[Prompt]]):
         return len(self.prompts)
 
     @overload
-    def __getitem__(self, row: int) -> list[Prompt]: ...
+    def __getitem__(self, index: int) -> list[Prompt]: ...
 
     @overload
-    def __getitem__(self, row: slice) -> list[list[Prompt]]: ...
+    def __getitem__(self, index: slice) -> list[list[Prompt]]: ...
 
-    def __getitem__(self, row: int | slice) -> list[Prompt] | list[list[Prompt]]:
-        return [[prompt] for prompt in self.prompts[row]] if isinstance(row, slice) else [self.prompts[row]]
+    def __getitem__(self, index: int | slice) -> list[Prompt] | list[list[Prompt]]:
+        return [[prompt] for prompt in self.prompts[index]] if isinstance(index, slice) else [self.prompts[index]]
 
     def hold(self) -> None:
         """Do nothing: prompts are never modified."""
 
-    def subset(self, rows: npt.ArrayLike) -> PromptStore:
-        return PromptStore([self.prompts[row] for row in np.asarray(rows, dtype=np.int64)])
+    def subset(self, indices: npt.ArrayLike) -> PromptStore:
+        return PromptStore([self.prompts[index] for index in np.asarray(indices, dtype=np.int64)])
 
-    def origin(self, row: int) -> str:
-        return self.prompts[row].origin
+    def origin(self, index: int) -> str:
+        return self.prompts[index].origin
 
     def lengths(self) -> npt.NDArray[np.int64]:
         return np.array([len(prompt.tokens) for prompt in self.prompts], dtype=np.int64)
@@ -63,11 +63,11 @@ class PromptStoreBuilder:
         self.prompts: list[Prompt] = []
 
     @property
-    def rows(self) -> int:
+    def count(self) -> int:
         return len(self.prompts)
 
-    def add(self, row: Sequence[Prompt]) -> None:
-        self.prompts += row
+    def add(self, example: Sequence[Prompt]) -> None:
+        self.prompts += example
 
     def finish(self) -> PromptStore:
         return PromptStore(self.prompts)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from posttrain.core.types import Sample
 
-SPILL = 256 * 2**20  # bytes of a column kept in memory; beyond, it goes to a file that is mapped
+SPILL = 256 * 2**20  # bytes of a column kept in memory; a larger one is written to a memory-mapped file
 BLOCK = 2**20
-PENDING = 2**14  # single values that wait to be put together
+PENDING = 2**14  # single values that are collected before they are converted to an array
 NUMBER_AT_END = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})", re.DOTALL)
 
 
@@ -50,8 +50,8 @@ class GrowingArray:
 
     def _write(self) -> None:
         if self.file is None:
-            # Nothing has to be cleared away after a kill: the file has no name.
-            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  lives as long as the rows
+            # The file has no name, so a kill leaves nothing to clean up.
+            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  lives as long as the store
         self.file.write(self.buffer)
         self.buffer = bytearray()
 
@@ -73,14 +73,14 @@ class SampleArrays:
 
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
-    targets: npt.NDArray[np.float32]  # empty where rows have none
+    targets: npt.NDArray[np.float32]  # empty if examples have none
     starts: npt.NDArray[np.int64]  # of each sample in tokens, and the end
     counted: npt.NDArray[np.int32]  # tokens of a sample that count
     label: npt.NDArray[np.float64]
     margin: npt.NDArray[np.float64]
-    firsts: npt.NDArray[np.int64]  # first sample of each row, and the end
-    place: npt.NDArray[np.int32]  # of each row: which of `places`
-    number: npt.NDArray[np.int64]  # of each row: its line; -1 if its origin ends with no number
+    firsts: npt.NDArray[np.int64]  # first sample of each example, and the end
+    place: npt.NDArray[np.int32]  # of each example: an index into `places`
+    number: npt.NDArray[np.int64]  # of each example: its line; -1 if its origin does not end with a number
     places: tuple[str, ...]
 
 
@@ -95,16 +95,17 @@ class ExampleStoreBuilder:
         dtypes |= {"mask": np.bool_, "targets": np.float32}
         self.columns = {name: GrowingArray(dtype, limit, folder) for name, dtype in dtypes.items()}
         self.places: dict[str, int] = {}
-        self.rows = self.samples = self.tokens = 0
+        self.count = self.samples = self.tokens = 0
 
-    def add(self, row: Sequence[Sample]) -> None:
+    def add(self, example: Sequence[Sample]) -> None:
         columns = self.columns
-        found = NUMBER_AT_END.fullmatch(row[0].origin)
-        text, number = (found.group(1), int(found.group(2))) if found else (row[0].origin, -1)
+        origin = example[0].origin
+        found = NUMBER_AT_END.fullmatch(origin)
+        text, number = (found.group(1), int(found.group(2))) if found else (origin, -1)
         columns["place"].add_one(self.places.setdefault(text, len(self.places)))
         columns["number"].add_one(number)
         columns["firsts"].add_one(self.samples)
-        for sample in row:
+        for sample in example:
             columns["starts"].add_one(self.tokens)
             columns["tokens"].add(sample.tokens)
             columns["mask"].add(sample.mask)
@@ -114,15 +115,15 @@ class ExampleStoreBuilder:
             columns["label"].add_one(sample.label)
             columns["margin"].add_one(sample.margin)
             self.tokens += len(sample)
-        self.samples += len(row)
-        self.rows += 1
+        self.samples += len(example)
+        self.count += 1
 
     def finish(self) -> ExampleStore:
         self.columns["starts"].add_one(self.tokens)
         self.columns["firsts"].add_one(self.samples)
         arrays: dict[str, Any] = {name: column.array() for name, column in self.columns.items()}
         assert len(arrays["targets"]) in (0, self.tokens), "some samples have targets and some have none"
-        return ExampleStore(SampleArrays(**arrays, places=tuple(self.places)), np.arange(self.rows))
+        return ExampleStore(SampleArrays(**arrays, places=tuple(self.places)), np.arange(self.count))
 
 
 class ExampleStore(Sequence[list[Sample]]):
@@ -130,15 +131,15 @@ class ExampleStore(Sequence[list[Sample]]):
 
     def __init__(self, columns: SampleArrays, chosen: npt.NDArray[np.int64]) -> None:
         self.columns = columns
-        self.chosen = chosen  # which of the rows of the columns
+        self.chosen = chosen  # indices of these examples in the columns
         self._held: dict[int, list[Sample]] | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Sample]]) -> ExampleStore:
+    def of(cls, examples: Iterable[Sequence[Sample]]) -> ExampleStore:
         """Build a store of given examples."""
         builder = ExampleStoreBuilder()
-        for row in rows:
-            builder.add(row)
+        for example in examples:
+            builder.add(example)
         return builder.finish()
 
     def hold(self) -> None:
@@ -146,35 +147,35 @@ class ExampleStore(Sequence[list[Sample]]):
         if self._held is None:
             self._held = {}
 
-    def subset(self, rows: npt.ArrayLike) -> ExampleStore:
+    def subset(self, indices: npt.ArrayLike) -> ExampleStore:
         """Return some of the examples in the given order; nothing is copied."""
-        return ExampleStore(self.columns, self.chosen[np.asarray(rows, dtype=np.int64)])
+        return ExampleStore(self.columns, self.chosen[np.asarray(indices, dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     @overload
-    def __getitem__(self, row: int) -> list[Sample]: ...
+    def __getitem__(self, index: int) -> list[Sample]: ...
 
     @overload
-    def __getitem__(self, row: slice) -> list[list[Sample]]: ...
+    def __getitem__(self, index: slice) -> list[list[Sample]]: ...
 
-    def __getitem__(self, row: int | slice) -> list[Sample] | list[list[Sample]]:
-        if isinstance(row, slice):
-            return [self[number] for number in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        row = int(row) % len(self)
+    def __getitem__(self, index: int | slice) -> list[Sample] | list[list[Sample]]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index = int(index) % len(self)
         if self._held is None:
-            return self._made(row)
-        if row not in self._held:
-            self._held[row] = self._made(row)
-        return self._held[row]
+            return self._make_samples(index)
+        if index not in self._held:
+            self._held[index] = self._make_samples(index)
+        return self._held[index]
 
-    def _made(self, row: int) -> list[Sample]:
-        columns, origin = self.columns, self.origin(row)
+    def _make_samples(self, index: int) -> list[Sample]:
+        columns, origin = self.columns, self.origin(index)
         samples = []
-        for number in self._samples_of(row):
+        for number in self._samples_of(index):
             start, end = int(columns.starts[number]), int(columns.starts[number + 1])
             samples.append(
                 Sample(
@@ -183,19 +184,19 @@ class ExampleStore(Sequence[list[Sample]]):
                     targets=columns.targets[start:end] if len(columns.targets) else None,
                     label=float(columns.label[number]),
                     margin=float(columns.margin[number]),
-                    group=row,
+                    group=index,
                     origin=origin,
                 )
             )
         return samples
 
-    def _samples_of(self, row: int) -> range:
-        at = self.chosen[row]
+    def _samples_of(self, index: int) -> range:
+        at = self.chosen[index]
         return range(self.columns.firsts[at], self.columns.firsts[at + 1])
 
-    def origin(self, row: int) -> str:
+    def origin(self, index: int) -> str:
         """Return `file:line` of an example."""
-        at = self.chosen[row]
+        at = self.chosen[index]
         number = int(self.columns.number[at])
         return self.columns.places[self.columns.place[at]] + (str(number) if number >= 0 else "")
 
@@ -222,8 +223,8 @@ class ExampleStore(Sequence[list[Sample]]):
 
     def _parts(self) -> Iterator[Any]:
         columns = self.columns
-        for row in range(len(self)):
-            samples = self._samples_of(row)
+        for index in range(len(self)):
+            samples = self._samples_of(index)
             yield struct.pack("<q", len(samples))
             for number in samples:
                 start, end = int(columns.starts[number]), int(columns.starts[number + 1])

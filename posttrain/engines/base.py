@@ -7,7 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Floats, Ints, Sample, SamplingDistribution, WeightVersion
+
+
+class SamplingOptions(Protocol):
+    """Sampling options as users set them: of training, of pipelines, of tools."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -27,6 +41,20 @@ class Sampling:
     stop_texts: tuple[str, ...] = ()
     """Texts that end a completion; the tokens that complete one are its last tokens."""
 
+    @classmethod
+    def of(cls, options: SamplingOptions, stop_ids: Sequence[int] = ()) -> Sampling:
+        """Take the settings from options; training has no repetition_penalty."""
+        return cls(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=getattr(options, "repetition_penalty", 1.0),
+            stop_ids=tuple(stop_ids),
+            stop_texts=options.stop,
+        )
+
 
 @dataclass(slots=True, frozen=True)
 class EngineSpec:
@@ -42,6 +70,16 @@ class EngineSpec:
 LOCAL = EngineSpec()
 
 
+class Constraint(Protocol):
+    """Restricts the tokens of one completion, for example to a grammar; see engines/grammar.py."""
+
+    def fill_mask(self, words: Ints) -> None:
+        """Write which tokens may come next: bit t % 32 of word t // 32 is set if token t may."""
+
+    def advance(self, token: int) -> None:
+        """Take the token that was sampled."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """A request for one completion. Neighbouring requests with the same prompt share its prefill."""
@@ -49,8 +87,20 @@ class GenerationRequest:
     prompt: Ints
     group: int = 0
     seed: int = 0
+    adapter: str = ""
+    """Name of one of the engine's adapters (LocalEngine.use_adapters); empty: the model without one."""
     top_logprobs: int = 0
     """How many of the most likely tokens are recorded for each token, where tokens are streamed."""
+    reuse_prefix: bool = False
+    """Whether keys and values of its first tokens may come from earlier requests, and its own serve later ones.
+
+    Completions are then equal up to rounding. The local engine reuses them while the weights are the same.
+    """
+    constraint: Constraint | None = None
+    """Restricts the tokens; log-probabilities are those of the restricted distribution, which tokens are sampled from.
+
+    Only schedulers of `LocalEngine.open_scheduler` support it.
+    """
 
 
 OnCompletion = Callable[[int, Sample], None]
@@ -81,7 +131,42 @@ class LogprobFunction(Protocol):
     ) -> list[Floats]: ...
 
 
+def check_samples(
+    requests: Sequence[GenerationRequest], samples: Sequence[Sample], sampling: Sampling, vocabulary: int, engine: str
+) -> None:
+    """Raise PosttrainError unless each sample is a completion of its request that the policy could have generated.
+
+    What a broken engine returns would be trained on, or end the run in an error far from its cause. `engine` is named.
+    """
+    if len(samples) != len(requests):
+        raise PosttrainError(f"{engine} returned {len(samples)} samples for {len(requests)} requests")
+    for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
+        if problem := problem_of(request, sample, sampling, vocabulary):
+            raise PosttrainError(
+                f"{engine} returned what is not a completion of its prompt (request {number}, group {request.group}): "
+                f"{problem}. Nothing of this batch was trained on. Compare with --rollout.engine local, and check the "
+                "device."
+            )
+
+
+def problem_of(request: GenerationRequest, sample: Sample, sampling: Sampling, vocabulary: int) -> str:
+    """Describe what is wrong with a sample; empty if nothing is."""
+    start, completion = len(request.prompt), sample.tokens[len(request.prompt) :]
+    if not np.array_equal(sample.tokens[:start], request.prompt):
+        return "it does not begin with the prompt"
+    if not 1 <= len(completion) <= sampling.max_tokens:
+        return f"it has {len(completion)} tokens, of at most {sampling.max_tokens}"
+    if completion.min() < 0 or completion.max() >= vocabulary:
+        wrong = completion[(completion < 0) | (completion >= vocabulary)][0]
+        return f"token id {wrong} is not in the vocabulary of {vocabulary}"
+    if sample.mask[:start].any() or not sample.mask[start:].all():
+        return "its mask does not mark the completion"
+    if sample.logprobs is None or not np.isfinite(sample.logprobs[start:]).all():
+        return "its log-probabilities are not finite numbers"
+    return ""
+
+
 def seed_for(run_seed: int, position: int, completion: int) -> int:
-    """Seed of the k-th completion of a prompt: different for each, and independent of what else is generated."""
+    """Return the seed of the k-th completion of a prompt; it does not depend on what else is generated."""
     digest = hashlib.blake2b(f"{run_seed}/{position}/{completion}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -13,7 +13,7 @@ import torch
 from posttrain.core.types import Ints, Sample, SamplingDistribution
 from posttrain.engines.base import GenerationRequest, LogprobFunction, OnCompletion, Sampling
 from posttrain.nn import attention
-from posttrain.nn.forward import ModelRunner, needs_eager_attention
+from posttrain.nn.forward import ModelRunner, use_own_attention
 
 
 class BeamEngine:
@@ -54,7 +54,7 @@ class BeamEngine:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
             options |= {"min_p": sampling.min_p} if sampling.min_p else {}
         padding = next(iter(sampling.stop_ids), 0)
-        with own_attention(model), torch.no_grad(), torch.random.fork_rng():
+        with own_attention(self.runner), torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(group[0].seed)
             found = model.generate(
                 ids,
@@ -92,13 +92,15 @@ class BeamEngine:
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
+def own_attention(runner: ModelRunner) -> Iterator[None]:
     """Use the model's own attention, which supports transformers' cache of beams."""
+    model = runner.model
     was_training = model.training
     model.eval()
-    model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
+    use_own_attention(model)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention.NAME)
+        if runner.packed:
+            attention.use_packed(model)
         model.train(was_training)

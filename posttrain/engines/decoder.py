@@ -15,34 +15,68 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.core.types import MicroBatch
+from posttrain.engines.adapter_set import STACKED, AdapterSet
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import KVCache
 from posttrain.nn import attention
-from posttrain.nn.layers import head_norms, join_storage, supports_fused_layers, window_of
+from posttrain.nn.experts import has_plain_experts, is_mixture, route_tokens, run_experts
+from posttrain.nn.layers import head_norms, sliding_window_of, supports_fused_layers
+from posttrain.nn.lora import Adapter, adapted_linear, adapter_of, base_linear, join_adapters
+from posttrain.nn.routing import LAYER, NOT_RECORDED
+from posttrain.nn.weights import join_storage
 
 Attend = Callable[[int, "DecoderLayer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 """(layer index, layer, packed queries, keys and values, (cos, sin)) -> [n, heads, d]."""
+
+KeepExperts = Callable[[Any, torch.Tensor], None]
+"""Called with a router and the experts [T, k] that it chose."""
 
 TYPICAL_ROWS = 64  # of a decode step on a CPU
 
 
 class FusedLinear:
-    """Linear layers of one input, computed as one. Their weights are joined in storage and remain the modules' own."""
+    """Linear layers of one input, computed as one. Their weights are joined in storage and remain the modules' own.
+
+    Adapters are computed together as well on an accelerator, where launching their many small kernels would take longer
+    than the layers themselves.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self.modules = modules
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
-        linears: list[Any] = [module for module in modules if type(module) is torch.nn.Linear]
-        biased = [linear.bias is not None for linear in linears]
-        if len(linears) == len(modules) and len(set(biased)) == 1:  # adapters and quantized layers run their own code
-            self.weight = join_storage([linear.weight for linear in linears])
-            self.bias = join_storage([linear.bias for linear in linears]) if biased[0] else None
+        self.adapters: list[Adapter | None] = []
+        self.stacked: list[Any] = []  # of each module, if the engine has a set of adapters
+        linears: list[Any] = [linear for linear in map(base_linear, modules) if linear is not None]
+        self.sizes = [linear.out_features for linear in linears]
+        if len(linears) < len(modules) or len({linear.bias is not None for linear in linears}) > 1:
+            return  # quantized layers and adapters of other kinds run their own code
+        adapters = [adapter_of(module) for module in modules]
+        if any(adapters) and not fuses_adapters(linears[0].weight.device):
+            return
+        self.stacked = [getattr(module, STACKED, None) for module in modules]
+        self.weight = join_storage([linear.weight for linear in linears])
+        self.bias = join_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
+        if any(adapters):
+            join_adapters(modules)
+            self.adapters = adapters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.project(x)
+        column = 0
+        for size, stacked in zip(self.sizes, self.stacked, strict=False):
+            if stacked is not None and (added := stacked.output(x)) is not None:
+                out[:, column : column + size] += added
+            column += size
+        return out
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the layers without the adapters of an AdapterSet."""
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], None)
+        if self.weight is not None and self.adapters:
+            return adapted_linear(x, self.weight, self.bias, self.adapters, self.sizes)[0]
         if self.weight is not None:
             return F.linear(x, self.weight, self.bias)
         parts = [module(x) for module in self.modules]
@@ -50,11 +84,55 @@ class FusedLinear:
 
     def pack(self) -> None:
         """Keep a copy of the weight in oneDNN's memory layout."""
-        if self.weight is not None:
+        if self.weight is not None and not self.adapters:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
 
     def unpack(self) -> None:
         self.packed = None
+
+
+def fuses_adapters(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+class DenseMLP:
+    """The gated MLP of a layer."""
+
+    captured = True  # whether a CUDA graph can contain it
+
+    def __init__(self, mlp: Any) -> None:
+        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = FusedLinear([mlp.down_proj])
+        self.linears = [self.gate_up, self.down]
+
+    def __call__(self, x: torch.Tensor, kernels: ModuleType, keep: KeepExperts | None = None) -> torch.Tensor:
+        return self.down(kernels.silu_and_mul(self.gate_up(x)))
+
+
+class MixtureMLP:
+    """The router and the experts of a layer; experts that all tokens use are a dense MLP."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+        self.captured = has_plain_experts(mlp)
+        self.shared_gate = FusedLinear([mlp.shared_expert_gate]) if hasattr(mlp, "shared_expert_gate") else None
+        shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        self.shared = None if shared is None else DenseMLP(shared)
+        self.linears = [] if self.shared is None else self.shared.linears
+
+    def __call__(self, x: torch.Tensor, kernels: ModuleType, keep: KeepExperts | None = None) -> torch.Tensor:
+        """`keep` is called with the chosen experts."""
+        weights, chosen = route_tokens(self.mlp.gate, x, kernels)
+        if keep is not None:
+            keep(self.mlp.gate, chosen)
+        if self.captured:
+            out = run_experts(self.mlp.experts, x, chosen, weights, kernels)
+        else:  # adapted experts
+            out = self.mlp.experts(x, chosen, weights)
+        if self.shared is None:
+            return out
+        shared = self.shared(x, kernels)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +142,7 @@ class DecoderLayer:
     module: Any
     qkv: FusedLinear
     out: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
+    mlp: DenseMLP | MixtureMLP
     norms: tuple[torch.Tensor | None, torch.Tensor | None, float]  # weights for queries and keys, epsilon
     window: int | None
     kv_shape: tuple[int, int]
@@ -74,29 +151,37 @@ class DecoderLayer:
 class FusedDecoder:
     """Runs the layers for whole prompts, or for one token per slot."""
 
-    def __init__(self, model: Any, kernels: ModuleType) -> None:
+    def __init__(self, model: Any, kernels: ModuleType, adapters: AdapterSet | None = None) -> None:
+        self.adapters = adapters
         self.body = getattr(model, model.base_model_prefix)
         self.head = FusedLinear([model.get_output_embeddings()])
         self.kernels = kernels
         self.layers = [self.fuse(layer) for layer in self.body.layers]
-        per_layer = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers]
+        per_layer = [(layer.qkv, layer.out, *layer.mlp.linears) for layer in self.layers]
         self.linears = [*chain.from_iterable(per_layer), self.head]
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether this class can run the model."""
-        return supports_fused_layers(model)
+        """Whether this class should run the model: on a CPU a mixture of experts gains nothing over its own code."""
+        if not supports_fused_layers(model):
+            return False
+        layers = getattr(model, model.base_model_prefix).layers
+        return next(model.parameters()).is_cuda or not any(is_mixture(layer.mlp) for layer in layers)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a decode step can be a CUDA graph: the own code of adapted experts waits for the host."""
+        return all(layer.mlp.captured for layer in self.layers)
 
     def fuse(self, layer: Any) -> DecoderLayer:
-        own, mlp = layer.self_attn, layer.mlp
+        own = layer.self_attn
         return DecoderLayer(
             module=layer,
             qkv=FusedLinear([own.q_proj, own.k_proj, own.v_proj]),
             out=FusedLinear([own.o_proj]),
-            gate_up=FusedLinear([mlp.gate_proj, mlp.up_proj]),
-            down=FusedLinear([mlp.down_proj]),
+            mlp=MixtureMLP(layer.mlp) if is_mixture(layer.mlp) else DenseMLP(layer.mlp),
             norms=head_norms(layer),
-            window=window_of(layer),
+            window=sliding_window_of(layer),
             kv_shape=(own.config.num_key_value_heads, own.head_dim),
         )
 
@@ -104,19 +189,19 @@ class FusedDecoder:
         self, batch: MicroBatch, packing: attention.Packing, cache: KVCache, wanted: torch.Tensor
     ) -> torch.Tensor:
         """Run packed prompts; returns the hidden states after the last norm at the wanted tokens: [n, H]."""
-        zeros = torch.zeros_like(batch.positions)  # keys and values of each token are written to a row of their own
+        places = torch.arange(len(batch.tokens), device=batch.tokens.device)
 
         def attend(
             index: int, layer: DecoderLayer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
         ) -> torch.Tensor:
             keys, values = (qkv.new_empty(len(qkv), 1, *layer.kv_shape) for _ in range(2))
-            query = self.kernels.rotate_and_store(qkv, *angles, zeros, keys, values, *layer.norms)
+            query = self.kernels.rotate_and_store(qkv, *angles, places, keys, values, *layer.norms)
             query, key, value = (stream.transpose(0, 1)[None] for stream in (query, keys[:, 0], values[:, 0]))
             own = layer.module.self_attn
             options = {"packing": packing, "cache": cache, "scaling": own.scaling, "sliding_window": layer.window}
             return attention.packed_attention(own, query, key, value, None, **options)[0][0]
 
-        return self.run_layers(batch.tokens, batch.positions, attend, wanted)
+        return self.run_layers(batch.tokens, batch.positions, attend, cache, wanted)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Run one token in each of the first slots; returns the hidden states after the last norm: [n, H]."""
@@ -125,19 +210,33 @@ class FusedDecoder:
             index: int, layer: DecoderLayer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
         ) -> torch.Tensor:
             keys, values = cache.layer(index, layer.kv_shape, layer.kv_shape, qkv)
-            query = self.kernels.rotate_and_store(qkv, *angles, positions, keys, values, *layer.norms)
+            query = self.kernels.rotate_and_store(qkv, *angles, cache.places, keys, values, *layer.norms)
             scaling = layer.module.self_attn.scaling
             if self.kernels is reference:
                 return cache.attend_reference(query, keys, values, scaling, layer.window)
-            return self.kernels.attend(query, keys, values, positions, cache.longest, scaling, layer.window)
+            table = cache.table[: len(tokens)]
+            return self.kernels.attend(query, keys, values, table, positions, cache.longest, scaling, layer.window)
 
-        return self.run_layers(tokens, positions, attend)
+        return self.run_layers(tokens, positions, attend, cache)
 
     def run_layers(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        cache: KVCache,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run all layers with the given attention; after the last attention only the wanted tokens are computed."""
-        kernels = self.kernels
+
+        def keep_experts(router: Any, chosen: torch.Tensor) -> None:
+            if len(chosen) < len(tokens):  # of the last layer of a prefill
+                assert wanted is not None
+                chosen = chosen.new_full((len(tokens), chosen.shape[1]), NOT_RECORDED).index_copy(0, wanted, chosen)
+            cache.keep_experts(getattr(router, LAYER), chosen)
+
+        keep = keep_experts if cache.experts is not None else None
+        kernels, adapters = self.kernels, self.adapters
         x = self.body.embed_tokens(tokens)
         cos, sin = (angle[0] for angle in self.body.rotary_emb(x, positions[None]))
         total = torch.zeros_like(x)  # the first layer then uses the same compiled kernel as the others
@@ -147,9 +246,11 @@ class FusedDecoder:
             heads = attend(index, layer, layer.qkv(normed), (cos, sin))
             if wanted is not None and layer is self.layers[-1]:
                 heads, total = heads[wanted], total[wanted]
+                if adapters is not None:
+                    adapters.select(wanted)
             x = layer.out(heads.flatten(1))
             normed, total = kernels.add_norm(x, total, next_norm.weight, next_norm.variance_epsilon)
-            x = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
+            x = layer.mlp(normed, kernels, keep)
         return kernels.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
 
     def pack(self) -> None:
@@ -167,5 +268,5 @@ class FusedDecoder:
             linear.unpack()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, V] in the weights' dtype: these families do not scale the output of their head."""
+        """Compute logits [n, V] in the weights' dtype; these families do not scale the output of their head."""
         return self.head(hidden)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 
 from posttrain.core.devices import copy_to_device
-from posttrain.core.types import Ints, Sample
+from posttrain.core.types import Sample
 from posttrain.data.packing import collate
+from posttrain.engines.adapter_set import AdapterSet
 from posttrain.engines.decode_graphs import DecodeGraphs
 from posttrain.engines.decoder import FusedDecoder
-from posttrain.engines.kv_cache import KVCache
+from posttrain.engines.kv_cache import KVCache, PromptPart
 from posttrain.engines.slot_state import SlotState
 from posttrain.nn import attention
-from posttrain.nn.forward import ModelRunner
-
-SharedPrompt = tuple[Ints, list[int]]
-"""A prompt, and the slots that share it."""
+from posttrain.nn.forward import ModelRunner, kernel_shares_prefixes
 
 
 class ModelExecutor:
@@ -31,31 +30,60 @@ class ModelExecutor:
         cache: KVCache,
         slots: SlotState,
         graphs: DecodeGraphs | None,
+        adapters: AdapterSet | None = None,
     ) -> None:
-        """`decoder`: None for a model that runs its own code; `graphs`: None where decode steps are not captured."""
+        """`decoder`: None for a model that runs its own code; `graphs`: None where decode steps are not captured.
+
+        `adapters`: those that sequences may have.
+        """
         self.runner, self.decoder, self.cache, self.slots, self.graphs = runner, decoder, cache, slots, graphs
-        self.device = cache.device
+        self.device, self.adapters = cache.device, adapters
         self.bucketed = self.device.type == "cuda"
         self.captured_logits: torch.Tensor | None = None  # [slots, V]: output of captured steps that do not sample
 
+    def reset(self, max_tokens: int, penalized_vocabulary: int | None) -> None:
+        """Free all slots and blocks; see SlotState.reset."""
+        self.slots.reset(max_tokens, penalized_vocabulary)
+        self.cache.reset()
+
     def step_size(self, count: int) -> int:
-        """Number of slots that a step computes for `count` sequences: a graph has one size, so there are few sizes."""
+        """Return how many slots a step computes for `count` sequences; few sizes, since each needs a CUDA graph."""
         return bucket_size(count) if self.bucketed else count
 
-    def prefill(self, prompts: Sequence[SharedPrompt]) -> torch.Tensor:
-        """Run packed prompts and fill the cache; returns the last hidden state of each slot: [n, H]."""
-        samples = [Sample(tokens=prompt, mask=np.zeros(len(prompt), dtype=np.bool_)) for prompt, _ in prompts]
+    def prefill(self, parts: Sequence[PromptPart]) -> torch.Tensor:
+        """Run packed prompts and fill the cache; returns the last hidden state of each sequence: [n, H].
+
+        Parts that continue a prompt also attend to what the cache holds of it.
+        """
+        samples = [Sample(tokens=part.tokens, mask=np.zeros(len(part.tokens), dtype=np.bool_)) for part in parts]
         batch = collate(samples, self.device)
-        self.cache.begin_prefill(batch.lengths, [slots for _, slots in prompts])
         last = batch.starts[1:].long() - 1
+        packing = None
+        if any(part.begin for part in parts):
+            begins, lengths = [part.begin for part in parts], [len(part.tokens) for part in parts]
+            before = torch.from_numpy(np.repeat(begins, lengths))
+            batch.positions = batch.positions + copy_to_device(before, self.device)
+            packing = self.packing_after(begins, lengths)
+        self.cache.begin_prefill(parts, packing)
+        if self.adapters is not None:
+            of_tokens = np.repeat([part.adapter for part in parts], [len(part.tokens) for part in parts])
+            self.adapters.begin(copy_to_device(torch.from_numpy(of_tokens), self.device))
         if self.decoder is not None:
-            packing = attention.packing_for(batch, varlen_kernel=self.runner.varlen_kernel)
+            packing = packing or attention.packing_for(batch, varlen_kernel=self.runner.varlen_kernel)
             hidden = self.decoder.prefill(batch, packing, self.cache, last)
         else:
             hidden = self.runner.run_layers(batch, cache=self.cache).last_hidden_state[0][last]
-        copies = [len(slots) for _, slots in prompts]
+        if self.adapters is not None:
+            self.adapters.end()
+        copies = [len(part.sequences) for part in parts]
         repeats = copy_to_device(torch.tensor(copies), self.device)
         return hidden.repeat_interleave(repeats, 0, output_size=sum(copies))
+
+    def packing_after(self, begins: Sequence[int], lengths: Sequence[int]) -> attention.Packing:
+        """Return the layout of parts that continue prompts."""
+        dtype = next(self.runner.model.parameters()).dtype
+        varlen_kernel = self.runner.varlen_kernel and aligns_queries(dtype, self.device)
+        return attention.packing_after_prefixes(begins, lengths, self.device, varlen_kernel=varlen_kernel)
 
     def decode(self, count: int, longest: int) -> torch.Tensor:
         """Run the last token of the first `count` slots; returns the logits of the next: [count, V].
@@ -65,14 +93,20 @@ class ModelExecutor:
         positions = self.slots.positions(count)
         self.cache.begin_step(positions, longest)
         tokens = self.slots.last_token[:count]
+        if self.adapters is not None:
+            self.adapters.begin(self.slots.adapter[:count])
         if self.decoder is not None:
-            return self.logits(self.decoder.decode(tokens, positions, self.cache))
-        layers = getattr(self.runner.model, self.runner.model.base_model_prefix)
-        out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
-        return self.logits(out.last_hidden_state[0])
+            hidden = self.decoder.decode(tokens, positions, self.cache)
+        else:
+            layers = getattr(self.runner.model, self.runner.model.base_model_prefix)
+            out = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False, cache=self.cache)
+            hidden = out.last_hidden_state[0]
+        if self.adapters is not None:
+            self.adapters.end()
+        return self.logits(hidden)
 
     def decode_captured(self, count: int) -> torch.Tensor:
-        """As `decode`, as a CUDA graph that leaves the logits in a fixed tensor."""
+        """Run `decode` as a CUDA graph that leaves the logits in a fixed tensor."""
         assert self.graphs is not None
         self.graphs.run((count, None), lambda: self.keep_logits(self.decode(count, self.cache.capacity)))
         assert self.captured_logits is not None
@@ -86,10 +120,18 @@ class ModelExecutor:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.runner.logits(hidden) if self.decoder is None else self.decoder.logits(hidden)
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor, longest: int) -> None:
-        """Move sequences of at most `longest` positions to other slots."""
-        self.cache.move(sources, targets, longest)
-        self.slots.move(sources, targets)
+    def move(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Move sequences whose completions have at most `longest` tokens to other slots."""
+        self.cache.move(sources, targets)
+        rows = copy_to_device(torch.tensor([list(sources), list(targets)]), self.device)
+        self.slots.move(rows[0], rows[1], longest)
+
+
+@cache
+def aligns_queries(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the varlen kernel aligns fewer queries than keys with the last keys."""
+    with torch.inference_mode(False):
+        return kernel_shares_prefixes(dtype, device)
 
 
 def bucket_size(count: int) -> int:

@@ -1,7 +1,10 @@
-"""The engine that needs no second copy of the weights: it runs the trainer's own, with a KV cache of its own.
+"""The local engine: generates with the trainer's own weights, without a second copy, and with a KV cache of its own.
 
-Sequences live in slots. A finished sequence frees its slot for the next request; when no request waits, the sequences
-of the last slots move into gaps, so that a step computes the active sequences and little else. Every random number
+Sequences live in slots, and their keys and values in blocks of a paged cache, which are allocated as they grow: memory
+is needed for the tokens that exist, not for the longest completion that is allowed. The completions of a group share
+the blocks of their prompt. If blocks run out, the newest sequences wait and are computed again later. A finished
+sequence frees its slot and blocks for the next request; when no request waits, the sequences of the last slots move
+into gaps, so that a step computes the active sequences and little else. Every random number
 depends on a request's seed and the token's index only, so a completion does not depend on the other requests of its
 batch. On a GPU a decode step is one CUDA graph and the host checks every few steps; on a CPU the step runs eagerly.
 """
@@ -10,32 +13,40 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.core.errors import UsageError
 from posttrain.core.host import host_memory
 from posttrain.core.types import Sample, WeightVersion
+from posttrain.engines.adapter_set import AdapterSet
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.decode_graphs import DecodeGraphs
 from posttrain.engines.decoder import FusedDecoder
 from posttrain.engines.executor import ModelExecutor, bucket_size
 from posttrain.engines.kernels import reference
-from posttrain.engines.kv_cache import KVCache, bytes_per_position, decode_kernels_for, round_length
+from posttrain.engines.kv_cache import BLOCK_SIZE, KVCache, bytes_per_position, decode_kernels_for, round_length
+from posttrain.engines.own_code import OwnCodeGenerator
 from posttrain.engines.scheduler import ActiveRequest, BatchScheduler, OnNewToken
 from posttrain.engines.slot_state import SlotState
 from posttrain.nn.forward import ModelRunner
+from posttrain.nn.routing import routers_of
 
 CACHE_SHARE = 0.8  # of the free memory of a GPU
-# A small model keeps a GPU busy only with many sequences: up to so many slots, within this share of the GPU's memory.
+FROZEN_CAPACITY = 4096  # positions of a slot on a CPU, at least, where the cache is kept for later calls
+HOST_CACHE_SHARE = 0.5  # of host memory; not of free memory, so that equal runs compute equally
+# A small model keeps a GPU busy only with many sequences: at most this many slots, in this share of the GPU's memory.
 SLOT_LIMIT, MORE_SLOTS_SHARE = 2048, 0.25
 LOGIT_BYTES = 8  # half precision, and float32 where they are changed before sampling
-KEEP_BLOCKS = 2**25 - 2**16
-"""Bytes. After a block of this size is freed, glibc's malloc keeps smaller ones for reuse. Otherwise it returns the
-memory of logits to the system after every step and gets it back page by page, which takes longer than filling it."""
+MALLOC_THRESHOLD_BYTES = 2**25 - 2**16
+"""After a block of this size is freed, glibc's malloc keeps smaller ones for reuse. Otherwise it returns the memory of
+logits to the system after every step and gets it back page by page, which takes longer than filling it."""
 
-WORTH_PACKING = (4, 256)  # requests, tokens of all of them: packing takes as long as a few steps
+# Packing the weights for oneDNN takes as long as a few decode steps, so it needs this many requests and tokens.
+MIN_PACKED_REQUESTS, MIN_PACKED_TOKENS = 4, 256
 PACKING_SHARE = 1 / 16  # of host memory at most; not of free memory, so that equal runs compute equally
 
 log = logging.getLogger("posttrain")
@@ -52,15 +63,29 @@ class LocalEngine:
         slots: int | None = None,
         reserved_bytes: Callable[[], int] = lambda: 0,
         frozen: bool = False,
+        record_experts: bool = False,
+        cache_blocks: int | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        """`reserved_bytes`: device memory that training will need; `frozen`: no training, weights never change."""
+        """`reserved_bytes`: device memory that training will need; `frozen`: no training, weights never change.
+
+        `record_experts`: samples of a mixture of experts name the experts of each token.
+        `cache_blocks`: blocks of the KV cache, each of `block_size` tokens; by default as many as memory allows.
+        """
         self.runner, self.tokenizer, self.reserved_bytes, self.frozen = runner, tokenizer, reserved_bytes, frozen
+        self.own_code = None if runner.packed else OwnCodeGenerator(runner, tokenizer)
         self.device = next(runner.model.parameters()).device
+        self.routers = routers_of(runner.model) if record_experts else []
         self.max_slots = slots or default_slots(self.device)
         self.may_use_more_slots = slots is None
         self.weight_addresses: tuple[int, ...] = ()
         self.decoder: FusedDecoder | None = None
+        self.adapters: AdapterSet | None = None
         self.executor: ModelExecutor | None = None
+        self.cache_blocks, self.block_size = cache_blocks, block_size
+        self.preemptions = 0  # of sequences, because the KV cache was full
+        self.weight_changes = 0  # that were reported
+        self.cached_weights: tuple[int, ...] = ()  # identifies the weights that computed what the cache holds
         self.allocated = (0, 0, 0)  # slots, positions per slot, tokens of a completion that the executor was made for
 
     def generate(
@@ -77,6 +102,9 @@ class LocalEngine:
         was_training = self.runner.model.training
         self.runner.model.eval()
         try:
+            if self.own_code is not None:
+                with torch.no_grad():
+                    return self.own_code.generate(requests, sampling, on_token, between_steps, on_completion)
             with torch.inference_mode():
                 return self.run(requests, sampling, on_token, between_steps, on_completion)
         finally:
@@ -104,6 +132,7 @@ class LocalEngine:
             self.tokenizer,
             None if on_token is None else report,
             check_behind=executor.graphs is not None and on_token is None and between_steps is None,
+            reuse_prefixes=self.frozen or self.device.type == "cuda",  # equal CPU runs compute equally
         )
         for request in requests:
             scheduler.submit(request, sampling)
@@ -121,11 +150,14 @@ class LocalEngine:
                 scheduler.version = between_steps()
             if scheduler.version != packed_version:
                 self.pack_weights(len(requests), sampling.max_tokens)
+                if packed_version is not None:
+                    executor.cache.pool.forget()
                 packed_version = scheduler.version
             scheduler.start_step()
             collect()  # what the previous check found
             scheduler.check()
         collect()
+        self.preemptions += scheduler.preemptions
         return [samples[index] for index in range(len(requests))]
 
     def open_scheduler(self, max_length: int, max_tokens: int, on_new_token: OnNewToken) -> BatchScheduler:
@@ -134,13 +166,29 @@ class LocalEngine:
         `max_length`: tokens of prompt and completion; `max_tokens`: of the completion alone. All calls must come from
         one thread, in inference mode, and the model must not be training.
         """
-        self.find_weights()
-        length = max_length if self.device.type == "cuda" else min(max_length, 256)
-        sizes = round_length(length, self.device), round_length(max_tokens, self.device)
+        if self.own_code is not None:
+            raise UsageError(
+                f"{type(self.runner.model).__name__} generates by its own code, which takes no requests while others "
+                "run. Use posttrain generate or posttrain chat, or serve it with vLLM."
+            )
+        self.check_weight_addresses()
+        sizes = round_length(max_length, self.device), round_length(max_tokens, self.device)
         executor = self.allocate(self.max_slots, *sizes)
-        executor.slots.reset(executor.slots.max_tokens, None)
+        executor.reset(executor.slots.max_tokens, None)
         self.pack_weights(self.max_slots, max_tokens)
-        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True)
+        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, reuse_prefixes=True)
+
+    def use_adapters(self, folders: Mapping[str, Path]) -> None:
+        """Load adapters of the model, by name; requests choose one with `adapter`. They are frozen."""
+        assert self.frozen and self.adapters is None, "adapters beside each other are for inference, and loaded once"
+        if self.own_code is not None:
+            raise UsageError(f"{type(self.runner.model).__name__} generates by its own code, without adapters")
+        self.adapters = AdapterSet(self.runner.model, folders)
+        self.weight_addresses = ()  # the decoder is made again, with them
+
+    def weights_changed(self) -> None:
+        """Drop, before the next call, keys and values that were kept for later requests."""
+        self.weight_changes += 1
 
     def sleep(self) -> None:
         """Free the cache and the packed weights. The next call allocates them and captures graphs again."""
@@ -149,8 +197,8 @@ class LocalEngine:
             self.decoder.unpack()
 
     def pack_weights(self, requests: int, max_tokens: int) -> None:
-        """Pack the current weights, if the requests are worth it and there is enough memory."""
-        if self.decoder is None or requests < WORTH_PACKING[0] or requests * max_tokens < WORTH_PACKING[1]:
+        """Copy the current weights into oneDNN's packed layout, if the requests are worth it and memory is enough."""
+        if self.decoder is None or requests < MIN_PACKED_REQUESTS or requests * max_tokens < MIN_PACKED_TOKENS:
             return
         if self.frozen and self.decoder.packed:
             return
@@ -161,18 +209,22 @@ class LocalEngine:
 
     def prepare(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> ModelExecutor:
         """Return an executor for these requests; the existing one if it is large enough: graphs hold its addresses."""
-        self.find_weights()
+        self.check_weight_addresses()
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
         wanted = round_length(longest, self.device), round_length(sampling.max_tokens, self.device)
-        slots, *existing = self.allocated if self.executor is not None else (0, 0, 0)  # short and long ones alternate
+        slots, *existing = (
+            self.allocated if self.executor is not None else (0, 0, 0)
+        )  # calls of different sizes alternate
         capacity, max_tokens = map(max, existing, wanted)
+        if self.frozen and self.device.type == "cpu":  # costs no memory, and the next, longer prompt finds this cache
+            capacity = max(FROZEN_CAPACITY, 1 << (capacity - 1).bit_length())
         most = self.max_slots
         if self.may_use_more_slots:
             most = slots_for_known_requests(self.device, self.bytes_per_slot(capacity))
         size = bucket_size(len(requests)) if self.device.type == "cuda" else len(requests)
         executor = self.allocate(min(most, max(slots, size)), capacity, max_tokens)
         penalized = sampling.repetition_penalty != 1.0
-        executor.slots.reset(sampling.max_tokens, self.runner.vocabulary_size if penalized else None)
+        executor.reset(sampling.max_tokens, self.runner.vocabulary_size if penalized else None)
         return executor
 
     def allocate(self, slots: int, capacity: int, max_tokens: int) -> ModelExecutor:
@@ -181,26 +233,34 @@ class LocalEngine:
         if self.executor is None or any(more > had for more, had in zip(wanted, self.allocated, strict=True)):
             self.sleep()
             self.allocated = wanted
-            slots = self.affordable_slots(slots, capacity)
             if self.device.type == "cpu":
-                torch.empty(KEEP_BLOCKS, dtype=torch.uint8)  # freed at once, see KEEP_BLOCKS
+                torch.empty(MALLOC_THRESHOLD_BYTES, dtype=torch.uint8)  # freed at once
+            cache = KVCache(slots, capacity, self.device, self.blocks_for(slots, capacity), self.block_size)
+            if self.routers:
+                cache.record_experts(len(self.routers), self.routers[0].top_k)
             self.executor = ModelExecutor(
                 self.runner,
                 self.decoder,
-                KVCache(slots, capacity, self.device),
+                cache,
                 SlotState(slots, max_tokens, self.device),
                 DecodeGraphs() if self.can_capture() else None,
+                self.adapters,
             )
+        # In-place operations count versions of a tensor, except through `.data`; those are reported.
+        weights = (self.weight_changes, *(parameter._version for parameter in self.runner.model.parameters()))
+        if weights != self.cached_weights:
+            self.executor.cache.pool.forget()
+            self.cached_weights = weights
         return self.executor
 
-    def find_weights(self) -> None:
-        """Check the addresses of the weights. Optimizers write in place; if weights have moved, graphs are invalid."""
+    def check_weight_addresses(self) -> None:
+        """Rebuild the decoder and drop captured graphs if weights have moved; optimizers write them in place."""
         model = self.runner.model
         addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
         if addresses == self.weight_addresses:
             return
         if FusedDecoder.supports(model):
-            self.decoder = FusedDecoder(model, decode_kernels_for(self.device))
+            self.decoder = FusedDecoder(model, decode_kernels_for(self.device), self.adapters)
         else:
             self.decoder = None
         if not self.weight_addresses and self.device.type == "cuda" and not self.can_capture():
@@ -212,37 +272,37 @@ class LocalEngine:
         """Whether a decode step can be captured: our own code and kernels on a GPU, and no quantized weights."""
         if self.device.type != "cuda" or self.decoder is None or decode_kernels_for(self.device) is reference:
             return False
-        return not getattr(self.runner.model, "is_quantized", False)
+        return self.decoder.can_capture and not getattr(self.runner.model, "is_quantized", False)
 
-    def affordable_slots(self, slots: int, capacity: int) -> int:
-        """Reduce the number of slots to what fits into device memory."""
-        if self.device.type != "cuda":
-            return slots
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self.device)[0] - self.reserved_bytes()
-        affordable = max(1, min(slots, int(free * CACHE_SHARE) // self.bytes_per_slot(capacity)))
-        wanted = min(slots, self.max_slots)
-        if affordable < wanted:
-            log.warning(
-                f"generation: device memory holds {affordable} sequences of {capacity:,} tokens at a time, "
-                f"instead of {wanted}."
-            )
-        return affordable
+    def blocks_for(self, slots: int, capacity: int) -> int:
+        """Return how many blocks the KV cache has: what the slots could need, or what fits into memory."""
+        if self.cache_blocks is not None:
+            return self.cache_blocks
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            memory = int((torch.cuda.mem_get_info(self.device)[0] - self.reserved_bytes()) * CACHE_SHARE)
+            memory -= slots * LOGIT_BYTES * self.runner.vocabulary_size
+        else:  # memory is used when it is written
+            memory = int(host_memory() * HOST_CACHE_SHARE)
+        affordable = memory // (self.block_size * self.bytes_per_position)
+        return max(1, min(slots * -(-capacity // self.block_size), affordable))
 
     def bytes_per_slot(self, capacity: int) -> int:
-        """Memory of keys, values and logits."""
-        dtype = next(self.runner.model.parameters()).dtype
-        positions = capacity * bytes_per_position(self.runner.model.config, dtype)
-        return positions + LOGIT_BYTES * self.runner.vocabulary_size
+        """Return the memory of a slot with this many positions: of keys, values and logits."""
+        return capacity * self.bytes_per_position + LOGIT_BYTES * self.runner.vocabulary_size
+
+    @property
+    def bytes_per_position(self) -> int:
+        return bytes_per_position(self.runner.model.config, next(self.runner.model.parameters()).dtype)
 
 
 def default_slots(device: torch.device) -> int:
-    """Sequences that are active at a time, by default."""
+    """Return how many sequences are active at a time by default."""
     return 512 if device.type == "cuda" else 64
 
 
 def slots_for_known_requests(device: torch.device, bytes_per_slot: int) -> int:
-    """Slots where all requests are known at the start: more than the default, if they need little memory."""
+    """Return how many slots to use if all requests are known: above the default if they need little memory."""
     default = default_slots(device)
     if device.type != "cuda":
         return default

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from posttrain.core import ops
-from posttrain.engines.base import Sampling
+from posttrain.core.devices import copy_to_device
+from posttrain.engines.base import Constraint, Sampling
 from posttrain.engines.kv_cache import decode_kernels_for
 from posttrain.engines.slot_state import SlotState
 
@@ -106,8 +108,21 @@ class TokenSampler:
         return torch.where(self.slots.seen[rows], logits * penalty, logits)
 
 
+def constrain(logits: torch.Tensor, constraints: dict[int, Constraint]) -> torch.Tensor:
+    """Return logits in which the tokens that a row's constraint does not allow are impossible."""
+    vocabulary = logits.shape[1]
+    words = np.zeros((len(constraints), -(-vocabulary // 32)), dtype=np.int32)
+    for row, constraint in zip(words, constraints.values(), strict=True):
+        constraint.fill_mask(row)
+    bits = copy_to_device(torch.from_numpy(words), logits.device)
+    places = torch.arange(32, device=logits.device, dtype=torch.int32)
+    allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, :vocabulary].bool()
+    rows = copy_to_device(torch.tensor(list(constraints)), logits.device)
+    return logits.index_copy(0, rows, logits[rows].masked_fill(~allowed, -torch.inf))
+
+
 def top_logprobs(distribution: torch.Tensor, count: int) -> list[TopLogprobs]:
-    """The `count` most likely tokens of each row of log-probabilities; impossible tokens are left out."""
+    """Return the `count` most likely tokens of each row of log-probabilities; impossible tokens are left out."""
     best = distribution.topk(min(count, distribution.shape[1]))
     rows = torch.stack([best.indices.double(), best.values.double()], -1).tolist()
     return [[(int(token), logprob) for token, logprob in row if logprob > -torch.inf] for row in rows]

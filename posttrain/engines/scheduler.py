@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,16 +12,27 @@ import numpy as np
 import torch
 
 from posttrain.core.devices import copy_to_device
-from posttrain.core.types import Floats, Ints, Sample, WeightVersion
-from posttrain.engines.base import GenerationRequest, Sampling
-from posttrain.engines.executor import ModelExecutor, SharedPrompt
-from posttrain.engines.kv_cache import round_length
-from posttrain.engines.sampling import SamplingGroup, TokenSampler, TopLogprobs
+from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.types import Experts, Floats, Ints, Sample, WeightVersion
+from posttrain.engines.base import Constraint, GenerationRequest, Sampling
+from posttrain.engines.block_pool import block_hashes
+from posttrain.engines.executor import ModelExecutor
+from posttrain.engines.kv_cache import PromptPart
+from posttrain.engines.sampling import SamplingGroup, TokenSampler, TopLogprobs, constrain
 from posttrain.engines.stop_text import StopTextMatcher
+from posttrain.nn.routing import NOT_RECORDED
 
 STEPS_PER_CHECK = 8  # captured steps between two checks by the host
 NO_SLOT = -1  # of a request that waits or is finished
 MAX_GROUPS = 256  # sampling groups that are remembered
+# A prefill costs as much as several decode steps. If memory, not slots, limits how many requests are admitted, they
+# wait until at least one for this many active ones can be.
+ACTIVE_PER_ADMITTED = 16
+
+log = logging.getLogger("posttrain")
+
+
+NOTHING: tuple[Ints, Floats] = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32))
 
 
 @dataclass(slots=True)
@@ -31,18 +43,58 @@ class ActiveRequest:
     request: GenerationRequest
     sampling: Sampling
     group: SamplingGroup
+    adapter: int = 0  # number in the engine's set; 0: none
     slot: int = NO_SLOT
-    last_step: int = 0  # the scheduler's count of steps at which it has max_tokens
-    length: int = 0  # tokens at the last check; where tokens are not read, known only once it is finished
+    blocks: list[int] = field(default_factory=list)  # of the KV cache
+    admission: int = 0  # counts admissions; the newest are preempted first
+    admitted_version: WeightVersion = 0  # of the weights when its prompt began to be computed
+    last_step: int = 0  # value of BatchScheduler.steps at which it has max_tokens
+    length: int = 0  # tokens of the completion at the last check; if tokens are not read, only set when it finishes
     version: WeightVersion = 0  # of the weights that sampled its first token
     tokens: list[int] = field(default_factory=list)  # only where tokens are read: for streaming or stop texts
     logprobs: list[float] = field(default_factory=list)  # only for streaming
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # per token, if the request asks for them
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of known_tokens, if prefixes are reused
+    reused_tokens: int = 0  # of the prompt, found in the cache when it was admitted first
+    preemptions: int = 0
+    begun: tuple[Ints, Floats] = NOTHING  # tokens and log-probabilities sampled before it was preempted
 
     @property
     def max_length(self) -> int:
         """Tokens of the prompt and of the longest allowed completion."""
         return len(self.request.prompt) + self.sampling.max_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a finished request whose keys are in the cache."""
+        return len(self.request.prompt) + self.length - 1
+
+    @property
+    def known_tokens(self) -> Ints:
+        """What a prefill computes: the prompt, and the completion so far if it was preempted."""
+        return np.concatenate([self.request.prompt, self.begun[0]]) if len(self.begun[0]) else self.request.prompt
+
+
+@dataclass(slots=True)
+class SharedPrompt:
+    """A prompt that is being computed, and the requests that have it."""
+
+    tokens: Ints
+    requests: list[ActiveRequest]
+    version: WeightVersion  # of the weights when it was admitted
+    adapter: int = 0
+    computed: int = 0  # tokens whose keys and values are in the cache
+
+    def next_part(self, size: int) -> PromptPart:
+        """Return the next tokens to compute. Parts end at multiples of `size`, so they are the same in every batch."""
+        end = min(len(self.tokens), (self.computed // size + 1) * size)
+        blocks = [active.blocks for active in self.requests]
+        part = PromptPart(self.tokens[self.computed : end], blocks, self.computed, self.adapter)
+        self.computed = end
+        return part
+
+    def fits_one_part(self, size: int) -> bool:
+        return len(self.tokens) <= (self.computed // size + 1) * size
 
 
 @dataclass(slots=True)
@@ -70,7 +122,7 @@ class HostCopy:
 
 @dataclass(slots=True)
 class StepSnapshot:
-    """The state of all active requests after a step."""
+    """The state of all active requests after a step, on its way to the host."""
 
     active: dict[int, ActiveRequest]  # by their slots at that time
     summary: HostCopy  # see SlotState.summary
@@ -85,6 +137,16 @@ class FinishedRequests:
     stopped_by_text: list[bool]
     outputs: HostCopy  # tokens and log-probabilities: [requests, length of the longest]
     version: WeightVersion  # of the weights that sampled the last tokens
+    experts: HostCopy | None  # of all tokens but the last of each request, end to end, if the cache records them
+
+    def split_experts(self) -> list[Experts | None]:
+        """Return the experts of the tokens of each request; those of its last token are not known."""
+        if self.experts is None:
+            return [None] * len(self.requests)
+        (whole,) = self.experts.wait()
+        ends = np.cumsum([active.computed_tokens for active in self.requests])
+        parts = np.split(whole.numpy(), ends[:-1])
+        return [np.pad(part, ((0, 1), (0, 0), (0, 0)), constant_values=NOT_RECORDED) for part in parts]
 
 
 OnNewToken = Callable[[ActiveRequest], None]
@@ -93,6 +155,9 @@ OnNewToken = Callable[[ActiveRequest], None]
 
 class BatchScheduler:
     """Active requests of one executor. `submit` adds one, `step` advances all, `cancel` removes one.
+
+    Blocks of the KV cache are allocated as sequences grow. If they run out, the newest sequences are preempted: their
+    blocks are freed, and they are computed again, from the tokens they have, when there is room.
 
     A step has three parts. `start_step` launches work on the device, `check` reads which requests are finished,
     `collect` builds their samples. A GPU works while the host collects, if the next step is started first; and while
@@ -107,8 +172,14 @@ class BatchScheduler:
         *,
         mixed: bool = False,
         check_behind: bool = False,
+        reuse_prefixes: bool = False,
     ) -> None:
-        """`mixed`: requests may have different sampling settings; they are streamed with log-probabilities."""
+        """`mixed`: requests may have different sampling settings; they are streamed with log-probabilities.
+
+        `reuse_prefixes`: as GenerationRequest.reuse_prefix says; else never.
+        """
+        self.reuse_prefixes = reuse_prefixes
+        self.reused_tokens = 0  # of prompts, found in the cache
         self.executor, self.on_new_token, self.mixed = executor, on_new_token, mixed
         self.cache, self.slots, self.device = executor.cache, executor.slots, executor.device
         self.sampler = TokenSampler(self.slots)
@@ -116,8 +187,10 @@ class BatchScheduler:
         self.submitted = 0
         self.waiting: deque[ActiveRequest] = deque()
         self.active: dict[int, ActiveRequest] = {}  # by slot
-        self.steps = 0  # number of tokens of a request that has been active from the start
-        self.unchecked_steps = 1 if check_behind else 0  # that `check` leaves for the next time
+        self.prefilling: deque[SharedPrompt] = deque()  # long prompts, computed in parts between decode steps
+        self.admissions = self.preemptions = 0
+        self.steps = 0  # decode steps so far
+        self.unchecked_steps = 1 if check_behind else 0  # newest snapshots that `check` leaves for the next call
         self.snapshots: deque[StepSnapshot] = deque()
         self.finished: list[FinishedRequests] = []
         self.groups: dict[tuple[Sampling, int], SamplingGroup] = {}
@@ -125,24 +198,44 @@ class BatchScheduler:
         self.reads_tokens = on_new_token is not None
         captures, on_cuda = executor.graphs is not None, self.device.type == "cuda"
         self.steps_per_check = STEPS_PER_CHECK if captures and on_new_token is None else 1
-        self.min_prefill = max(1, self.cache.slots // 4) if captures else 1  # launching one costs several steps
+        self.min_prefill = (
+            max(1, self.cache.slots // 4) if captures else 1
+        )  # a prefill costs as much as several decode steps
         self.admit_tokens = 32768 if on_cuda else 8192
         self.prefill_tokens = 32768 if on_cuda else 1024  # a CPU's working set should stay in its cache
+        # Longer prompts are computed in parts of this size: others go on decoding between them. Without the varlen
+        # kernel attention has a mask of this size times the length.
+        self.part_tokens = (8192 if executor.runner.varlen_kernel else 2048) if on_cuda else self.prefill_tokens
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.active)
+        return bool(self.waiting or self.active or self.prefilling)
+
+    @property
+    def admitted(self) -> list[ActiveRequest]:
+        """The requests that have blocks of the KV cache."""
+        return [*self.active.values(), *(active for shared in self.prefilling for active in shared.requests)]
 
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         """Add a request; returns its number, counted from 0."""
+        assert self.mixed or request.constraint is None, "a captured step cannot ask which tokens are allowed"
         if sampling.repetition_penalty != 1.0:
             self.slots.start_tracking_seen(self.executor.runner.vocabulary_size)
         self.reads_tokens = self.reads_tokens or bool(sampling.stop_texts)
         index = self.submitted
         self.submitted += 1
         group = self.group_for(sampling, request.top_logprobs)
-        self.waiting.append(ActiveRequest(index, request, sampling, group))
+        self.waiting.append(ActiveRequest(index, request, sampling, group, self.adapter_of(request)))
         return index
+
+    def adapter_of(self, request: GenerationRequest) -> int:
+        """Return the number of a request's adapter."""
+        known = {"": 0} if self.executor.adapters is None else self.executor.adapters.numbers
+        if request.adapter not in known:
+            raise UsageError(
+                f"no adapter is named {request.adapter!r}; there are {', '.join(filter(None, known)) or 'none'}"
+            )
+        return known[request.adapter]
 
     def group_for(self, sampling: Sampling, top_logprobs: int) -> SamplingGroup:
         last = self.waiting[-1] if self.waiting else None
@@ -151,7 +244,7 @@ class BatchScheduler:
         key = (replace(sampling, max_tokens=0, stop_texts=()), top_logprobs)  # what a captured step depends on
         if key not in self.groups:
             assert self.mixed or not self.groups, "a captured step samples in one way"
-            if len(self.groups) >= MAX_GROUPS:  # most belong to users who left long ago
+            if len(self.groups) >= MAX_GROUPS:  # most belong to requests that finished long ago
                 self.groups.clear()
             self.groups[key] = SamplingGroup(*key)
         return self.groups[key]
@@ -159,10 +252,24 @@ class BatchScheduler:
     def cancel(self, index: int) -> None:
         """Remove a request and free its slot; nothing happens if it is finished or unknown."""
         self.waiting = deque(request for request in self.waiting if request.index != index)
-        for slot in [slot for slot, request in self.active.items() if request.index == index]:
-            self.slots.done[slot] = True
-            del self.active[slot]
+        for active in [active for active in self.admitted if active.index == index]:
+            self.drop([active])
             self.compact()
+
+    def drop(self, requests: Sequence[ActiveRequest]) -> None:
+        """Free the slots and blocks of requests."""
+        slots = [active.slot for active in requests if active.slot != NO_SLOT]
+        if slots:
+            self.slots.release(copy_to_device(torch.tensor(slots), self.device))
+        for slot in slots:
+            del self.active[slot]
+            self.cache.assign(slot, ())
+        for active in requests:
+            self.cache.pool.release(active.blocks)
+            active.slot, active.blocks = NO_SLOT, []
+            for shared in self.prefilling:
+                shared.requests = [other for other in shared.requests if other is not active]
+        self.prefilling = deque(shared for shared in self.prefilling if shared.requests)
 
     def step(self) -> dict[int, Sample]:
         """Run all three parts; returns the samples of finished requests by number."""
@@ -174,64 +281,152 @@ class BatchScheduler:
 
     def start_step(self) -> None:
         """Admit waiting requests, or decode a few tokens of the active ones."""
-        free = self.cache.slots - len(self.active)
+        sampled = self.continue_prefill()
+        free = self.cache.slots - len(self.admitted)
         if self.waiting and free >= min(self.min_prefill, len(self.waiting)):
-            self.admit()
-        elif self.active:
+            sampled = self.admit(free) or sampled
+        if self.active and not sampled:  # at most steps_per_check new tokens of a sequence between two checks
             self.decode()
         if self.active:
             newest = self.steps_per_check if self.reads_tokens else 0
             summary = HostCopy.start(self.slots.summary(max(self.active) + 1, newest))
             self.snapshots.append(StepSnapshot(dict(self.active), summary, self.version))
 
-    def admit(self) -> None:
-        """Move requests into free slots and run their prompts; equal prompts of neighbours run once."""
-        free = [slot for slot in range(self.cache.slots) if slot not in self.active]
-        chosen: list[ActiveRequest] = []
-        budget = self.admit_tokens
-        while self.waiting and len(chosen) < len(free):
-            prompt = self.waiting[0].request.prompt
-            if not chosen or not np.array_equal(chosen[-1].request.prompt, prompt):
-                if chosen and len(prompt) > budget:
-                    break
-                budget -= len(prompt)
-            chosen.append(self.waiting.popleft())
-        chosen.sort(key=lambda active: len(active.request.prompt))  # neighbours attend together: reference.RowBlock
-        admitted = dict(zip(free, chosen, strict=False))
-        for slot, active in admitted.items():
-            active.slot, active.version = slot, self.version
-            active.last_step = self.steps - 1 + active.sampling.max_tokens
-        longest = max(active.max_length for active in chosen)
-        if longest > self.cache.capacity:
-            self.cache.grow(max(round_length(longest, self.device), 2 * self.cache.capacity))
-        hidden = torch.cat([self.executor.prefill(prompts) for prompts in self.prefill_batches(admitted)])
-        requests = [active.request for active in chosen]
-        rows = self.slots.admit(list(admitted), [r.prompt.tolist() for r in requests], [r.seed for r in requests])
-        self.sample(rows, self.executor.logits(hidden), chosen)
-        self.active |= admitted
+    def admit(self, free: int) -> bool:
+        """Prefill waiting requests, as far as slots and memory allow; returns whether tokens were sampled."""
+        chosen = self.choose_waiting(free)
+        for active in chosen:
+            self.waiting.popleft()
+            self.admissions += 1
+            active.admission = self.admissions
+        chosen.sort(key=lambda active: len(active.known_tokens))  # neighbours attend together: reference.RowBlock
+        prompts = self.share_prompts(chosen)
+        self.prefilling.extend(prompt for prompt in prompts if not prompt.fits_one_part(self.part_tokens))
+        short = [prompt for prompt in prompts if prompt.fits_one_part(self.part_tokens)]
+        if short:
+            parts = [prompt.next_part(self.part_tokens) for prompt in short]
+            hidden = torch.cat([self.executor.prefill(batch) for batch in self.prefill_batches(parts)])
+            for prompt in short:
+                self.remember(prompt)
+            self.activate([active for prompt in short for active in prompt.requests], hidden)
+        return bool(short)
 
-    def prefill_batches(self, admitted: dict[int, ActiveRequest]) -> Iterator[list[SharedPrompt]]:
-        """Divide prompts into batches of at most `prefill_tokens`; each prompt comes with the slots that share it."""
-        batch: list[SharedPrompt] = []
+    def choose_waiting(self, free: int) -> list[ActiveRequest]:
+        """Choose the next requests to admit: as many as `free` slots and free blocks allow.
+
+        Every sequence that can still grow keeps one free block in reserve. Without it, the next decode steps would
+        preempt what was just admitted.
+        """
+        pool, admitted = self.cache.pool, self.admitted
+        reserve = sum(self.max_blocks(active) > len(active.blocks) for active in admitted)
+        chosen: list[ActiveRequest] = []
+        blocks, budget = pool.available, self.admit_tokens
+        for active in self.waiting:
+            tokens = active.known_tokens
+            if len(chosen) == free:
+                return chosen
+            shares = bool(chosen) and chosen[-1].adapter == active.adapter
+            shares = shares and np.array_equal(chosen[-1].known_tokens, tokens)
+            if chosen and not shares and len(tokens) > budget:
+                return chosen
+            own = pool.blocks_for(len(tokens) + 1)
+            blocks -= 1 if shares else own - sum(pool.references[block] > 0 for block in self.known_blocks(active))
+            if blocks < reserve:
+                if not admitted and not chosen:
+                    raise self.out_of_memory(len(tokens) + 1)
+                return chosen if len(chosen) * ACTIVE_PER_ADMITTED >= len(admitted) else []
+            reserve += self.max_blocks(active) > own
+            budget -= 0 if shares else len(tokens)
+            chosen.append(active)
+        return chosen
+
+    def max_blocks(self, active: ActiveRequest) -> int:
+        """Return how many blocks a request has if it reaches max_tokens; keys of the last token are not stored."""
+        return self.cache.pool.blocks_for(active.max_length - 1)
+
+    def share_prompts(self, chosen: Sequence[ActiveRequest]) -> list[SharedPrompt]:
+        """Allocate blocks for prompts; neighbours with equal prompts share one prefill and its full blocks."""
+        pool = self.cache.pool
+        prompts: list[SharedPrompt] = []
+        for active in chosen:
+            tokens, active.admitted_version = active.known_tokens, self.version
+            if prompts and prompts[-1].adapter == active.adapter and np.array_equal(prompts[-1].tokens, tokens):
+                full = prompts[-1].requests[0].blocks[: len(tokens) // pool.size]
+                active.blocks = pool.share(full) + pool.allocate(1)  # the last block will be written
+                prompts[-1].requests.append(active)
+            else:
+                known = pool.share(self.known_blocks(active))
+                active.blocks = known + pool.allocate(pool.blocks_for(len(tokens) + 1) - len(known))
+                prompts.append(SharedPrompt(tokens, [active], self.version, active.adapter, len(known) * pool.size))
+            if not active.preemptions:
+                active.reused_tokens = prompts[-1].computed
+                self.reused_tokens += active.reused_tokens
+        return prompts
+
+    def known_blocks(self, active: ActiveRequest) -> list[int]:
+        """Return the blocks of the cache that hold the first tokens of a request; at least one token is left."""
+        if not (self.reuse_prefixes and active.request.reuse_prefix):
+            return []
+        pool, tokens = self.cache.pool, active.known_tokens
+        active.hashes = block_hashes(tokens, pool.size, active.hashes, active.request.adapter)
+        return pool.find(active.hashes[: (len(tokens) - 1) // pool.size])
+
+    def remember(self, prompt: SharedPrompt) -> None:
+        """Make the full blocks of a computed prompt known to later requests."""
+        active = prompt.requests[0]
+        if self.reuse_prefixes and active.request.reuse_prefix and prompt.version == self.version:
+            self.cache.pool.register(active.blocks, active.hashes)
+
+    def prefill_batches(self, parts: Sequence[PromptPart]) -> Iterator[list[PromptPart]]:
+        """Divide prompts into batches of at most `prefill_tokens`."""
+        batch: list[PromptPart] = []
         tokens = 0
-        for slot, active in admitted.items():
-            prompt = active.request.prompt
-            if batch and np.array_equal(batch[-1][0], prompt):
-                batch[-1][1].append(slot)
-                continue
-            if batch and tokens + len(prompt) > self.prefill_tokens:
+        for part in parts:
+            size = part.begin + len(part.tokens)  # keys that it attends to
+            if batch and tokens + size > self.prefill_tokens:
                 yield batch
                 batch, tokens = [], 0
-            batch.append((prompt, [slot]))
-            tokens += len(prompt)
+            batch.append(part)
+            tokens += size
         yield batch
+
+    def continue_prefill(self) -> bool:
+        """Compute the next part of a long prompt, if there is one; returns whether tokens were sampled."""
+        if not self.prefilling:
+            return False
+        prompt = self.prefilling[0]
+        hidden = self.executor.prefill([prompt.next_part(self.part_tokens)])
+        if prompt.computed < len(prompt.tokens):
+            return False
+        self.prefilling.popleft()
+        self.remember(prompt)
+        self.activate(prompt.requests, hidden)
+        return True
+
+    def activate(self, requests: Sequence[ActiveRequest], hidden: torch.Tensor) -> None:
+        """Give prefilled requests slots and sample their next tokens; `hidden` is of the last token of each."""
+        free = (slot for slot in range(self.cache.slots) if slot not in self.active)
+        activated = dict(zip(free, requests, strict=False))
+        for slot, active in activated.items():
+            active.slot = slot
+            self.cache.assign(slot, active.blocks)
+            begun = len(active.begun[0])
+            active.last_step = self.steps - 1 + active.sampling.max_tokens - begun
+            if not begun:
+                active.version = self.version
+        prompts, seeds = [active.request.prompt for active in requests], [active.request.seed for active in requests]
+        earlier, adapters = [active.begun for active in requests], [active.adapter for active in requests]
+        rows = self.slots.admit(list(activated), prompts, seeds, earlier, adapters)
+        self.sample(rows, self.executor.logits(hidden), requests)
+        self.active |= activated
 
     def decode(self) -> None:
         """Run decode steps until a request reaches max_tokens, at most `steps_per_check`."""
         executor = self.executor
+        steps = self.reserve_blocks()
+        if not self.active:
+            return
         count = min(executor.step_size(max(self.active) + 1), self.cache.slots)
-        remaining = [active.last_step - self.steps for active in self.active.values()]
-        left = min((steps for steps in remaining if steps > 0), default=0)  # the next check finds the others finished
         rows, graphs, capacity = self.slots.index[:count], executor.graphs, self.cache.capacity
         if self.mixed:  # sampling is not captured: it may differ per row and per step
             logits = executor.decode(count, self.longest) if graphs is None else executor.decode_captured(count)
@@ -240,24 +435,88 @@ class BatchScheduler:
             return
         (group,) = self.groups.values()
         sampling, sampler = group.sampling, self.sampler
-        for _ in range(min(self.steps_per_check, left)):
+        for _ in range(steps):
             if graphs is None:
                 sampler.sample(rows, executor.decode(count, self.longest), sampling)
             else:  # everything is on the device, so that the step can be captured
                 graphs.run((count, sampling), lambda: sampler.sample(rows, executor.decode(count, capacity), sampling))
             self.steps += 1
 
+    def next_steps(self) -> int:
+        """Return how many steps the next `decode` runs."""
+        remaining = [active.last_step - self.steps for active in self.active.values()]
+        left = min((steps for steps in remaining if steps > 0), default=0)  # the next check finds the others finished
+        return 1 if self.mixed else min(self.steps_per_check, left)
+
+    def reserve_blocks(self) -> int:
+        """Allocate what active sequences need in the next decode steps, by preemption if need be; returns the steps."""
+        pool = self.cache.pool
+        while self.active:
+            steps = self.next_steps()
+            missing = {}
+            for slot, active in self.active.items():
+                positions = min(self.tokens_of(active) + steps - 1, active.max_length - 1)
+                if (count := pool.blocks_for(positions) - len(active.blocks)) > 0:
+                    missing[slot] = count
+            if sum(missing.values()) <= pool.available:
+                for slot, count in missing.items():
+                    self.active[slot].blocks += pool.allocate(count)
+                    self.cache.assign(slot, self.active[slot].blocks)
+                self.cache.upload_table()
+                return steps
+            if self.snapshots:  # sequences that are not known to be finished yet have blocks, too
+                self.check_snapshot(self.snapshots.popleft())
+            else:
+                self.preempt()
+        return 0
+
+    def preempt(self) -> None:
+        """Free the blocks of the newest sequence; it is the next to be admitted, and keeps what was sampled."""
+        admitted = self.admitted
+        newest = max(admitted, key=lambda active: active.admission)
+        if len(admitted) == 1:
+            raise self.out_of_memory(self.tokens_of(newest) + 1)
+        if not self.preemptions:
+            log.warning(
+                f"generation: the KV cache of {self.cache.pool.count * self.cache.pool.size:,} tokens is full; the "
+                f"newest of {len(admitted)} sequences waits and is computed again. The completions are the same. "
+                "If this happens often, generate fewer at a time or give the cache more memory."
+            )
+        self.preemptions += 1
+        newest.preemptions += 1
+        if newest.slot != NO_SLOT:
+            newest.begun = self.slots.completion(newest.slot)
+        self.drop([newest])
+        self.waiting.appendleft(newest)
+        self.compact()
+
+    def out_of_memory(self, tokens: int) -> PosttrainError:
+        pool = self.cache.pool
+        return PosttrainError(
+            f"generation: one sequence of {tokens:,} tokens does not fit into the KV cache, which has memory for "
+            f"{pool.count * pool.size:,}. Use shorter prompts or fewer max_tokens, or leave generation more memory."
+        )
+
+    def tokens_of(self, active: ActiveRequest) -> int:
+        """Return an upper bound of the tokens of an active sequence; the last of them is not in the cache."""
+        return active.max_length - max(0, active.last_step - self.steps)
+
     @property
     def longest(self) -> int:
         """Upper bound of the positions of the longest active sequence."""
-        return max(active.max_length - max(0, active.last_step - self.steps) for active in self.active.values())
+        return max(self.tokens_of(active) for active in self.active.values())
 
     def sample(self, rows: torch.Tensor, logits: torch.Tensor, requests: Sequence[ActiveRequest | None]) -> None:
         """Sample the next token of each row that has a request."""
         groups: dict[SamplingGroup, list[int]] = {}
+        constraints: dict[int, Constraint] = {}
         for index, active in enumerate(requests):
             if active is not None:
                 groups.setdefault(active.group, []).append(index)
+                if active.request.constraint is not None:
+                    constraints[index] = active.request.constraint
+        if constraints:
+            logits = constrain(logits, constraints)
         for index, top_logprobs in self.sampler.sample_groups(rows, logits, groups).items():
             active = requests[index]
             assert active is not None
@@ -266,7 +525,7 @@ class BatchScheduler:
     # Reading results
 
     def check(self) -> None:
-        """Read which requests are finished."""
+        """Find the requests that have finished in the steps that are not checked yet."""
         while len(self.snapshots) > self.unchecked_steps:
             self.check_snapshot(self.snapshots.popleft())
 
@@ -295,9 +554,11 @@ class BatchScheduler:
 
     def read_tokens(self, active: ActiveRequest, tokens: list[int]) -> bool:
         """Append new tokens, up to the one that completes a stop text; returns whether one does."""
-        texts = active.sampling.stop_texts
+        texts, constraint = active.sampling.stop_texts, active.request.constraint
         for token in tokens:
             active.tokens.append(token)
+            if constraint is not None:
+                constraint.advance(token)
             if texts and self.stop_text.matches(texts, active.tokens):
                 return True
         return False
@@ -305,13 +566,31 @@ class BatchScheduler:
     def finish(self, finished: dict[int, bool], version: WeightVersion) -> None:
         """Free the slots of finished requests and start to copy their tokens, before others overwrite them."""
         rows = copy_to_device(torch.tensor(list(finished)), self.device)
-        self.slots.done[rows] = True
-        requests = [self.active.pop(slot) for slot in finished]
+        requests = [self.active[slot] for slot in finished]
         longest = max(active.length for active in requests)
-        for active in requests:
-            active.slot = NO_SLOT
         outputs = HostCopy.start(self.slots.tokens[rows, :longest], self.slots.logprobs[rows, :longest])
-        self.finished.append(FinishedRequests(requests, list(finished.values()), outputs, version))
+        experts = self.recorded_experts(requests)
+        for active in requests:
+            self.remember_completion(active)
+        self.drop(requests)
+        self.finished.append(FinishedRequests(requests, list(finished.values()), outputs, version, experts))
+
+    def recorded_experts(self, requests: Sequence[ActiveRequest]) -> HostCopy | None:
+        """Start to copy the experts of the tokens of finished requests; their last tokens were not computed."""
+        if self.cache.experts is None:
+            return None
+        places = [self.cache.places_of(active.blocks, np.arange(active.computed_tokens)) for active in requests]
+        index = copy_to_device(torch.from_numpy(np.concatenate(places)), self.device)
+        return HostCopy.start(self.cache.experts.index_select(0, index))
+
+    def remember_completion(self, active: ActiveRequest) -> None:
+        """Make the full blocks of a finished sequence known, if its tokens are; its last token was not computed."""
+        wanted = self.reuse_prefixes and active.request.reuse_prefix
+        if wanted and active.tokens and active.admitted_version == self.version:
+            tokens = np.array(active.tokens[:-1], dtype=np.int32)
+            known = np.concatenate([active.request.prompt, tokens])
+            hashes = block_hashes(known, self.cache.pool.size, active.hashes, active.request.adapter)
+            self.cache.pool.register(active.blocks, hashes)
 
     def collect(self) -> dict[int, Sample]:
         """Build the samples of the requests that the last checks found finished, by number."""
@@ -319,10 +598,13 @@ class BatchScheduler:
         for group in self.finished:
             tokens, logprobs = (stream.numpy() for stream in group.outputs.wait())
             tokens = tokens.astype(np.int32)
+            experts = group.split_experts()
             for row, (active, stopped) in enumerate(zip(group.requests, group.stopped_by_text, strict=True)):
                 own_tokens, own_logprobs = tokens[row, : active.length], logprobs[row, : active.length]
                 finish = "stop" if stopped or int(own_tokens[-1]) in active.sampling.stop_ids else "length"
-                samples[active.index] = build_sample(active, own_tokens, own_logprobs, finish, group.version)
+                sample = build_sample(active, own_tokens, own_logprobs, finish, group.version)
+                sample.experts = experts[row]
+                samples[active.index] = sample
         self.finished = []
         return samples
 
@@ -333,8 +615,8 @@ class BatchScheduler:
         if not late or self.executor.step_size(late[-1] + 1) == size:
             return
         gaps = [slot for slot in range(size) if slot not in self.active][: len(late)]
-        sources, targets = copy_to_device(torch.tensor([late, gaps]), self.device)
-        self.executor.move(sources, targets, self.longest)
+        longest = max(self.tokens_of(active) - len(active.request.prompt) for active in self.active.values())
+        self.executor.move(late, gaps, longest)
         for source, target in zip(late, gaps, strict=True):
             self.active[target] = self.active.pop(source)
             self.active[target].slot = target
@@ -350,4 +632,6 @@ def build_sample(active: ActiveRequest, tokens: Ints, logprobs: Floats, finish: 
         version=active.version,
         newest=version,
         finish=finish,
+        preemptions=active.preemptions,
+        reused=active.reused_tokens / len(prompt),
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from posttrain.core.devices import copy_to_device
+from posttrain.core.types import Floats, Ints
+from posttrain.engines.kv_cache import lazy_zeros
 
 
 class SlotState:
@@ -20,11 +23,12 @@ class SlotState:
         self.prompt_length = torch.zeros_like(self.index)
         self.length = torch.ones_like(self.index)
         self.seed = torch.zeros_like(self.index)
+        self.adapter = torch.zeros_like(self.index)  # number; 0: none
         self.done = torch.ones(count, dtype=torch.bool, device=device)
         self.limit = torch.zeros(1, dtype=torch.long, device=device)
         # The last column takes what finished sequences write.
-        self.tokens = torch.zeros(count, max_tokens + 1, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(count, max_tokens + 1, device=device)
+        self.tokens = lazy_zeros((count, max_tokens + 1), torch.long, device)
+        self.logprobs = lazy_zeros((count, max_tokens + 1), torch.float32, device)
         self.track_seen = False
         self.true = torch.ones((), dtype=torch.bool, device=device)  # a CUDA graph cannot copy one from the host
         self.seen: torch.Tensor | None = None  # [count, V]: tokens of prompt and completion, for repetition penalties
@@ -46,26 +50,55 @@ class SlotState:
             self.seen = torch.zeros(self.count, vocabulary, dtype=torch.bool, device=self.device)
 
     def stop_tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """Stop ids as a tensor, at the same address every time: CUDA graphs refer to it."""
+        """Return stop ids as a tensor, at the same address every time: CUDA graphs refer to it."""
         if ids not in self.stop_tensors:
             self.stop_tensors[ids] = torch.tensor(ids, dtype=torch.long, device=self.device)
         return self.stop_tensors[ids]
 
-    def admit(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> torch.Tensor:
-        """Start sequences in these slots; returns the slots as a tensor."""
-        table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], [as_signed(seed) for seed in seeds]])
-        rows, prompt_length, seed = copy_to_device(table, self.device)
-        self.prompt_length[rows], self.seed[rows] = prompt_length, seed
-        self.length[rows], self.done[rows] = 0, False
+    def admit(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Ints],
+        seeds: Sequence[int],
+        begun: Sequence[tuple[Ints, Floats]],
+        adapters: Sequence[int],
+    ) -> torch.Tensor:
+        """Start sequences in these slots; returns the slots as a tensor.
+
+        `begun`: tokens and log-probabilities of each completion so far; none, unless it was preempted. `adapters`: the
+        number of each sequence's.
+        """
+        lengths = [len(tokens) for tokens, _ in begun]
+        signed = [as_signed(seed) for seed in seeds]
+        table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], signed, lengths, list(adapters)])
+        rows, prompt_length, seed, length, adapter = copy_to_device(table, self.device)
+        self.prompt_length[rows], self.seed[rows], self.adapter[rows] = prompt_length, seed, adapter
+        self.length[rows], self.done[rows] = length, False
+        for slot, (tokens, logprobs) in zip(slots, begun, strict=True):
+            if len(tokens):
+                self.tokens[slot, : len(tokens)] = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+                self.logprobs[slot, : len(tokens)] = torch.as_tensor(logprobs, device=self.device)
         if self.track_seen:
             assert self.seen is not None
             self.seen[rows] = False
-            for row, prompt in zip(slots, prompts, strict=True):
-                self.seen[row, torch.as_tensor(prompt, dtype=torch.long, device=self.device)] = True
+            for row, prompt, (tokens, _) in zip(slots, prompts, begun, strict=True):
+                known = np.concatenate([prompt, tokens])
+                self.seen[row, torch.as_tensor(known, dtype=torch.long, device=self.device)] = True
         return rows
 
+    def release(self, rows: torch.Tensor) -> None:
+        """Free slots. A decode step that includes them computes one position."""
+        self.done[rows] = True
+        self.prompt_length[rows], self.length[rows] = 0, 1
+
+    def completion(self, slot: int) -> tuple[Ints, Floats]:
+        """Return the tokens and log-probabilities of a completion so far; waits for the device."""
+        length = int(self.length[slot])
+        tokens = self.tokens[slot, :length].cpu().numpy().astype(np.int32)
+        return tokens, self.logprobs[slot, :length].cpu().numpy().copy()
+
     def positions(self, count: int) -> torch.Tensor:
-        """Positions of the last tokens of the first `count` slots."""
+        """Return the positions of the last tokens of the first `count` slots."""
         return self.prompt_length[:count] + self.length[:count] - 1
 
     def record(self, rows: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, stops: torch.Tensor) -> None:
@@ -82,34 +115,26 @@ class SlotState:
             self.seen[rows, tokens] = self.true
 
     def summary(self, count: int, newest: int) -> torch.Tensor:
-        """[1 if done, length, the newest tokens] of the first slots; shorter sequences repeat their first token."""
+        """Return [1 if done, length, newest tokens] of the first slots; short sequences repeat their first token."""
         length = self.length[:count]
         recent = (length[:, None] + torch.arange(-newest, 0, device=self.device)).clamp(min=0)
         return torch.cat([self.done[:count, None].long(), length[:, None], self.tokens[:count].gather(1, recent)], 1)
 
     def newest_logprobs(self, count: int) -> list[float]:
-        """Log-probabilities of the last tokens of the first `count` slots."""
+        """Return the log-probabilities of the last tokens of the first `count` slots."""
         newest = (self.length[:count] - 1).clamp(min=0)[:, None]
         return self.logprobs[:count].gather(1, newest)[:, 0].tolist()
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Move sequences to other slots; the slots that they leave are free."""
-        for stream in (
-            self.last_token,
-            self.prompt_length,
-            self.length,
-            self.seed,
-            self.done,
-            self.tokens,
-            self.logprobs,
-            self.seen,
-        ):
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, longest: int) -> None:
+        """Move sequences whose completions have at most `longest` tokens; the slots that they leave are free."""
+        small = (self.last_token, self.prompt_length, self.length, self.seed, self.adapter, self.done, self.seen)
+        for stream in (*small, self.tokens[:, :longest], self.logprobs[:, :longest]):
             if stream is not None:
                 stream.index_copy_(0, targets, stream.index_select(0, sources))
-        self.done[sources] = True
+        self.release(sources)
 
 
 def as_signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
+    """Return the same 64 bits as a signed integer."""
     seed %= 2**64
     return seed - 2**64 if seed >= 2**63 else seed

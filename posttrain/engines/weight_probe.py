@@ -19,12 +19,12 @@ SAME_ENGINE = {torch.float32: 0.0001, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 def probe_sample(vocabulary: int) -> Sample:
-    """Random tokens, the same in every process."""
+    """Return a sample of random tokens, the same in every process."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, PROBE_TOKENS)
     return Sample(tokens=tokens.astype(np.int32), mask=np.arange(PROBE_TOKENS) > 0)
 
 
 def mean_difference(samples: Sequence[Sample], ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
-    """Mean absolute difference of log-probabilities at masked tokens; NaN if one of them is NaN."""
+    """Return the mean absolute difference of log-probabilities at masked tokens; NaN if one of them is NaN."""
     found = [np.abs(a - b)[sample.mask] for sample, a, b in zip(samples, ours, theirs, strict=True)]
     return float(np.concatenate(found).mean())

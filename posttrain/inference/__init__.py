@@ -1,0 +1,1 @@
+"""Generates, scores, selects, evaluates and chats with a trained model."""

@@ -13,7 +13,7 @@ from posttrain.data.reading.cells import make_message
 from posttrain.data.reading.examples import Message
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.model import CONDITION, InferenceModel, check_sampling, conditioned, has_position_table
-from posttrain.inference.text_stream import TextStream, visible
+from posttrain.inference.text_stream import TextStream, escape_controls
 
 HELP = """\
 /clear           start a new conversation (also: clear, new)
@@ -43,44 +43,44 @@ class ChatOptions:
 
 
 class Conversation:
-    """The turns of one model."""
+    """The conversation with one model: pairs of a user's message and the model's completion."""
 
     def __init__(self, model: InferenceModel, name: str) -> None:
         self.model, self.name = model, name
         self.turns: list[tuple[str, str]] = []
 
-    def ask(self, question: str, options: ChatOptions, write: Write) -> str:
-        """Stream a completion; return a remark on how it ended, or nothing.
+    def ask(self, message: str, options: ChatOptions, write: Write) -> str:
+        """Stream the completion of a user's message; return a remark on how it ended, or nothing.
 
         An interrupted completion is kept as far as it went; then KeyboardInterrupt is raised.
         """
-        prompt = self.prompt(question, options)
-        stream, said = TextStream(self.model.tokenizer), list[str]()
+        prompt = self.prompt(message, options)
+        stream, pieces = TextStream(self.model.tokenizer), list[str]()
 
-        def tell(text: str) -> None:
-            said.append(text)
-            write(visible(text))
+        def show(text: str) -> None:
+            pieces.append(text)
+            write(escape_controls(text))
 
         sampling = replace(options.sampling, stop_ids=self.model.stop_ids)
-        request = GenerationRequest(prompt=prompt, seed=seed_for(options.seed, len(self.turns), 0))
+        request = GenerationRequest(prompt=prompt, seed=seed_for(options.seed, len(self.turns), 0), reuse_prefix=True)
         try:
-            (found,) = self.model.generate([request], sampling, lambda _, token: tell(stream.add(token)))
+            (found,) = self.model.generate([request], sampling, lambda _, token: show(stream.add(token)))
         finally:
             rest = stream.finish()
-            answer = "".join([*said, rest])
-            if answer.strip():  # chat templates do not accept empty messages
-                self.turns.append((question, answer))
-            write(visible(rest))
+            completion = "".join([*pieces, rest])
+            if completion.strip():  # chat templates do not accept empty messages
+                self.turns.append((message, completion))
+            write(escape_controls(rest))
         if found.finish == "length":
             return f"[stopped at max_tokens = {sampling.max_tokens}: /set max_tokens N allows more]"
-        return "" if answer.strip() else "[empty completion]"
+        return "" if completion.strip() else "[empty completion]"
 
-    def prompt(self, question: str, options: ChatOptions) -> Any:
-        """Tokens of the newest turns: at most history_turns, and as many as fit."""
+    def prompt(self, message: str, options: ChatOptions) -> Any:
+        """Return the tokens of the newest turns: at most history_turns, and as many as fit."""
         first = max(0, len(self.turns) - options.history_turns) if options.history_turns else 0
         limit = self.model.context
         while True:
-            messages = self.messages(first, options, question)
+            messages = self.messages(first, options, message)
             tokens = self.model.encode(messages).tokens
             too_long = limit is not None and len(tokens) + options.sampling.max_tokens > limit
             if not too_long or first == len(self.turns):
@@ -88,26 +88,26 @@ class Conversation:
             first += 1
         if too_long and has_position_table(self.model.learner.model.config):
             raise UsageError(
-                f"{len(tokens)} tokens and max_tokens {options.sampling.max_tokens} are more than the model's {limit}; "
-                "say less, or /set max_tokens"
+                f"the prompt has {len(tokens)} tokens and max_tokens is {options.sampling.max_tokens}, but the model "
+                f"has {limit} positions: send a shorter message, or lower it with /set max_tokens N"
             )
         return tokens
 
-    def messages(self, first: int, options: ChatOptions, question: str | None = None) -> list[Message]:
-        """Messages from turn number `first` on; `question`: a new user message at the end."""
-        told = [make_message("system", options.system)] if options.system else []
-        for asked, answered in self.turns[first:]:
-            told += [make_message("user", asked), make_message("assistant", answered)]
-        if question is None:
-            return told
-        told.append(make_message("user", question))
+    def messages(self, first: int, options: ChatOptions, message: str | None = None) -> list[Message]:
+        """Return the messages from turn number `first` on; `message`: a new one of the user, at the end."""
+        messages = [make_message("system", options.system)] if options.system else []
+        for user_message, completion in self.turns[first:]:
+            messages += [make_message("user", user_message), make_message("assistant", completion)]
+        if message is None:
+            return messages
+        messages.append(make_message("user", message))
         if options.condition is not None:
-            return conditioned(told, options.condition, options.condition_template)
-        return told
+            return conditioned(messages, options.condition, options.condition_template)
+        return messages
 
 
 class Chat:
-    """Reads lines and writes completions; `handle` returns whether the chat goes on."""
+    """Handles lines of the user and writes completions; `handle` returns whether the chat continues."""
 
     def __init__(
         self, models: Sequence[InferenceModel], options: ChatOptions, write: Write, *, remarks: bool = False
@@ -115,12 +115,12 @@ class Chat:
         """`remarks`: also write how a completion ended, if that is unusual."""
         names = [model.name for model in models]
         if len(set(names)) < len(names):  # settings are the same for all models
-            raise UsageError(f"{names[0]} is named twice; name two different models")
-        self.conversations = [Conversation(model, visible(model.name)) for model in models]
+            raise UsageError(f"{names[0]} is given twice; give two different models")
+        self.conversations = [Conversation(model, escape_controls(model.name)) for model in models]
         self.options, self.write, self.remarks = options, write, remarks
 
     def handle(self, line: str) -> bool:
-        """Run a command, or send a message to the models. Errors are written, and the chat goes on."""
+        """Run a command, or send a message to the models. Errors are written, and the chat continues."""
         words = line.strip()
         if words in LEAVE:
             return False
@@ -134,14 +134,14 @@ class Chat:
         except KeyboardInterrupt:
             self.write("\n[stopped]\n")
         except PosttrainError as error:
-            self.write(f"{visible(str(error))}\n")
+            self.write(f"{escape_controls(str(error))}\n")
         return True
 
-    def ask(self, question: str) -> None:
+    def ask(self, message: str) -> None:
         for conversation in self.conversations:
             if len(self.conversations) > 1:
                 self.write(f"[{conversation.name}]\n")
-            remark = conversation.ask(question, self.options, self.write)
+            remark = conversation.ask(message, self.options, self.write)
             self.write("\n")
             if self.remarks and remark:
                 self.write(f"{remark}\n")
@@ -158,7 +158,7 @@ class Chat:
             self.write(HELP + "\n")
         elif name == "/system":
             self.options = replace(self.options, system=rest)
-            self.write(f"system message: {visible(rest) or 'none'}\n")
+            self.write(f"system message: {escape_controls(rest) or 'none'}\n")
         elif name == "/set":
             self.set(rest)
         elif name == "/save":
@@ -168,10 +168,10 @@ class Chat:
 
     def set(self, words: str) -> None:
         if not words:
-            self.write("".join(f"{name} is {value}\n" for name, value in settings_of(self.options).items()))
+            self.write("".join(f"{name} is {value}\n" for name, value in changeable_settings(self.options).items()))
             return
         name, _, value = words.replace("=", " ", 1).partition(" ")
-        self.options = changed(self.options, name, value.strip())
+        self.options = with_setting(self.options, name, value.strip())
         self.write(f"{name} is {value.strip()}\n")
 
     def save(self, name: str) -> None:
@@ -193,18 +193,18 @@ class Chat:
         self.write(f"saved to {path}\n")
 
 
-def settings_of(options: ChatOptions) -> dict[str, Any]:
-    """Current values of what /set can change."""
+def changeable_settings(options: ChatOptions) -> dict[str, Any]:
+    """Return the current values of the settings that /set can change."""
     found = {name: getattr(options.sampling, name) for name in NUMBERS}
     found |= {"seed": options.seed, "history_turns": options.history_turns}
     return found | {"condition": "none" if options.condition is None else options.condition}
 
 
-def changed(options: ChatOptions, name: str, value: str) -> ChatOptions:
+def with_setting(options: ChatOptions, name: str, value: str) -> ChatOptions:
     """Return the options with one of them changed; UsageError for an unknown name or a wrong value."""
-    known = settings_of(options)
+    known = changeable_settings(options)
     if name not in known:
-        raise UsageError(f"there is no setting {name!r}; there are {', '.join(known)}")
+        raise UsageError(f"unknown setting {name!r}; the settings are {', '.join(known)}")
     try:
         if name in NUMBERS:
             sampling: Any = replace(options.sampling, **{name: NUMBERS[name](value)})

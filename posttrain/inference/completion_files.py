@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ def completion_example(row: Record, source: SourceFormat, keys: KeyMap) -> Compl
             prompt=prompt, plain=isinstance(values["prompt"], str), text=text, row=row.values, origin=row.origin
         )
     (example,) = source.examples(row)
-    assert isinstance(example, ChatExample)
+    if not isinstance(example, ChatExample):
+        raise DataError(f"{row.origin}: {source.description}: there is no prompt apart from the completion")
     *prompt, last = example.messages
     if not prompt:
         raise DataError(f"{row.origin}: there is no prompt before the completion")
@@ -101,15 +102,15 @@ def jsonl(out: str) -> Path:
     """Return the file to write; UsageError unless its name ends in .jsonl, by which other commands know its format."""
     path = Path(out).expanduser()
     if not out or path.is_dir() or path.suffix != ".jsonl":
-        raise UsageError(f"--out {out!r}: name the file to write; it must end in .jsonl")
+        raise UsageError(f"output_file is {out!r}; name a file to write that ends in .jsonl")
     return path
 
 
-def new_file(out: str, overwrite: bool, reads: str) -> Path:
-    """Return the file to write; UsageError if it exists and may not be replaced."""
+def new_file(out: str, overwrite: bool, inputs: Sequence[str]) -> Path:
+    """Return the file to write; UsageError if it is one of the inputs, or exists and may not be replaced."""
     path = jsonl(out)
-    if path.exists() and Path(reads).exists() and path.samefile(reads):
-        raise UsageError(f"--out {out} is also the input; name another file")
+    if path.exists() and any(Path(name).exists() and path.samefile(name) for name in inputs):
+        raise UsageError(f"output_file {out} is also the input; name another file")
     if path.exists() and not overwrite:
-        raise UsageError(f"--out {out} already exists. Add --overwrite to replace it, or name another file.")
+        raise UsageError(f"output_file {out} already exists. Add --overwrite to replace it, or name another file.")
     return path

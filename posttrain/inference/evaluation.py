@@ -13,12 +13,12 @@ from itertools import product
 import numpy as np
 
 from posttrain.core.errors import DataError
+from posttrain.data.ground_truth import ground_truth_of
 from posttrain.inference.completion_files import CompletionExample
-from posttrain.rewards.verdict import label_of
 from posttrain.train.held_out_eval import CORRECT_ABOVE, half_width, pass_at
 
-FLIPS = 20_000  # random sign vectors, if there are too many to try all
-FEW = 14  # up to so many differences all sign vectors are tried
+RANDOM_SIGNS = 20_000  # sign vectors that are drawn if there are too many to try all
+EXACT_TEST_LIMIT = 14  # number of differences up to which all sign vectors are tried
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> Figure:
 
 
 def share(values: Sequence[float]) -> Figure:
-    """The mean of values from 0 to 1 with Wilson's interval, which is not empty if all values are equal.
+    """Return the mean of values from 0 to 1 with Wilson's interval, which is not empty if all values are equal.
 
     The sample size is that of single completions with this variance: means of several completions vary less.
     """
@@ -137,20 +137,29 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
     )
 
 
+def compare_models(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> dict[str, Comparison]:
+    """Compare the first model with the second, prompt by prompt: by reward and by accuracy."""
+    pairs = paired(second, first)
+    return {
+        "reward": compare([a.reward for a, _ in pairs], [b.reward for _, b in pairs]),
+        "accuracy": compare([a.accuracy for a, _ in pairs], [b.accuracy for _, b in pairs]),
+    }
+
+
 def sign_test(differences: Sequence[float]) -> float:
-    """Two-sided p value; exact for few differences, else from random signs with a fixed seed."""
+    """Return the two-sided p value; exact for few differences, else from random signs with a fixed seed."""
     moved = np.array([d for d in differences if d != 0])
     if not len(moved):
         return 1.0
     observed = abs(moved.sum()) * (1 - 1e-12)  # the order of summation must not matter
-    if len(moved) <= FEW:
+    if len(moved) <= EXACT_TEST_LIMIT:
         signs = np.array(list(product((-1, 1), repeat=len(moved))))
         return float(np.mean(np.abs(signs @ moved) >= observed))
     random, hits = np.random.default_rng(0), 0
-    for _ in range(FLIPS // 1000):
+    for _ in range(RANDOM_SIGNS // 1000):
         signs = random.integers(0, 2, size=(1000, len(moved))) * 2 - 1
         hits += int(np.sum(np.abs(signs @ moved) >= observed))
-    return (hits + 1) / (FLIPS + 1)
+    return (hits + 1) / (RANDOM_SIGNS + 1)
 
 
 def paired(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
@@ -167,7 +176,7 @@ def paired(first: dict[str, PromptResult], second: dict[str, PromptResult]) -> l
 
 
 def failures(prompts: dict[str, PromptResult]) -> list[dict[str, object]]:
-    """One wrong completion per prompt; prompts with the lowest accuracy first."""
+    """Return one wrong completion per prompt; prompts with the lowest accuracy first."""
     wrong = [result for result in prompts.values() if result.completions and not all(result.right)]
     rows = []
     for result in sorted(wrong, key=lambda result: (result.accuracy, result.reward)):
@@ -177,7 +186,7 @@ def failures(prompts: dict[str, PromptResult]) -> list[dict[str, object]]:
                 "origin": str(completion.row.get("origin", completion.origin)),
                 "right": f"{sum(result.right)} of {len(result.right)}",
                 "prompt": str(completion.prompt[-1]["content"]),
-                "expected": label_of(completion.columns),
+                "expected": ground_truth_of(completion.columns),
                 "answer": completion.text,
                 "reward": completion.reward,
             }

@@ -1,9 +1,10 @@
-"""A model for inference: loaded once, it completes prompts and conversations."""
+"""A model for inference, and what inference needs to know of one: stop ids, positions, sampling, conditions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
@@ -17,18 +18,23 @@ from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.stop_ids import read_generation_config, stop_ids
 from posttrain.train.learner import Learner
 
+TEMPLATE_TOKENS = 64  # at most, of a chat template and of a condition around prompt and completion
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
 """How a prompt states the reward of its completion, in training and afterwards (arXiv:2308.12050)."""
 
 
 class InferenceModel:
-    """Weights, tokenizer and engine, for inference."""
+    """A model with its tokenizer and the local engine. A learner without an optimizer holds the weights."""
 
-    def __init__(self, model: ModelConfig, data: DataConfig) -> None:
+    def __init__(self, model: ModelConfig, data: DataConfig, adapters: Mapping[str, str] | None = None) -> None:
+        """`adapters`: directories or runs of adapters of this model, by the name that requests choose them with."""
         self.name = model.path
         self.learner = Learner(model, TrainConfig(), trainable=False, template=data.chat_template)
         self.tokenizer: Any = self.learner.tokenizer
         self.engine = LocalEngine(self.learner.runner, self.tokenizer, frozen=True)
+        self.adapters = tuple(adapters or ())
+        if adapters:
+            self.engine.use_adapters({name: Path(resolve_path(path)) for name, path in adapters.items()})
         self.stop_ids = tuple(self.learner.stop_ids())
         self.encoder = Encoder(self.tokenizer, data, "prompt", self.learner.runner.vocabulary_size)
 
@@ -48,19 +54,16 @@ class InferenceModel:
         return self.engine.generate(requests, sampling, on_token)
 
 
-def encode_conversation(encoder: Encoder, messages: list[Message], name: str) -> Prompt:
+def encode_conversation(encoder: Encoder, messages: list[Message], name: str, tools: list[Any] | None = None) -> Prompt:
     """Encode a conversation up to where the completion begins; `name`: of the model, for errors."""
     if not encoder.tokenizer.chat_template:
         raise UsageError(
-            f"{name}: the model has no chat template. Name one: --template chatml, say, or "
-            '--template "Human: {}\\nAssistant: "'
+            f"{name}: the model has no chat template. Set one, for example --chat_template chatml, or "
+            '--chat_template "Human: {}\\nAssistant: "'
         )
-    (prompt,) = encoder.prompts([PromptExample(origin="the conversation", prompt=messages)])
-    assert prompt is not None, "nothing is dropped unless data.on_overlong says so"
+    (prompt,) = encoder.prompts([PromptExample(origin="the conversation", prompt=messages, tools=tools)])
+    assert prompt is not None, "nothing is dropped unless data.on_overlong is drop"
     return prompt
-
-
-# Without loading the weights
 
 
 def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int, ...]:
@@ -70,17 +73,18 @@ def stop_ids_of(model: ModelConfig, tokenizer: Any, template: str) -> tuple[int,
 
 
 def position_limit(config: Any) -> int | None:
+    """Return the number of positions that the model was made for, if its configuration has it."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def has_position_table(config: Any) -> bool:
-    """Whether positions beyond the limit do not exist; a model with computed positions (RoPE) can go on."""
+    """Whether positions are learned, so that none exist beyond the limit; with RoPE the model computes any position."""
     text = config.get_text_config()
     return position_limit(config) is not None and not hasattr(text, "rope_parameters")
 
 
-def check_sampling(sampling: Sampling) -> Sampling:
-    """Raise UsageError for settings with which no token could be sampled."""
+def check_sampling(sampling: Sampling, section: str = "") -> Sampling:
+    """Raise UsageError for settings with which no token could be sampled; `section` precedes the names of options."""
     for name, value, low, high in (
         ("max_tokens", sampling.max_tokens, 1, math.inf),
         ("temperature", sampling.temperature, 0, math.inf),
@@ -91,9 +95,9 @@ def check_sampling(sampling: Sampling) -> Sampling:
     ):
         if not (math.isfinite(value) and low <= value <= high):
             bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            raise UsageError(f"{name} is {value}; it must be {bounds}.")
+            raise UsageError(f"{section}{name} is {value}; it must be {bounds}.")
     if not all(sampling.stop_texts):
-        raise UsageError("stop: an empty text would end every completion before it begins.")
+        raise UsageError(f"{section}stop: an empty text would end every completion before it begins.")
     return sampling
 
 
@@ -105,7 +109,7 @@ def conditioned(messages: list[Message], reward: float, template: str = CONDITIO
 
 def fill_condition(template: str, prompt: str, reward: float) -> str:
     if "{prompt}" not in template:
-        raise UsageError(f"condition_template {template!r} needs {{prompt}}, and {{reward:.2f}}")
+        raise UsageError(f"condition_template {template!r} needs {{prompt}}, and {{reward:.2f}} for the reward")
     before, after = template.split("{prompt}", 1)
     try:
         return before.format(reward=reward) + prompt + after.format(reward=reward)

@@ -6,23 +6,22 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.sections import DataConfig, ModelConfig, TrainConfig
-from posttrain.core.errors import DataError, RewardError, UsageError
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.disk import disk_errors
+from posttrain.core.errors import RewardError, UsageError
 from posttrain.core.files import file_sha256
-from posttrain.core.types import Sample
-from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.reading.examples import ChatExample
+from posttrain.core.progress import ProgressDisplay, time_left
+from posttrain.data.reading.examples import LabelledExample
 from posttrain.inference.completion_files import CompletionExample, jsonl, read_completions, write_rows
-from posttrain.models.paths import resolve_path
+from posttrain.models.paths import model_fingerprint, resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
-from posttrain.train.learner import Learner
-from posttrain.train.reward_model import check_reward_model
-from posttrain.train.run import fingerprint
+from posttrain.train.reward_model import RewardModel, check_reward_model
 
 BATCH_SIZE = 256  # completions that are scored, and saved for a resume, together
 
@@ -41,6 +40,7 @@ class Scoring:
     workers: int = 2
     max_failure_rate: float = 0.1
     env: tuple[str, ...] = ()  # variables that functions may see
+    allow_unprotected_code: bool = False  # see Rewards
     map_keys: str | Mapping[str, Any] = ""
     max_rows: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)  # how reward models are loaded
@@ -55,6 +55,7 @@ class Scoring:
             workers=self.workers,
             max_failure_rate=self.max_failure_rate,
             env=self.env,
+            allow_unprotected_code=self.allow_unprotected_code,
         )
 
 
@@ -69,47 +70,11 @@ class Scored:
     faults: dict[str, int] = field(default_factory=dict)  # last line of a failure's reason, and how often it occurred
 
 
-class InferenceRewardModel:
-    """Scores completions by a model that `posttrain reward` trained, with that model's own tokenizer."""
-
-    def __init__(self, model: ModelConfig, data: DataConfig) -> None:
-        check_reward_model(model.path)
-        model = ModelConfig(
-            path=resolve_path(model.path), tokenizer=model.tokenizer, dtype=model.dtype, load_in_4bit=model.load_in_4bit
-        )
-        self.learner = Learner(model, TrainConfig(), head="score", trainable=False)
-        vocabulary = int(self.learner.model.config.get_text_config().vocab_size)
-        self.encoder = Encoder(self.learner.tokenizer, data, "chat", vocabulary)
-
-    def verdicts(self, completions: Sequence[CompletionExample]) -> list[Verdict]:
-        """Return a score for each, or a reason: a conversation may be too long, or the tokenizer cannot encode it."""
-        samples: dict[int, Sample] = {}
-        faults: dict[int, str] = {}
-        for place, completion in enumerate(completions):
-            messages = [*completion.prompt, {"role": "assistant", "content": completion.text}]
-            try:
-                encoded = self.encoder.encode(
-                    ChatExample(origin=completion.origin, messages=messages, plain=completion.plain)
-                )
-            except DataError as error:
-                faults[place] = str(error)
-                continue
-            if encoded:
-                samples[place] = encoded[0]
-            else:
-                faults[place] = f"longer than max_tokens = {self.encoder.config.max_length}"
-        scores = dict(zip(samples, self.learner.scores(list(samples.values())), strict=True)) if samples else {}
-        return [verdict_of(scores.get(place), faults.get(place, "")) for place in range(len(completions))]
-
-
-def verdict_of(score: float | None, fault: str) -> Verdict:
-    if score is not None and not math.isfinite(score):
-        score, fault = None, f"the reward model returned {score}"
-    return Verdict(value=score, kind="error" if score is None else "ok", reason=fault)
-
-
 def score_file(config: Scoring, report: Callable[[int, int], None] = lambda *_: None) -> Scored:
-    """Write the rows of `file` with their rewards to `out`; `report` receives the numbers of scored and of all rows."""
+    """Write the rows of `file` with their rewards to `out`.
+
+    `report` receives the numbers of scored and of all rows, first of those that an earlier process has scored.
+    """
     out = jsonl(config.out)
     with config.rewards() as rewards:
         rewards.check()
@@ -136,6 +101,21 @@ def score_file(config: Scoring, report: Callable[[int, int], None] = lambda *_: 
     return scored
 
 
+class ScoreProgress:
+    """Shows how many completions are scored, and the remaining time at the speed of this process."""
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        self.display = display
+        self.resumed, self.started = 0, 0.0
+
+    def report(self, done: int, total: int) -> None:
+        if not self.started:
+            self.resumed, self.started = done, time.monotonic()
+        if self.resumed < done < total or self.display.on_terminal:  # the end has a line of its own
+            eta = time_left(self.started, done - self.resumed, total - self.resumed)
+            self.display.update(f"{done:,} of {total:,} scored", done=done, total=total, eta=eta)
+
+
 class PartialScores:
     """A resume file, valid only for identical settings: verdicts so far, one line per BATCH_SIZE completions."""
 
@@ -154,18 +134,18 @@ class PartialScores:
 
     def add(self, verdicts: list[list[Verdict | None]]) -> None:
         line = json.dumps([[verdict and asdict(verdict) for verdict in row] for row in verdicts]) + "\n"
-        with self.file.open("a", encoding="utf-8") as file:
+        with disk_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
 
 def identity(config: Scoring, rewards: Rewards) -> str:
-    """A digest of everything that decides the verdicts: completions, rewards, settings."""
+    """Return a digest of everything that decides the verdicts: completions, rewards, settings."""
     digest = hashlib.sha256(Path(config.file).read_bytes() if Path(config.file).is_file() else config.file.encode())
     for spec in rewards.specs:
         place = Path(spec.place)
-        content = fingerprint(resolve_path(spec.place)) if spec.kind == "model" else ""
+        content = model_fingerprint(resolve_path(spec.place)) if spec.kind == "model" else ""
         if spec.kind == "function" and place.is_file():
             content = file_sha256(place)
         digest.update(f"{spec.text} {content}\n".encode())
@@ -177,7 +157,7 @@ def identity(config: Scoring, rewards: Rewards) -> str:
 def score(
     completions: Sequence[CompletionExample],
     rewards: Rewards,
-    models: dict[int, InferenceRewardModel],
+    models: dict[int, RewardModel],
     *,
     normalize: bool = False,
     report: Callable[[int], None] = lambda _: None,
@@ -189,12 +169,14 @@ def score(
     subtracted and is divided by their standard deviation.
     """
     verdicts = [of_completion for chunk in partial.verdicts for of_completion in chunk] if partial else []
+    report(len(verdicts))
     for start in range(len(verdicts), len(completions), BATCH_SIZE):
         chunk = completions[start : start + BATCH_SIZE]
         inputs = [reward_input(completion) for completion in chunk]
         new = rewards.score(inputs)
         for place, model in models.items():
-            for of_completion, verdict in zip(new, model.verdicts(chunk), strict=True):
+            examples = [reward_model_input(model, completion) for completion in chunk]
+            for of_completion, verdict in zip(new, model.score(examples), strict=True):
                 of_completion[place] = verdict
         if models:
             rewards.run_combiner(inputs, new)
@@ -207,7 +189,7 @@ def score(
     mean, deviation = statistics([total for total in totals if total is not None])
     rows, faults = [], dict[str, int]()
     for completion, total, of_completion in zip(completions, totals, verdicts, strict=True):
-        parts, failure = parts_of(rewards.names, of_completion)
+        parts, failure = reward_parts(rewards.names, of_completion)
         if failure:
             last = failure.strip().rpartition("\n")[2]
             faults[last] = faults.get(last, 0) + 1
@@ -219,7 +201,7 @@ def score(
     return Scored(rows, sum(total is None for total in totals), mean, deviation, faults)
 
 
-def load_models(rewards: Rewards, model: ModelConfig, data: DataConfig) -> dict[int, InferenceRewardModel]:
+def load_models(rewards: Rewards, model: ModelConfig, data: DataConfig) -> dict[int, RewardModel]:
     """Load the reward models among the rewards; `model` holds all settings but the path."""
     for _, path in rewards.models:
         check_reward_model(path)
@@ -227,14 +209,14 @@ def load_models(rewards: Rewards, model: ModelConfig, data: DataConfig) -> dict[
     for place, path in rewards.models:
         how = ModelConfig(path=path, dtype=model.dtype, load_in_4bit=model.load_in_4bit)
         try:
-            loaded[place] = InferenceRewardModel(how, data)
+            loaded[place] = RewardModel.load(how, data)
         except UsageError as error:
             raise UsageError(str(error).replace("model.path", "reward", 1)) from error
     return loaded
 
 
 def reward_input(completion: CompletionExample) -> Completion:
-    """The completion as reward functions receive it."""
+    """Return the completion as reward functions receive it."""
     tokens = completion.row.get("tokens")
     return Completion(
         prompt="\n".join(str(message["content"]) for message in completion.prompt),
@@ -246,10 +228,16 @@ def reward_input(completion: CompletionExample) -> Completion:
     )
 
 
-def parts_of(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tuple[dict[str, float], str]:
+def reward_model_input(model: RewardModel, completion: CompletionExample) -> LabelledExample:
+    """Return the completion as a reward model receives it."""
+    finish = str(completion.row.get("finish", ""))
+    return model.completion(completion.prompt, completion.text, finish=finish, origin=completion.origin)
+
+
+def reward_parts(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tuple[dict[str, float], str]:
     """Return each reward by name, and the reasons of those that failed."""
     parts, failures = {}, []
-    for name, verdict in named(names, verdicts):
+    for name, verdict in named_verdicts(names, verdicts):
         if verdict.value is None:
             failures.append(f"{name}: {verdict.kind}: {verdict.reason}")
         else:
@@ -257,14 +245,14 @@ def parts_of(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tuple[
     return parts, "; ".join(failures)
 
 
-def named(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> Iterator[tuple[str, Verdict]]:
+def named_verdicts(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> Iterator[tuple[str, Verdict]]:
     for name, verdict in zip(names, verdicts, strict=True):
         assert verdict is not None, f"the reward model {name} was not called"
         yield name, verdict
 
 
 def statistics(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and (population) standard deviation; of equal values the deviation is exactly 0."""
+    """Return the mean and (population) standard deviation; of equal values the deviation is exactly 0."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)

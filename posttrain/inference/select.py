@@ -6,7 +6,7 @@ Every completion is either used or counted with the reason why not: `read` is th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Selection:
         return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in self.counts.items() if number)
 
 
-def select_file(method: str, file: str, out: Path, *values: Any, map_keys: str = "") -> Selection:
+def select_file(method: str, file: str, out: Path, *values: Any, map_keys: str | Mapping[str, Any] = "") -> Selection:
     """Write the rows that a method of METHODS selects from a file of scored completions; DataError if none are left."""
     selected = METHODS[method](read_completions(file, map_keys), *values)
     if not selected.rows:
@@ -129,10 +129,10 @@ def lowest(group: Sequence[CompletionExample]) -> CompletionExample:
 
 
 def as_chat(completion: CompletionExample, prompt: list[Any] | None = None) -> Row:
-    """A row for `posttrain sft`."""
-    asked = completion.prompt if prompt is None else prompt
+    """Return a row for `posttrain sft`."""
+    messages = completion.prompt if prompt is None else prompt
     return {
-        "prompt": asked[0]["content"] if completion.plain else asked,
+        "prompt": messages[0]["content"] if completion.plain else messages,
         "completion": completion.text,
         "reward": completion.reward,
         "origin": str(completion.row.get("origin", completion.origin)),
@@ -140,7 +140,7 @@ def as_chat(completion: CompletionExample, prompt: list[Any] | None = None) -> R
 
 
 def as_pair(best: CompletionExample, worst: CompletionExample) -> Row:
-    """A row for `posttrain dpo`."""
+    """Return a row for `posttrain dpo`."""
     return {
         "prompt": best.trainable_prompt,
         "chosen": best.text,

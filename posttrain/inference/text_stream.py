@@ -17,8 +17,10 @@ HARMLESS = "\n\t\u200d"  # not printable, but wanted: the last one joins emoji
 class TextStream:
     """Returns text once later tokens cannot change it any more."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
+        """`shown`: special tokens that are part of the text; the others are left out."""
         self.tokenizer = tokenizer
+        self.hidden = frozenset(tokenizer.all_special_ids) - shown if shown else None
         self.tokens: list[int] = []
         self.begin = 0  # of the tokens that are decoded again, since a token's text may depend on the one before
         self.returned = 0  # tokens whose text was returned
@@ -56,10 +58,13 @@ class TextStream:
 
     def decode(self, begin: int, end: int) -> str:
         tokens = self.tokens[begin:end]
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+        if self.hidden is None:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+        tokens = [token for token in tokens if token not in self.hidden]
+        return str(self.tokenizer.decode(tokens)) if tokens else ""
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape every character that a terminal could interpret as control, except line feeds and tabs."""
     return "".join(letter if letter.isprintable() or letter in HARMLESS else repr(letter)[1:-1] for letter in text)
 

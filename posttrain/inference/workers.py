@@ -19,18 +19,18 @@ from posttrain.cluster.placement import Placement
 from posttrain.cluster.worker_slots import ReplaceableWorkers, SlotCall
 from posttrain.config.checks import launched_size
 from posttrain.config.sections import ClusterConfig, DataConfig, ModelConfig, OnlineClusterConfig
+from posttrain.core import accelerators
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.engines.base import EngineSpec, GenerationRequest, Generator, Sampling
 from posttrain.engines.beam_search import BeamEngine
 from posttrain.engines.vllm import environment
-from posttrain.engines.vllm import options as vllm_options
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.inference.model import InferenceModel
 
-DEPTH = 2  # batches that a worker has at once, so that it never waits for the next
-SECONDS = 24 * 3600.0  # for a batch: machines may be slow, and a worker that is gone is noticed at once
+DEPTH = 2  # batches that are sent to a worker ahead, so that it never waits for the next
+BATCH_SECONDS = 24 * 3600.0  # timeout of a batch; a worker that has exited is noticed at once
 TENSOR_PARALLEL = "tensor_parallel_size"
 RESOURCES = {"gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"}
 RESOURCES |= {TENSOR_PARALLEL, "enforce_eager", "block_size"}
@@ -50,7 +50,7 @@ class BatchGenerator(Protocol):
 def open_generator(
     model: ModelConfig, template: str, engine: EngineSpec, cluster: ClusterConfig, logs: Path
 ) -> Iterator[BatchGenerator]:
-    """Open a generator in this process or on workers. `logs`: of workers; they are kept if a worker was lost."""
+    """Open a generator in this process or on workers; `logs`: directory of the workers' logs, kept if one was lost."""
     if cluster.devices == 1 and not cluster.ray_address and engine.name == "local":
         local = InProcessGenerator(local_engine(model, template, engine))
         try:
@@ -63,7 +63,7 @@ def open_generator(
     devices = OnlineClusterConfig(
         devices=cluster.devices,
         ray_address=cluster.ray_address,
-        worker_timeout_seconds=max(SECONDS, cluster.worker_timeout_seconds),
+        worker_timeout_seconds=max(BATCH_SECONDS, cluster.worker_timeout_seconds),
         rollout_devices=cluster.devices,
         rollout_tensor_parallel_size=divided,
     )
@@ -81,26 +81,29 @@ def open_generator(
 
 
 def check_workers(model: ModelConfig, engine: EngineSpec, cluster: ClusterConfig, sampling: Sampling) -> None:
-    """UsageError for what cannot be, before anything is loaded."""
+    """Raise UsageError for settings that cannot work together, before anything is loaded."""
     if worker.is_worker:
         raise UsageError(
-            "a worker process read the script that it was started from, and that generates at once. Put the call of "
-            'posttrain under `if __name__ == "__main__":`'
+            "a worker process imported the script that it was started from, and that script generates when imported. "
+            'Put the call of posttrain under `if __name__ == "__main__":`'
         )
     if engine.name == "vllm" and engine.num_beams:
-        raise UsageError("beam search is done by the local engine; use --engine local")
+        raise UsageError("num_beams is set, but only the local engine has beam search; use --engine local")
+    if engine.num_beams < 0 or engine.num_beams == 1:
+        raise UsageError(f"num_beams is {engine.num_beams}; it must be at least 2, or 0 for sampling.")
+    if engine.name == "local" and engine.vllm_options:
+        raise UsageError("vllm_options is set, but engine is local. Remove it, or set --engine vllm.")
     if cluster.devices < 1:
         raise UsageError(f"devices is {cluster.devices}; it must be at least 1.")
     if cluster.devices > 1 and launched_size() > 1:
         raise UsageError(
             f"torchrun or srun started {launched_size()} processes, but this command starts those of --devices itself: "
-            "call it once, or give each process a --window and --devices 1."
+            "call it once, or give each process its own --window_index and --devices 1."
         )
     if engine.name == "vllm":
         environment.prepare_environment()
         if model.load_in_4bit:
-            raise UsageError("load_in_4bit: engine vllm would not see the same weights; use the local engine")
-        vllm_options.check_sampling(sampling)
+            raise UsageError("load_in_4bit: vLLM would compute with other weights; use --engine local")
         if cluster.devices % tensor_parallel(engine):
             raise UsageError(
                 f"engine vllm: {TENSOR_PARALLEL} is {tensor_parallel(engine)}, which does not divide the "
@@ -108,30 +111,16 @@ def check_workers(model: ModelConfig, engine: EngineSpec, cluster: ClusterConfig
             )
 
 
-def engine_of_words(words: Sequence[str]) -> EngineSpec:
-    """`local`, `local beams=4`, or `vllm name=value ...`, as tools take it on their command lines."""
-    name, *options = words or ("",)
-    if name not in ("local", "vllm") or not all("=" in option for option in options):
-        raise UsageError(f"engine is {' '.join(words)!r}; it must be local, or vllm and its options as name=value.")
-    given = dict(option.partition("=")[::2] for option in options)
-    if name == "vllm":
-        return EngineSpec("vllm", given)
-    beams = given.pop("beams", "")
-    if given or (options and not (beams.isdigit() and int(beams) > 1)):
-        raise UsageError(f"engine local has one option of its own, beams=K from 2 on, but got {' '.join(options)}.")
-    return EngineSpec("local", num_beams=int(beams or 0))
-
-
 def tensor_parallel(engine: EngineSpec) -> int:
-    """Devices that hold one model together."""
+    """Return the number of devices that hold one model together."""
     value = str(engine.vllm_options.get(TENSOR_PARALLEL, 1)) if engine.name == "vllm" else "1"
     if not value.isdigit() or not int(value):
         raise UsageError(f"engine vllm: {TENSOR_PARALLEL} is {value}; it must be a whole number of at least 1")
     return int(value)
 
 
-def deciding(engine: EngineSpec) -> dict[str, str]:
-    """The engine settings that completions depend on; nothing for the local engine."""
+def engine_settings(engine: EngineSpec) -> dict[str, str]:
+    """Return the engine settings that completions depend on; nothing for the local engine."""
     if engine.name == "local":
         return {"engine": f"local beams={engine.num_beams}"} if engine.num_beams else {}
     options = {name.replace("-", "_"): value for name, value in engine.vllm_options.items()}
@@ -159,10 +148,10 @@ class InProcessGenerator:
 
 
 def release() -> None:
-    """Give back what this process no longer needs of a device: others are going to use it."""
+    """Free device memory that this process no longer needs, before others use the device."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if accelerators.is_in_use():
+        torch.accelerator.empty_cache()
 
 
 class GenerationWorker:

@@ -1,4 +1,7 @@
-"""Adds, merges, saves and loads LoRA adapters with peft, injected in place: the model stays the same object."""
+"""Adds, merges, saves and loads LoRA adapters with peft, injected in place: the model stays the same object.
+
+peft is optional, and slow to import: functions that need it import it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
 TASKS: dict[Head, str] = {"token": "CAUSAL_LM", "score": "SEQ_CLS"}
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns of a kernel that is not needed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about a kernel that is not needed
 
 
 def require_packages(*packages: str, option: str) -> None:
@@ -66,7 +69,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> Non
 
 
 def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """UsageError for a name that matches no module; peft would ignore it as long as another one matches."""
+    """Raise UsageError for a name that matches no module, which peft would ignore if another name matches."""
     names = [name for name, _ in model.named_modules()]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -98,14 +101,14 @@ def inject(model: PreTrainedModel, adapter: Any) -> None:
 
 
 def adapted_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """The layers that have an adapter, with their names."""
+    """Return the layers that have an adapter, with their names."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def replaced_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """Modules that are trained in full, such as the score head, with their names."""
+    """Return the modules that are trained in full, such as the score head, with their names."""
     from peft.utils import ModulesToSaveWrapper
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
@@ -113,7 +116,7 @@ def replaced_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 @contextmanager
 def disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes without its adapters: a reference model that costs no memory."""
+    """Turn off the adapters in the block: the model is then its own reference, which costs no memory."""
     assert is_adapted(model), "the model has no adapters to disable"
     switches = [module for _, module in adapted_layers(model) + replaced_modules(model)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -146,7 +149,7 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The adapters' tensors (and the score head's) by their names in peft's files."""
+    """Return the adapters' tensors (and the score head's) by their names in peft's files."""
     from peft import get_peft_model_state_dict
 
     # "auto" would ask the hub whether the vocabulary was resized, which it never is
@@ -160,13 +163,13 @@ def is_adapter_tensor(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor of an adapted model has in the plain model."""
+    """Return the name that a tensor of an adapted model has in the plain model."""
     return name.replace(".base_layer", "").replace(".modules_to_save.default.", ".")
 
 
 @torch.no_grad()
 def merge_tensor(model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A full tensor with its adapter, if it has one, added in float32; if the model is sharded, all ranks call this."""
+    """Return a full tensor with its adapter, if any, added in float32; all ranks of a sharded model call this."""
     owner, _, rest = name.partition(".base_layer.")
     if not rest:
         return weight
@@ -201,7 +204,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, write: bool = True) ->
 
 
 def adapter_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     config = model.peft_config["default"].to_dict() | {"inference_mode": True}
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
@@ -235,7 +238,7 @@ def inject_saved(model: PreTrainedModel, folder: Path) -> None:
 
 
 def base_model_of(folder: Path) -> str:
-    """The name or path of the model that the adapters in a folder belong to."""
+    """Return the name or path of the model that the adapters in a folder belong to."""
     base = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise UsageError(f"{folder / CONFIG} names no base model: set base_model_name_or_path in it")
@@ -243,7 +246,7 @@ def base_model_of(folder: Path) -> str:
 
 
 def nf4_config(dtype: torch.dtype, head: Head) -> BitsAndBytesConfig:
-    """QLoRA's quantization of frozen weights: 4-bit NormalFloat with double quantization."""
+    """Return QLoRA's quantization of frozen weights: 4-bit NormalFloat with double quantization."""
     require_packages("bitsandbytes", "accelerate", option="model.load_in_4bit")
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from transformers import PreTrainedModel
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
+from posttrain.core.files import check_new_folder, new_folder
 from posttrain.core.types import Head
 from posttrain.models import adapters
 from posttrain.models.loading import AUTO_CLASSES, read_config, read_model
@@ -21,8 +20,8 @@ from posttrain.models.paths import base_model_path, is_adapter, resolve_path
 from posttrain.models.saving import save_model
 from posttrain.models.tokenizers import load_tokenizer
 
-PROBE_LENGTH = 24
-TOLERANCE = 1e-4
+PROBE_LENGTH = 24  # tokens
+TOLERANCE = 1e-4  # relative difference of outputs, larger than rounding
 
 
 def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
@@ -31,8 +30,7 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     Adapters are merged into their base, in float32, unless `merge` is False. The result is read back with stock
     classes; if its weights or its logits differ from the source's, nothing is left at `out`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: give the path of a new folder")
+    check_new_folder(out)
     folder = resolve_path(source)
     head = head_of(folder)
     merging = merge and is_adapter(folder)
@@ -42,20 +40,13 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     rounding = 0.0  # relative difference from rounding the float32 merge to the type of the base
     if merging:
         before = probe(model)
-        compare(before, probe(adapters.merge(model)), "the merged model differs from the one with adapters")
+        check_equal_outputs(before, probe(adapters.merge(model)), "the merged model differs from the one with adapters")
         model = in_dtype_of_base(model, folder, head)
         rounding = relative_difference(before, probe(model))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    with new_folder(out, lambda: size) as unfinished:
         save_model(model, load_tokenizer(ModelConfig(path=folder)), unfinished)
         difference = check_copy(model, unfinished, head)
-        unfinished.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return {
         "source": folder,
         "out": str(out),
@@ -69,8 +60,15 @@ def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False)
     }
 
 
+def load_trained_model(source: str) -> PreTrainedModel:
+    """Load the model of a run, checkpoint or folder in the type of its files, with adapters merged into it."""
+    folder = resolve_path(source)
+    model = read_model(folder, head_of(folder), "auto").eval()
+    return adapters.merge(model) if is_adapter(folder) else model
+
+
 def head_of(folder: str) -> Head:
-    """The head that the model was trained with, according to its files."""
+    """Return the head that the model was trained with, according to its files."""
     if is_adapter(folder):
         task = json.loads((Path(folder) / adapters.CONFIG).read_text(encoding="utf-8")).get("task_type")
         return "score" if task == adapters.TASKS["score"] else "token"
@@ -101,7 +99,7 @@ def in_dtype_of_base(merged: PreTrainedModel, folder: str, head: Head) -> PreTra
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> torch.Tensor:
-    """The model's output on fixed tokens: logits [1, T, V], or the score at each token [1, T, 1]."""
+    """Return the model's output on fixed tokens: logits [1, T, V], or the score at each token [1, T, 1]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, PROBE_LENGTH + 1)[None] * 7919 % vocabulary  # a prime: spread over the vocabulary
     if model.get_output_embeddings() is not None:
@@ -110,15 +108,15 @@ def probe(model: PreTrainedModel) -> torch.Tensor:
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Mean absolute difference over mean absolute value."""
+    """Return the mean absolute difference over mean absolute value."""
     return float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1e-6))
 
 
-def compare(expected: torch.Tensor, found: torch.Tensor, complaint: str) -> float:
-    """The relative difference of two outputs; PosttrainError if it is more than rounding, as all weights are equal."""
+def check_equal_outputs(expected: torch.Tensor, found: torch.Tensor, message: str) -> float:
+    """Return the relative difference of two outputs; raise PosttrainError if it is larger than rounding."""
     difference = relative_difference(expected, found)
     if not difference <= TOLERANCE:
-        raise PosttrainError(f"{complaint}: relative difference {difference:.3g}, above {TOLERANCE:g}")
+        raise PosttrainError(f"{message}: relative difference {difference:.3g}, above {TOLERANCE:g}")
     return difference
 
 
@@ -132,4 +130,4 @@ def check_copy(model: PreTrainedModel, folder: Path, head: Head) -> float:
     wrong = written.keys() ^ source.keys() or {n for n, t in source.items() if not torch.equal(t, written[n])}
     if wrong:
         raise PosttrainError(f"the exported model differs from its source in {', '.join(sorted(wrong)[:4])}")
-    return compare(probe(model), probe(copy), "the exported model's output differs from its source's")
+    return check_equal_outputs(probe(model), probe(copy), "the exported model's output differs from its source's")

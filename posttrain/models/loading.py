@@ -23,12 +23,14 @@ from transformers import (
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import UsageError
+from posttrain.core.model_limits import check_model_config, weight_bytes
 from posttrain.core.types import Head
 from posttrain.models import adapters, paths
 from posttrain.models.tensors import abbreviate, file_tensors, module_tensors, read_shards
 from posttrain.models.tokenizers import load_tokenizer, score_padding_id
 from posttrain.nn import attention
 from posttrain.parallel.fsdp import ModelShards
+from posttrain.parallel.layouts import QUANTIZED
 
 AUTO_CLASSES: dict[Head, Any] = {"token": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,7 +39,7 @@ log = logging.getLogger("posttrain")
 
 
 def vocabulary_size(model: ModelConfig) -> int:
-    """The number of token ids in the model's vocabulary; often larger than the tokenizer's."""
+    """Return the number of token ids in the model's vocabulary; often larger than the tokenizer's."""
     source = paths.resolve_path(model.path)
     while paths.is_adapter(source) and not (Path(source) / "config.json").is_file():
         source = paths.resolve_base(source)
@@ -45,7 +47,7 @@ def vocabulary_size(model: ModelConfig) -> int:
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type that the model computes in."""
+    """Return the type that the model computes in."""
     return DTYPES.get(model.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
@@ -65,9 +67,7 @@ def load_model(
     if model.load_in_4bit and trainable and not model.lora_rank:
         raise UsageError("model.load_in_4bit: 4-bit weights cannot be trained; set model.lora_rank to train adapters")
     if model.load_in_4bit and shards is not None:
-        raise UsageError(
-            "model.load_in_4bit: 4-bit weights cannot be sharded over processes: cluster.devices must be 1"
-        )
+        raise UsageError(QUANTIZED)
     dtype = compute_dtype(model, device)
     source = paths.resolve_path(model.path)
     with torch.random.fork_rng(devices=[]):
@@ -81,7 +81,7 @@ def load_model(
             loaded.name_or_path = "pico"
         if head == "score":
             loaded.config.pad_token_id = score_padding_id(load_tokenizer(replace(model, path=source)))
-        loaded.get_input_embeddings().padding_idx = None  # nothing is padded: train this token's embedding too
+        loaded.get_input_embeddings().padding_idx = None  # nothing is padded, so the padding token is trained too
         if trainable and model.lora_rank:
             with meta_as_cpu(loaded):
                 adapters.add_adapters(loaded, model, head)
@@ -96,7 +96,7 @@ def load_model(
             shards.unread.append(lambda: read_shards(loaded, folder, unread))
     elif not model.load_in_4bit:  # which was moved when it was quantized
         loaded.to(device)
-    loaded.set_attn_implementation(attention.NAME)
+    attention.use_packed(loaded)
     if trainable and model.gradient_checkpointing:
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded.train(trainable)
@@ -144,7 +144,7 @@ def read_model(
 
 
 def prepare(model: PreTrainedModel, source: str) -> PreTrainedModel:
-    """Switch off dropout, record where the model comes from, and make sure that it can be saved."""
+    """Turn off dropout, record where the model comes from, and make sure that it can be saved."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -156,16 +156,12 @@ def prepare(model: PreTrainedModel, source: str) -> PreTrainedModel:
 
 
 def load_meta_model(source: str, head: Head, dtype: torch.dtype) -> tuple[PreTrainedModel | None, Path]:
-    """A model on the meta device and the folder from which processes read their shards of its weights.
+    """Return a model on the meta device and the folder from which processes read their shards of its weights.
 
     None instead of the model if its files can only be read in full. A new score head is initialised already, and
     buffers are on the CPU; no other weight is missing in the files.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        with paths.loading_errors(source):
-            patterns, offline = ["*.json", "*.safetensors"], not paths.hub_is_reachable()
-            folder = Path(snapshot_download(source, allow_patterns=patterns, local_files_only=offline))
+    folder = local_folder(source)
     has_weights = any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     if not has_weights or paths.is_adapter(folder):
         log.info("%s: every process reads the full model and keeps its shard", source)
@@ -187,11 +183,7 @@ def load_meta_model(source: str, head: Head, dtype: torch.dtype) -> tuple[PreTra
         init_score_head(model)
     elif head == "token" and "score.weight" in present:
         refuse_reward_model(source)
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, tensor in module_tensors(model).items():
-        if tensor.is_meta or not isinstance(tensor, torch.nn.Parameter):
-            parts = file_tensors(model, name, torch.empty(tensor.shape, device="meta"))
-            wanted |= {key: tuple(part.shape) for key, part in parts.items()}
+    wanted = unread_tensors(model)
     if not wanted.keys() <= present:
         log.info("%s: its tensor names are not the model's: every process reads the full model", source)
         return None, folder
@@ -206,14 +198,33 @@ def load_meta_model(source: str, head: Head, dtype: torch.dtype) -> tuple[PreTra
     return prepare(model, source), folder
 
 
+def local_folder(source: str) -> Path:
+    """Return the folder of a model; a hub name is downloaded first."""
+    if Path(source).is_dir():
+        return Path(source)
+    with paths.loading_errors(source):
+        patterns, offline = ["*.json", "*.safetensors"], not paths.hub_is_reachable()
+        return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=offline))
+
+
+def unread_tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes, as files hold them, of the tensors that are still to be read."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in module_tensors(model).items():
+        if tensor.is_meta or not isinstance(tensor, torch.nn.Parameter):
+            parts = file_tensors(model, name, torch.empty(tensor.shape, device="meta"))
+            found |= {key: tuple(part.shape) for key, part in parts.items()}
+    return found
+
+
 def tied_names(model: PreTrainedModel) -> set[str]:
-    """Names of parameters that are tied to another one and not saved."""
+    """Return the names of parameters that are tied to another one and not saved."""
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
 
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Inside, modules are constructed with parameters on the meta device, but with real buffers."""
+    """Construct modules in the block with parameters on the meta device, but with real buffers."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -230,7 +241,7 @@ def meta_parameters() -> Iterator[None]:
 
 @contextmanager
 def meta_as_cpu(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, parameters on the meta device pretend to be on the CPU, so that adapters are created there."""
+    """Let parameters on the meta device pretend to be on the CPU in the block, so that adapters are created there."""
     absent = {
         p: torch.nn.Parameter(torch.empty((), dtype=p.dtype).expand(p.shape)) for p in model.parameters() if p.is_meta
     }
@@ -246,6 +257,8 @@ def meta_as_cpu(model: PreTrainedModel) -> Iterator[None]:
 def read_config(source: str, head: Head) -> PreTrainedConfig:
     """Read the model's configuration and switch off dropout: sampler and trainer must compute the same function."""
     with paths.loading_errors(source):
+        written, _ = PreTrainedConfig.get_config_dict(source, **paths.hub_options(source))
+        check_model_config(written, f"model.path: {source}", weight_bytes(Path(source)))
         config = AutoConfig.from_pretrained(source, **paths.hub_options(source))
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
@@ -300,5 +313,5 @@ def fix_generation_config(model: PreTrainedModel) -> None:
 
 
 def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that the optimizer updates, by name and in the model's order; tied weights once."""
+    """Return the parameters that the optimizer updates, by name and in the model's order; tied weights once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -35,13 +35,18 @@ from posttrain.models import adapters, loading, paths
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
-from posttrain.nn.layers import MASTER, use_fused_layers
+from posttrain.nn.layers import use_fused_layers
 from posttrain.nn.lm_head import FusedHead
 from posttrain.nn.optimizer import accumulate_into
+from posttrain.nn.weights import MASTER
 from posttrain.parallel.expert import experts_of
 
 # 4 bits per number, an 8-bit scale per block of 64 numbers, and a 32-bit scale per 256 of those scales.
 BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
+BASE_BYTES = 2**29  # the device's context, or the libraries' code
+MARGIN = 0.05  # of a device's memory that stays free for what is not counted
+ENGINE_MARGIN = 0.1  # of vLLM's memory that must be left for the KV cache
+HELD_GAPS, PASS_GAPS = 1.01, 1.15  # the allocator's blocks are larger than the tensors in them
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -79,22 +84,49 @@ class MemoryEstimate:
     gathered: int = 0  # of a sharded model: other devices' shards, while a pass uses them
     sampler: int = 0  # a copy of the weights to generate with
     cache: int = 0  # keys and values of the completions being generated
+    staged: int = 0  # of moments in host memory: the part that is on the device during an optimizer step
+    engine: int = 0  # of vLLM on the same device, while it generates
+    engine_weights: int = 0  # of those, its part of the weights
+    engine_sleeps: bool = True  # it gives its memory back while the policy is trained
+    optimizer_leaves: bool = False  # master weights and moments are in host memory while completions are generated
+
+    @property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """Bytes at the worst moment of each phase: what is held all the time, and what a pass allocates and frees."""
+        own, step = self.model, self.step
+        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler + self.cache
+        loaded += 0 if self.engine_sleeps else self.engine
+        always = loaded + own.optimizer + self.reference * self.reference_stays
+        parts = {
+            "reference beforehand": (loaded + self.reference, self.gathered + step.forward_only),
+            "forward and backward": (always + own.gradients, self.gathered + step.peak),
+            "optimizer step": (always + own.gradients, self.staged),
+            "evaluation": (always, self.gathered + step.forward_only),
+        }
+        if self.reference_stays:
+            del parts["reference beforehand"]
+        if self.engine and self.engine_sleeps:
+            left = own.masters + own.optimizer if self.optimizer_leaves else 0
+            parts["generation"] = (always - left + self.engine, 0)
+        return parts
 
     @property
     def phases(self) -> dict[str, int]:
         """Bytes at the worst moment of each phase."""
-        own, step = self.model, self.step
-        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler + self.cache
-        always = loaded + own.optimizer + self.reference * self.reference_stays
-        phases = {
-            "reference beforehand": loaded + self.reference + self.gathered + step.forward_only,
-            "forward and backward": always + own.gradients + self.gathered + step.peak,
-            "optimizer step": always + own.gradients,
-            "evaluation": always + self.gathered + step.forward_only,
-        }
-        if self.reference_stays:
-            del phases["reference beforehand"]
-        return phases
+        return {phase: held + passing for phase, (held, passing) in self.parts.items()}
+
+    @property
+    def with_overhead(self) -> float:
+        """Bytes of the worst phase with the device's context, libraries and the allocator's fragmentation.
+
+        Weights and optimizer states are few large blocks that stay; the tensors of a pass come and go.
+        """
+        return BASE_BYTES + max(HELD_GAPS * held + PASS_GAPS * passing for held, passing in self.parts.values())
+
+    def fits(self, available: int) -> bool:
+        """Return whether a device with this many bytes can hold it, with a margin for what is not counted."""
+        has_cache = self.engine_weights <= (1 - ENGINE_MARGIN) * self.engine
+        return self.with_overhead <= (1 - MARGIN) * available and has_cache
 
     @property
     def peak(self) -> int:
@@ -102,7 +134,7 @@ class MemoryEstimate:
 
 
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
-    """The model as training would load it, on the meta device: all shapes, no weights."""
+    """Return the model as training would load it, on the meta device: all shapes, no weights."""
     source = paths.base_model_path(paths.resolve_path(config.path))  # training would merge adapters into it
     hf_config = loading.read_config(source, head)
     hf_config.pad_token_id = None  # some models search the tokens for it, which have no values here
@@ -115,14 +147,14 @@ def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainabl
             parameter.data = parameter.data.to(dtype)  # as peft does on a real device
     else:
         model.requires_grad_(trainable)
-    model.set_attn_implementation(attention.NAME)
+    attention.use_packed(model)
     if trainable and config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(trainable)
 
 
 def model_memory(model: Any, *, average: bool, in_4bit: bool = False) -> ModelMemory:
-    """What one device holds for a model that is not sharded; `requires_grad` tells which parameters are trained."""
+    """Count what one device holds for a model that is not sharded; `requires_grad` marks what is trained."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     count = sum(p.numel() for p in trained)
@@ -153,6 +185,8 @@ class Sharding:
     zero: int = 3
     context: int = 1
     experts: int = 1  # above 1: data ranks hold whole experts
+    replicate: int = 1  # copies of the model; each is sharded over data / replicate ranks
+    deferred: bool = False  # whole gradients are held until the last micro-batch of a step
 
     @property
     def data_parallel_size(self) -> int:
@@ -165,7 +199,7 @@ class Sharding:
 
 
 def sharded_memory(model: Any, sharding: Sharding, *, average: bool) -> ModelMemory:
-    """What one device holds of a sharded model; trained parameters are float32, master and weight at once."""
+    """Count what one device holds of a sharded model; trained parameters are float32, master and weight at once."""
     sizes = {p: elements_per_device(p, name, sharding) for name, p in model.named_parameters()}
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     count = sum(p.requires_grad for p in sizes)
@@ -181,7 +215,7 @@ def sharded_memory(model: Any, sharding: Sharding, *, average: bool) -> ModelMem
 
 
 def gathered_bytes(model: Any, sharding: Sharding) -> int:
-    """Bytes of other devices' shards that a device holds during a pass, in the type that the model computes in.
+    """Count the bytes of other devices' shards that a device holds during a pass, in the compute dtype.
 
     Parameters outside the layers are gathered all the time, with their gradients; of the layers, the one in use and
     the next (zero 3), or all of them (zero 2); in addition the gradients of one layer. Whole experts are not gathered;
@@ -200,24 +234,25 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
         gradients[layer] += size * (p.element_size() + 4) * p.requires_grad
     outside = weights.pop("", 0) + gradients.pop("", 0)
     layers = weights.total() if sharding.zero == 2 else 2 * max(weights.values(), default=0)
-    return outside + layers + max(gradients.values(), default=0) + copies
+    held = gradients.total() if sharding.deferred else max(gradients.values(), default=0)
+    return outside + layers + held + copies
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer that a parameter belongs to: `model.layers.3` for model.layers.3.mlp.up_proj.weight."""
+    """Return the decoder layer that a parameter belongs to: `model.layers.3` for model.layers.3.mlp.up_proj.weight."""
     parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
 def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding) -> int:
-    """How many elements of a parameter one device holds: tensor ranks divide the layers' matrices, data ranks all."""
+    """Count the elements of a parameter on one device: tensor ranks divide the layers' matrices, data ranks all."""
     tensor = sharding.tensor if layer_of(name) and parameter.ndim > 1 else 1
-    return -(-parameter.numel() // (tensor * sharding.data))
+    return -(-parameter.numel() // (tensor * sharding.data // sharding.replicate))
 
 
 def quantized_layers(model: Any) -> list[torch.nn.Linear]:
-    """The linear layers that QLoRA quantizes: all but the heads."""
+    """Return the linear layers that QLoRA quantizes: all but the heads."""
     heads = {model.get_output_embeddings(), *(m for name, m in model.named_modules() if name == "score")}
     return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m not in heads]
 
@@ -271,7 +306,7 @@ def pass_memory(
 
 
 def max_pass_bytes(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:
-    """Peak bytes of a pass over `tokens` tokens on an accelerator; 0: unknown, the model's code needs real values."""
+    """Return the peak bytes of a pass over `tokens` tokens on a GPU; 0 if unknown: some models need real values."""
     sample = Sample(tokens=np.zeros(tokens, dtype=np.int32), mask=np.arange(tokens) > 0)
     request = ForwardRequest(names=frozenset({"logprobs" if head == "token" else "values"}))
     with suppress(RuntimeError, NotImplementedError), torch.inference_mode(False), torch.enable_grad():
@@ -280,7 +315,7 @@ def max_pass_bytes(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: 
 
 
 def runner_on_meta(model: Any, kernels: bool, sharded: bool) -> ModelRunner:
-    """A runner for a model on the meta device, with fused layers if `kernels`."""
+    """Return a runner for a model on the meta device, with fused layers if `kernels`."""
     if not kernels:
         return ModelRunner(model, varlen_kernel=False)
     use_fused_layers(model, meta, join_weights=not sharded)
@@ -288,7 +323,7 @@ def runner_on_meta(model: Any, kernels: bool, sharded: bool) -> ModelRunner:
 
 
 def tensor_fields(values: Any) -> dict[str, torch.Tensor]:
-    """The fields of a dataclass that are tensors."""
+    """Return the fields of a dataclass that are tensors."""
     pairs = {field.name: getattr(values, field.name) for field in fields(values)}
     return {name: value for name, value in pairs.items() if isinstance(value, torch.Tensor)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import urllib.request
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants as hub
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from posttrain.checkpoints.checkpoint import resolve_model_folder
@@ -21,11 +23,16 @@ from posttrain.data.reading.sources import MODELSCOPE, modelscope_model
 from posttrain.models import adapters
 from posttrain.models.pico import pico_folder
 
+# What libraries raise for files that do not fit together, such as a configuration whose values have another type.
+LIBRARY_ERRORS = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError),
+    *(SafetensorError, StrictDataclassError),
+)
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def resolve_path(path: str) -> str:
-    """Turn what the user calls a model into a folder that transformers can read, or a hub name."""
+    """Resolve model.path to a folder that transformers can read, or a hub name."""
     if not path:
         raise UsageError("no model: give --model.path a folder, a hub name, a run directory, or pico")
     if path == "pico":
@@ -46,19 +53,19 @@ def resolve_path(path: str) -> str:
 
 
 def resolve_base(source: str) -> str:
-    """The path of the model that the adapters in a folder belong to."""
+    """Return the path of the model that the adapters in a folder belong to."""
     return resolve_path(adapters.base_model_of(Path(source)))
 
 
 def base_model_path(source: str) -> str:
-    """The path of the model itself: the source, or the base model that adapters in it belong to, however stacked."""
+    """Return the path of the model itself: the source, or the base model of the adapters in it, even if stacked."""
     while is_adapter(source):
         source = resolve_base(source)
     return source
 
 
 def describe_contents(folder: Path) -> str:
-    """What there is instead of a model, as a sentence."""
+    """Describe in a sentence what the folder holds instead of a model."""
     if not folder.is_dir():
         return "It is a file; give the folder that holds the model."
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
@@ -88,7 +95,7 @@ def hub_is_reachable() -> bool:
 
 
 def hub_options(source: str) -> dict[str, Any]:
-    """Options for every from_pretrained: no downloads that must fail, and no remote code is run."""
+    """Return options for every from_pretrained: no download without a network, and no remote code."""
     local = Path(source).is_dir() or not hub_is_reachable()
     return {"local_files_only": local, "trust_remote_code": False}
 
@@ -98,8 +105,11 @@ def loading_errors(source: str, option: str = "model.path") -> Iterator[None]:
     """Turn an error of a library's loading code into a UsageError of one line."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except UsageError:
+        raise
+    except LIBRARY_ERRORS as error:
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        reason = " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
         if "conversion of the weights" in reason:
             reason = "some tensors of its experts are missing or damaged; TRANSFORMERS_VERBOSITY=warning names them"
         if Path(source).is_dir():
@@ -107,4 +117,23 @@ def loading_errors(source: str, option: str = "model.path") -> Iterator[None]:
         if not hub_is_reachable():
             message = "is not a local folder and not in the hub's cache, and the hub cannot be reached. Give a folder."
             raise UsageError(f"{option}: {source} {message}") from error
-        raise UsageError(f"{option}: {source} is not a local folder, and the hub says: {reason}") from error
+        raise UsageError(
+            f"{option}: {source} is not a local folder, and loading it from the hub failed: {reason}"
+        ) from error
+
+
+def model_fingerprint(path: str) -> str:
+    """Return a hash of a model's files: names, sizes, content (of large files: 64 blocks); a hub name as it is."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*config.json")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        block = 2**20
+        with file.open("rb") as stream:
+            for start in range(0, size, max(block, size // 64)):
+                stream.seek(start)
+                digest.update(stream.read(block))
+    return digest.hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -15,25 +14,45 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from posttrain.core.errors import UsageError
+from posttrain.core.files import new_folder
+from posttrain.core.temporary import TemporaryFolder
+
 SPECIALS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 CONTEXT = 512
 SEED = 20240229
 
-# A turn ends with <|end|>, which is also the end-of-sequence token, so that it stops chats and plain generation.
+# A turn ends with <|end|>, which is also the end-of-sequence token, so that it stops chats and plain generation. The
+# context is short: of tools the model is told the names and parameters. Calls are written as Hermes and Qwen do.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
+{%- if tools -%}
+    {{- '<|system|>' -}}
+    {%- for tool in tools -%}
+        {{- tool.function.name + '(' + (tool.function.parameters.properties or {}) | join(', ') + ')\\n' -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
+{%- endif -%}
+{%- set called = namespace(tools=false) -%}
 {%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception('pico knows the roles system, user and assistant, not ' + message['role']) -}}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] + (['tool'] if called.tools else []) -%}
+        {{- raise_exception('pico knows the roles system, user and assistant, and tool after a call, not '
+            + message['role']) -}}
     {%- endif -%}
-    {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}
+    {{- '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + message['content'] -}}
+    {%- for call in message.tool_calls or [] -%}
+        {%- set called.tools = true -%}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+        {{- (call.function.arguments | tojson) + '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: every printable ASCII character is one token, and any text can be encoded."""
+    """Build a tokenizer with one token per byte, so that any text can be encoded."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -53,7 +72,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model() -> LlamaForCausalLM:
-    """Random weights, the same on every call."""
+    """Build the model with random weights, the same on every call."""
     tokenizer = build_tokenizer()
     special_ids = {
         "bos_token_id": tokenizer.bos_token_id,
@@ -84,7 +103,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def pico_folder() -> Path:
-    """The folder of pico in the user's cache, written on first use; a temporary one if the cache is not writable."""
+    """Return pico's folder in the user's cache, written on first use; a temporary one if that is not writable."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder = home / "posttrain" / f"pico-{_version()}"
     if (folder / "config.json").is_file():
@@ -99,27 +118,24 @@ def pico_folder() -> Path:
 
 @cache
 def _temporary_folder() -> Path:
-    parent = Path(tempfile.mkdtemp(prefix="posttrain-"))
-    atexit.register(shutil.rmtree, parent, ignore_errors=True)
-    _write(parent / "pico")
-    return parent / "pico"
+    parent = TemporaryFolder(Path(tempfile.gettempdir()), "posttrain-pico")
+    atexit.register(parent.close)
+    _write(parent.path / "pico")
+    return parent.path / "pico"
 
 
 def _version() -> str:
-    """A version that changes with this file and with the libraries that initialise and write the model."""
+    """Return a version that changes with this file and with the libraries that initialise and write the model."""
     parts = (Path(__file__).read_bytes(), torch.__version__.encode(), transformers.__version__.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
 def _write(folder: Path) -> None:
     """Write the model. Several processes may do this at once: each writes a copy, and the first rename wins."""
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        build_model().save_pretrained(unfinished)
-        build_tokenizer().save_pretrained(unfinished)
-        unfinished.rename(folder)
-    except OSError:
+        with new_folder(folder) as unfinished:
+            build_model().save_pretrained(unfinished)
+            build_tokenizer().save_pretrained(unfinished)
+    except (OSError, UsageError):
         if not (folder / "config.json").is_file():
             raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

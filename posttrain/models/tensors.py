@@ -17,18 +17,18 @@ from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All parameters and saved buffers, by the names of their modules and in their order; tied weights once."""
+    """Return all parameters and saved buffers by name, in the model's order; tied weights once."""
     buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
     return dict(model.named_parameters()) | {name: buffers[name] for name in saved if name in buffers}
 
 
 def file_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor as files hold it: usually unchanged, but fused experts are stored one by one."""
+    """Return a tensor as files hold it: usually unchanged, but fused experts are stored one by one."""
     return revert_weight_conversion(model, {name: tensor})
 
 
 def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors of a model, adapters merged, under the names in its files; if it is sharded, all ranks call this."""
+    """Yield a model's full tensors, adapters merged, by their names in files; all ranks of a sharded model iterate."""
     for name, live in module_tensors(model).items():
         if adapters.is_adapter_tensor(name):
             continue
@@ -64,7 +64,7 @@ def import_tensors(model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Te
 
 
 def lazy_tensors(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTensors]:
-    """The tensors of a sharded model for its files, in the type that it computes in."""
+    """Yield the tensors of a sharded model for its files, in the type that it computes in."""
 
     def lazy(name: str, live: torch.Tensor) -> LazyTensors:
         dtype = shards.dtype if isinstance(live, torch.nn.Parameter) else live.dtype  # buffers keep their type
@@ -77,7 +77,7 @@ def lazy_tensors(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTe
 
 
 def join_experts(model: PreTrainedModel, name: str, parts: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
-    """The inverse of `file_tensors` for fused experts: one tensor of experts (or of their two halves) in a row."""
+    """Undo `file_tensors` for fused experts: stack the tensors of all experts (or of their two halves) into one."""
     joined = torch.stack(list(parts[:experts]))
     if len(parts) == 2 * experts:
         joined = torch.cat([joined, torch.stack(list(parts[experts:]))], 1)
@@ -115,5 +115,5 @@ def read_shards(model: PreTrainedModel, folder: Path, wanted: set[str] | None = 
 
 
 def abbreviate(names: set[str]) -> str:
-    """A list of names as text, at most four of them."""
+    """Return a list of names as text, at most four of them."""
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

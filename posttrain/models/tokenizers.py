@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from posttrain.config.sections import ModelConfig
+from posttrain.core.model_limits import check_added_tokens, check_tokenizer_files
 from posttrain.models import paths
 
 
@@ -17,25 +18,20 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     source = tokenizer_folder(model.tokenizer) or paths.resolve_path(model.tokenizer or model.path)
     while paths.is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = paths.resolve_base(source)
+    check_tokenizer_files(Path(source), f"{option}: {source}")
     with paths.loading_errors(source, option):
         if is_bare_vocabulary(Path(source)):
             tokenizer = tokenizer_from_vocabulary(Path(source))
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, **paths.hub_options(source))
+    check_added_tokens(len(tokenizer.added_tokens_decoder), f"{option}: {source}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_slow_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model in its Python implementation."""
-    source = paths.resolve_path(path)
-    with paths.loading_errors(source):
-        return AutoTokenizer.from_pretrained(source, use_fast=False, **paths.hub_options(source))
-
-
 def tokenizer_folder(path: str) -> str:
-    """The path if it is a folder that holds a tokenizer, with or without a model; otherwise an empty text."""
+    """Return the path if it is a folder that holds a tokenizer, with or without a model; otherwise an empty text."""
     folder = Path(path).expanduser()
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return str(folder) if path and any((folder / name).is_file() for name in names) else ""
@@ -48,7 +44,7 @@ def is_bare_vocabulary(folder: Path) -> bool:
 
 
 def tokenizer_from_vocabulary(folder: Path) -> PreTrainedTokenizerBase:
-    """GPT-2's tokenizer if its end token is in vocab.json, else Qwen's, whose control tokens follow the vocabulary."""
+    """Return GPT-2's tokenizer if its end token is in vocab.json, else Qwen's, whose control tokens come after it."""
     vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     try:
         if "<|endoftext|>" in vocabulary:
@@ -59,7 +55,7 @@ def tokenizer_from_vocabulary(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def score_padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The padding token for a score model; never the end token.
+    """Return the padding token for a score model; never the end token.
 
     Stock code scores the last token that is not padding: if padding were the end token, it would miss the last token.
     None (there is no other special token): stock code then scores one sequence at a time and says so.

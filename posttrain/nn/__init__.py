@@ -1,0 +1,1 @@
+"""The forward pass with its layers, attention, language-model head, optimizer and CUDA graphs of training."""

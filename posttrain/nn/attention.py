@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from transformers import AttentionInterface
 
 from posttrain.core.types import MicroBatch, PrefixSharing
 from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.routing import Choice, RecordedRouting
 from posttrain.parallel.context import ContextGroup
 
 NAME = "posttrain_packed"
@@ -46,13 +49,21 @@ class Cache(Protocol):
 
     decoding: bool
 
-    def keep(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the keys and values of a micro-batch of prompts."""
+    def keep(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, packing: Packing | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Packing | None]:
+        """Store the keys and values of a micro-batch of prompts; returns those to attend to, and their layout.
+
+        They are the given ones, except where the micro-batch continues a prompt whose first tokens are in the cache.
+        """
 
     def attend(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *how: Any
     ) -> torch.Tensor:
         """Add one token per sequence and attend to the whole sequence: [1, sequences, heads, d_value]."""
+
+    def route(self, layer: int, router: Any, logits: torch.Tensor, choice: Choice) -> Choice:
+        """Record the experts that a router chose; see nn/routing.py."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +73,7 @@ class Packing:
     starts: torch.Tensor  # [pieces + 1] int32, cumulative lengths
     max_length: int
     keys: torch.Tensor | None = None  # [K] keys of each piece, where pieces attend to a prefix; see types.PrefixSharing
-    key_starts: torch.Tensor | None = None  # [pieces + 1] int32
+    key_starts: torch.Tensor | None = None  # [pieces + 1] int32, where there are more keys than queries
     max_keys: int = 0
     key_uses: tuple[torch.Tensor, torch.Tensor] | None = None  # see index_uses
     padding: int = 0  # tokens after the last sample that belong to no sample
@@ -71,6 +82,7 @@ class Packing:
     order: torch.Tensor | None = None  # brings the groups' tokens back into the order of the micro-batch
     context: ContextGroup | None = None  # set where context-parallel ranks divide the tokens
     tokens: int = 0  # total that they divide
+    routing: RecordedRouting | None = None  # experts that the sampler chose; see nn/routing.py
 
 
 def packing_for(batch: MicroBatch, *, varlen_kernel: bool, multiple_of: int = 1) -> Packing:
@@ -94,6 +106,35 @@ def packing_for(batch: MicroBatch, *, varlen_kernel: bool, multiple_of: int = 1)
             packing.keys = torch.cat([sharing.keys, own.to(sharing.keys.dtype)])
         packing.key_uses = index_uses(packing.keys, sum(row.lengths) + padding)
     return packing
+
+
+def packing_after_prefixes(
+    prefixes: Sequence[int], lengths: Sequence[int], device: torch.device, *, varlen_kernel: bool
+) -> Packing:
+    """Compute the layout of samples that attend to the keys of a prefix and to their own, given sample by sample.
+
+    `prefixes`: keys of each sample before its own; `lengths`: its queries.
+    """
+    lengths, key_lengths = tuple(lengths), tuple(map(sum, zip(prefixes, lengths, strict=True)))
+    starts, key_starts = (
+        torch.tensor((0, *sizes), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        for sizes in (lengths, key_lengths)
+    )
+    if varlen_kernel:
+        return Packing(starts, max(lengths), key_starts=key_starts, max_keys=max(key_lengths))
+    classes: dict[tuple[int, int], list[int]] = {}
+    for index, (length, keys) in enumerate(zip(lengths, key_lengths, strict=True)):
+        classes.setdefault(((length - 1).bit_length(), (keys - 1).bit_length()), []).append(index)
+    groups, places = [], []
+    for members in classes.values():
+        source, real = padded_indices(lengths, members)
+        kept = real.reshape(-1).nonzero()[:, 0]
+        places.append(source[kept])
+        group = PaddedGroup(len(members), real.shape[1], source.to(device), kept.to(device))
+        group.keys = padded_indices(key_lengths, members)[0].to(device)
+        group.prefix_keys = torch.tensor([prefixes[i] for i in members]).to(device)
+        groups.append(group)
+    return Packing(starts, max(lengths), groups=groups, order=torch.cat(places).argsort().to(device))
 
 
 def index_uses(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +175,7 @@ def pad_by_length(
 
 
 def padded_indices(lengths: tuple[int, ...], members: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the members' tokens, padded on the right: [rows * width], and which are not padding: [rows, width]."""
+    """Return the members' token indices, padded on the right, [rows * width], and what is not padding [rows, width]."""
     firsts = torch.tensor((0, *lengths)).cumsum(0)[members]
     member_lengths = torch.tensor([lengths[i] for i in members])
     column = torch.arange(int(member_lengths.max()))
@@ -157,7 +198,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each sample of the micro-batch; returns [1, T, heads, d_value].
+    """Compute causal attention inside each sample of the micro-batch; returns [1, T, heads, d_value].
 
     With a cache, keys and values are also stored (prefill), or one token per sequence is added to them (decode).
     """
@@ -165,7 +206,7 @@ def packed_attention(
         layer: Any = module.layer_idx
         return cache.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux), None
     if cache is not None:
-        cache.keep(module.layer_idx, key, value)
+        key, value, packing = cache.keep(module.layer_idx, key, value, packing)
     assert packing is not None, "packed attention was called without a packing: use nn.forward"
     assert attention_mask is None, "packed attention takes no mask: the packing keeps samples apart"
     if packing.context is None:
@@ -188,7 +229,7 @@ def attend_within_samples(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same for a rank that holds all tokens of its heads."""
+    """Compute `packed_attention` without a cache, on a rank that holds all tokens of its heads."""
     if packing.groups is None:
         return varlen_attention(query, key, value, packing, scaling, sliding_window)[None]
     if query.is_meta and softcap is None and s_aux is None:
@@ -227,7 +268,7 @@ class MetaFlashAttention(torch.autograd.Function):
 
 
 def gather_padded(stream: torch.Tensor, rows: int, source: torch.Tensor | None) -> torch.Tensor:
-    """[1, heads, T, d] -> [rows, heads, width, d]."""
+    """Gather [1, heads, T, d] into padded rows: [rows, heads, width, d]."""
     flat = stream[0] if source is None else stream[0].index_select(1, source)
     return flat.reshape(flat.shape[0], rows, -1, flat.shape[2]).transpose(0, 1)
 
@@ -242,7 +283,7 @@ def causal_attention(
     sinks: torch.Tensor | None,
     prefix_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention on padded rows; the plain formula where the fused kernel lacks a feature.
+    """Compute causal attention on padded rows; by the plain formula where the fused kernel lacks a feature.
 
     `prefix_keys` [rows]: the number of keys before the key at the first query's position.
     """
@@ -272,7 +313,7 @@ def plain_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The attention formula, for scores that fused kernels do not support; mask is True where a key is attended to."""
+    """Compute attention by its formula, for features that fused kernels lack; mask is True where a key counts."""
     scores = (q @ k.transpose(2, 3)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -286,13 +327,13 @@ def plain_attention(
 
 
 def causal_mask(width: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[width, width] True where query i attends to key j: j <= i, and i - j < window."""
+    """Return [width, width], True where query i attends to key j: j <= i, and i - j < window."""
     mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)
 
 
 def causal_mask_after_prefix(prefix_keys: torch.Tensor, width: int, key_width: int, window: int | None) -> torch.Tensor:
-    """[rows, 1, width, key_width] likewise, where query i of a row is at the position of key prefix_keys + i."""
+    """Return [rows, 1, width, key_width] likewise, where query i of a row has the position of key prefix_keys + i."""
     position = prefix_keys[:, None] + torch.arange(width, device=prefix_keys.device)
     position = position.clamp(max=key_width - 1)  # padding: a query without any key would give NaN
     back = position[:, None, :, None] - torch.arange(key_width, device=prefix_keys.device)
@@ -307,11 +348,12 @@ def varlen_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """The flash kernel over samples of any length: [T, heads, d]. A piece's queries are aligned with its last keys."""
+    """Run the flash kernel over samples of any length: [T, heads, d]. Queries are aligned with their last keys."""
     q, k, v = (stream.squeeze(0).transpose(0, 1) for stream in (query, key, value))  # [0] would copy its gradient
     key_starts, max_keys = packing.starts, packing.max_length
-    if packing.keys is not None and packing.key_starts is not None:
+    if packing.key_starts is not None:
         key_starts, max_keys = packing.key_starts, packing.max_keys
+    if packing.keys is not None:
         k, v = (GatherKeys.apply(stream, packing.keys, *(packing.key_uses or ())) for stream in (k, v))
     ranges = (packing.starts, key_starts, packing.max_length, max_keys)
     generating = torch.is_inference_mode_enabled()  # prompts are short: flash-attn-4 takes longer to launch
@@ -337,7 +379,7 @@ def torch_varlen_kernel(
 def flash_attn_4_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """The optional package flash-attn-4: about twice as fast as torch's kernel on Hopper."""
+    """Run the kernel of the optional package flash-attn-4, about twice as fast as torch's on Hopper."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     starts, key_starts, max_length, max_keys = ranges
@@ -427,7 +469,7 @@ class GatherKeys(torch.autograd.Function):
 
 @cache
 def needs_enable_gqa() -> bool:
-    """Whether varlen_attn has the argument that says that keys have fewer heads than queries; older torch has not."""
+    """Whether varlen_attn has the argument for keys with fewer heads than queries; older versions of torch lack it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -439,9 +481,18 @@ def supports_varlen_kernel(model: torch.nn.Module) -> bool:
     parameter = next(model.parameters())
     plain = getattr(config, "attn_logit_softcapping", None) is None and not hasattr(config, "kv_lora_rank")
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:  # a state-space model
+        return False
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
     half = parameter.dtype in (torch.bfloat16, torch.float16)
     return parameter.device.type == "cuda" and half and plain and not sinks and head <= 256 and head % 8 == 0
+
+
+def use_packed(model: Any) -> None:
+    """Let the model use packed attention, if its code lets its attention be replaced; else it keeps its own."""
+    with suppress(ValueError):
+        model.set_attn_implementation(NAME)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -13,50 +16,70 @@ import torch.nn.functional as F
 
 from posttrain.core import ops
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import ForwardRequest, MicroBatch, Outputs, Sample
+from posttrain.core.types import ForwardRequest, Ints, MicroBatch, Outputs, Sample
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
-from posttrain.nn.layers import use_fused_layers
+from posttrain.nn.layers import supports_fused_layers, use_fused_layers
 from posttrain.nn.lm_head import EarlyGradients, FusedHead, to_stream
+from posttrain.nn.routing import NOT_RECORDED, RecordedRouting, observe_routers
 from posttrain.nn.training_graphs import TrainingGraphs
 from posttrain.parallel.context import ContextGroup, OwnedPositions
 
 TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device is faster for that
+NOT_PACKED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError, AssertionError)
+"""What the code of a model raises that takes no packing."""
+
+log = logging.getLogger("posttrain")
+announced: set[str] = set()  # classes of models that run padded, named once per process
 
 
 @dataclass(slots=True, eq=False)
 class ModelRunner:
-    """A Hugging Face model and how its packed forward pass runs: the kernels for attention, layers and head."""
+    """A Hugging Face model and how its forward pass runs: packed or padded; the kernels for attention, layers, head."""
 
     model: Any
     varlen_kernel: bool
+    packed: bool = True  # False: samples are padded rows, computed by the model's own code; see verify_against_stock
     shares_prefixes: bool = False  # whether shared prefixes may be computed once; set by verify_against_stock
     value_head: torch.nn.Linear | None = None  # of a language model that is also the critic
     fused_head: FusedHead | None = None  # set where there are kernels for the head's log-probabilities
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
     context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
+    most_tokens: int = 0  # of a pass that trains: longer ones raise OutOfMemoryError, for tests of what follows; 0: any
 
     @classmethod
-    def from_model(cls, model: Any) -> ModelRunner:
+    def from_model(cls, model: Any, *, packed: bool = True) -> ModelRunner:
         """Wrap a model; its layers are replaced by fused ones (nn/layers.py) where these support it."""
         use_fused_layers(model)
-        return cls(model, attention.supports_varlen_kernel(model), fused_head=FusedHead.from_model(model))
+        observe_routers(model)
+        if not packed:
+            use_own_attention(model)
+        varlen_kernel = packed and attention.supports_varlen_kernel(model)
+        return cls(model, varlen_kernel, packed, fused_head=FusedHead.from_model(model))
 
     @property
     def vocabulary_size(self) -> int:
         return self.model.get_output_embeddings().weight.shape[0]
 
-    def run_layers(self, batch: MicroBatch, **extra: Any) -> Any:
+    def run_layers(self, batch: MicroBatch, routing: RecordedRouting | None = None, **extra: Any) -> Any:
         """Run embeddings and decoder layers; returns transformers' output object.
 
         Its last_hidden_state is [1, T, H], or [1, U, H] where samples share prefixes. With context parallelism it is
-        this rank's slice of that, padded.
+        this rank's slice of that, padded. `routing`: the experts that the sampler chose.
         """
-        if self.graphs is not None and torch.is_grad_enabled() and not extra:
+        if self.most_tokens and len(batch.tokens) > self.most_tokens and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError(f"{len(batch.tokens)} tokens; the limit for tests is {self.most_tokens}")
+        if self.graphs is not None and torch.is_grad_enabled() and not extra and routing is None:
             hidden = self.graphs.last_hidden_state(batch)
             if hidden is not None:
                 return SimpleNamespace(last_hidden_state=hidden[None])
+        if not self.packed:
+            if routing is not None and routing.replay:
+                raise UsageError(
+                    f"rollout.router_replay: {type(self.model).__name__} is not trained packed. Leave it out."
+                )
+            return self.run_padded_layers(batch, **extra)
         layers = getattr(self.model, self.model.base_model_prefix)
         row = batch.sharing or batch
         multiple_of = 1 if extra else TOKEN_MULTIPLE  # router outputs for padding must not count
@@ -66,13 +89,46 @@ class ModelRunner:
             packing.context, packing.tokens = self.context, len(streams[0])
             streams = [self.context.slice_tokens(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
+        packing.routing = routing
+        if routing is not None:
+            routing.experts = self.own_tokens(routing.experts, packing.padding)
         result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
         if self.context is None:
             result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
         return result
 
+    def run_padded_layers(self, batch: MicroBatch, **extra: Any) -> Any:
+        """Run the layers on samples as rows, padded on the right, which causal models do not read.
+
+        The result has the tokens of the micro-batch in their order, without the padding. It is one call, so that the
+        ranks of a sharded model stay in step.
+        """
+        layers = getattr(self.model, self.model.base_model_prefix)
+        source, real = attention.padded_indices(batch.lengths, list(range(len(batch.lengths))))
+        real = real.to(batch.tokens.device)
+        kept = real.reshape(-1).nonzero()[:, 0]
+        tokens = batch.tokens[source.to(batch.tokens.device)].view(real.shape) * real
+        result = layers(input_ids=tokens, attention_mask=real.long(), use_cache=False, **extra)
+
+        def without_padding(stream: torch.Tensor) -> torch.Tensor:
+            return stream.reshape(len(source), -1).index_select(0, kept)
+
+        router_logits = tuple(without_padding(logits) for logits in getattr(result, "router_logits", None) or ())
+        hidden = without_padding(result.last_hidden_state)
+        return SimpleNamespace(last_hidden_state=hidden[None], router_logits=router_logits)
+
+    def own_tokens(self, experts: torch.Tensor, padding: int) -> torch.Tensor:
+        """Pad recorded experts [T, layers, k] as the tokens are, and return those of this rank's tokens."""
+        padded = F.pad(experts, (0, 0, 0, 0, 0, padding), value=NOT_RECORDED)
+        if self.context is None:
+            return padded
+        index = self.context.slice_tokens(
+            torch.arange(1, len(padded) + 1, device=experts.device), len(experts), TOKEN_MULTIPLE
+        )
+        return F.pad(padded, (0, 0, 0, 0, 1, 0), value=NOT_RECORDED)[index]  # index 0: padding
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, H] -> float32 logits [n, V], with the scalings that some families apply after the head."""
+        """Compute float32 logits [n, V] of hidden states [n, H], with the scalings that some families apply."""
         config = self.model.config
         logits = self.model.get_output_embeddings()(hidden).float()
         if getattr(config, "logit_scale", None) is not None:  # Cohere
@@ -84,7 +140,7 @@ class ModelRunner:
         return logits
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, H] -> the critic's values [n]."""
+        """Compute the critic's values [n] of hidden states [n, H]."""
         head = self.model.score if self.value_head is None else self.value_head
         return head(hidden)[:, 0].float()
 
@@ -98,17 +154,22 @@ def forward(
 ) -> Outputs:
     """Compute the outputs that the request names, only at the positions that the mask counts."""
     extra = {"output_router_logits": True} if request.router_loss else {}
-    result = runner.run_layers(batch, **extra)
+    routing = None
+    if batch.experts is not None and request.experts != "ignore":
+        routing = RecordedRouting(batch.experts, request.experts == "replay")
+    result = runner.run_layers(batch, routing, **extra)
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
-    # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted.
+    # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted. Selected on first use only.
     before = cache(lambda: SelectedStates.select(runner, hidden, batch.computed(batch.counted - 1)))
     if {"logprobs", "entropy"} & request.names:
         if runner.context is not None or request.names - {"logprobs", "entropy"}:
             early = None  # the loss needs other outputs, or those of other ranks
         targets = before().local_values(batch.tokens[batch.counted])
-        logprobs, entropy = token_logprobs(runner, before().states, targets, request, early)
+        logprobs, entropy = head_logprobs(runner, before().states, targets, request, early)
         out.logprobs, out.entropy = (to_stream(before().gather(values), batch) for values in (logprobs, entropy))
+    if routing is not None and routing.differs:
+        out.rerouted = to_stream(before().gather(routing.rerouted()[before().local]), batch)
     if "divergence" in request.names:
         assert teacher is not None, "a divergence needs a teacher model"
         with torch.no_grad():
@@ -122,6 +183,7 @@ def forward(
             request.divergence,
             request.jsd_beta,
             request.temperature,
+            request.divergence_top_k,
         )
         out.divergence = to_stream(before().gather(divergence), batch)
     if "choices" in request.names:  # predictions of the token after a counted one
@@ -135,19 +197,25 @@ def forward(
     if "values" in request.names:  # of the state before each counted token
         out.values = to_stream(before().gather(runner.values(before().states)), batch)
     if request.router_loss:
-        experts = runner.model.config.num_experts_per_tok
-        routers = result.router_logits
-        sample_of = batch.sample_of
-        if runner.context is not None:  # sums per sample, over this rank's tokens
-            positions = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
-            owned = runner.context.owned_positions(positions, len(hidden))
-            count = owned.counts[runner.context.rank]
-            routers, sample_of = [logits[owned.local[:count]] for logits in routers], sample_of[owned.mine[:count]]
-        elif batch.sharing is not None:  # each sample is balanced on its own
-            routers = [logits[batch.sharing.place] for logits in routers]
-        together = {} if runner.context is None else {"add_up": runner.context.sum}
-        out.router_loss = ops.router_balance(routers, experts, sample_of, len(batch.lengths), **together)
+        out.router_loss = router_loss(runner, batch, result.router_logits, len(hidden))
     return out
+
+
+def router_loss(
+    runner: ModelRunner, batch: MicroBatch, router_logits: Sequence[torch.Tensor], local_tokens: int
+) -> torch.Tensor:
+    """Compute the load-balancing loss of all layers, each sample on its own; `local_tokens`: on this rank, padded."""
+    experts, samples = runner.model.config.num_experts_per_tok, len(batch.lengths)
+    if runner.context is not None:  # sums per sample, over this rank's tokens
+        positions = batch.computed(torch.arange(len(batch.tokens), device=batch.tokens.device))
+        owned = runner.context.owned_positions(positions, local_tokens)
+        count = owned.counts[runner.context.rank]
+        local_logits = [logits[owned.local[:count]] for logits in router_logits]
+        sample_of = batch.sample_of[owned.mine[:count]]
+        return ops.router_balance(local_logits, experts, sample_of, samples, add_up=runner.context.sum)
+    if batch.sharing is not None:  # a shared prefix counts in every sample that has it
+        router_logits = [logits[batch.sharing.place] for logits in router_logits]
+    return ops.router_balance(router_logits, experts, batch.sample_of, samples)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,22 +234,22 @@ class SelectedStates:
         return cls(hidden[local], local, runner.context, owned)
 
     def local_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values at all selected positions, those at the positions that this rank owns."""
+        """Select, from values at all selected positions, those at the positions that this rank owns."""
         return values if self.owned is None else F.pad(values, (0, 1))[self.owned.mine]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Values at all selected positions, from those that each rank computed at the positions it owns."""
+        """Gather values at all selected positions from the ranks that computed them."""
         return values if self.owned is None or self.context is None else self.context.gather_values(values, self.owned)
 
 
-def token_logprobs(
+def head_logprobs(
     runner: ModelRunner,
     states: torch.Tensor,
     targets: torch.Tensor,
     request: ForwardRequest,
     early: EarlyGradients | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target, and entropy: by the fused head if it supports the request, else logprobs.py."""
+    """Compute log-probability of each target and entropy, by the fused head if it supports the request."""
     head, distribution = runner.fused_head, request.distribution
     if head is not None and head.supports(distribution):
         wanted = {"entropy": "entropy" in request.names, "entropy_gradient": request.entropy_gradient}
@@ -191,53 +259,132 @@ def token_logprobs(
     )
 
 
+@torch.no_grad()
+def next_token_logprobs(
+    runner: ModelRunner, tokens: Ints, top: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Return the log-probability of each token but the first, given those before it, by the model's own distribution.
+
+    The second list has the `top` most likely tokens at each of these positions, in descending order.
+    """
+    device = next(runner.model.parameters()).device
+    batch = collate([Sample(tokens=tokens, mask=np.arange(len(tokens)) > 0)], device)
+    hidden = runner.run_layers(batch).last_hidden_state[0][:-1]
+    targets = batch.tokens[1:].long()
+    logprobs: list[float] = []
+    likeliest: list[list[tuple[int, float]]] = []
+    size = chunked.chunk_length(runner.vocabulary_size)
+    for states, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        distribution = runner.logits(states).log_softmax(-1)
+        logprobs += distribution.gather(1, wanted[:, None])[:, 0].tolist()
+        best = distribution.topk(min(top, distribution.shape[1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        likeliest += [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return logprobs, likeliest
+
+
 def check_router(model: Any) -> None:
-    """UsageError if the model has no load-balancing loss; called when one is requested."""
+    """Raise UsageError if the model has no load-balancing loss; called when one is requested."""
     if getattr(model.config, "router_aux_loss_coef", None) is None:
         raise UsageError(
             f"model.router_aux_loss_coef: {type(model).__name__} has no load-balancing loss "
-            "(it is dense, or balances its experts otherwise). Leave model.router_aux_loss_coef at 0."
+            "(it is dense, or balances its experts in another way). Set model.router_aux_loss_coef to 0."
         )
 
 
 @torch.no_grad()
 def verify_against_stock(runner: ModelRunner) -> None:
-    """Compare the packed forward pass with the model's own code on two short samples, before any training.
+    """Compare the packed forward pass with the model's own code on short samples, before any training.
 
-    Attention that leaks between packed samples, a head with an unknown scaling or an architecture that ignores
-    positions would train wrongly without an error; here they stop the run. If only the computation with shared
-    prefixes differs, prefixes are not shared.
+    Where it differs, because states leak between packed samples, attention is not replaceable or positions are ignored,
+    the model runs padded (`packed` is False) by its own code, and a line of the log says so. A pass that differs even
+    then, such as a head with an unknown scaling, stops the run: it would train wrongly without an error. If only the
+    computation with shared prefixes differs, prefixes are not shared.
     """
     model: Any = runner.model
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     documents = [torch.randint(0, vocabulary, (length,), generator=generator) for length in (7, 12)]
+    other = torch.randint(0, vocabulary, (7,), generator=generator)
     documents[1][:5] = documents[0][:5]  # a shared prefix
+    samples, exchanged = ([sample_of(document) for document in pair] for pair in (documents, [other, documents[1]]))
+    tolerance = 2e-3 if dtype == torch.float32 else 0.1
     was_training = model.training
     model.eval()
     try:
-        model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
+        use_own_attention(model)
         expected = [stock_output(model, document[None].to(device)) for document in documents]
-        model.set_attn_implementation(attention.NAME)
-        samples = [Sample(tokens=d.numpy().astype("int32"), mask=(torch.arange(len(d)) > 0).numpy()) for d in documents]
-        found = packed_outputs(runner, collate(samples, device))
-        shared = packed_outputs_with_prefix(runner, samples, device)
+        error = packing_error(runner, samples, exchanged, expected, device)
+        if error < tolerance:
+            shared = packed_outputs_with_prefix(runner, samples, device)
+            runner.shares_prefixes = shared is not None and relative_error(shared, expected) < tolerance
+            return
+        if not supports_fused_layers(model):  # those are known to run packed: the error is not theirs
+            run_padded(runner)
+            error = relative_error(packed_outputs(runner, collate(samples, device)), expected)
     finally:
-        model.set_attn_implementation(attention.NAME)
         model.train(was_training)
-    tolerance = 2e-3 if dtype == torch.float32 else 0.1
-    error = relative_error(found, expected)
     if not error < tolerance:
         raise PosttrainError(
-            f"{type(model).__name__}: the packed forward pass differs from the model's own "
-            f"(relative error {error:.3g}). This architecture cannot be trained packed; please report it."
+            f"{type(model).__name__}: the {'packed' if runner.packed else 'padded'} forward pass differs from the "
+            f"model's own (relative error {error:.3g}). This architecture cannot be trained; please report it."
         )
-    runner.shares_prefixes = shared is not None and relative_error(shared, expected) < tolerance
+
+
+def packing_error(
+    runner: ModelRunner,
+    samples: list[Sample],
+    exchanged: list[Sample],
+    expected: list[torch.Tensor],
+    device: torch.device,
+) -> float:
+    """Return the relative error of the packed pass; infinite if the model cannot run packed, or if samples leak.
+
+    `exchanged` has another first sample of the same length: the outputs of the second must not change. That shows leaks
+    which are small in a model with small weights.
+    """
+    try:
+        attention.use_packed(runner.model)
+        found = packed_outputs(runner, collate(samples, device))
+        again = packed_outputs(runner, collate(exchanged, device))
+    except torch.OutOfMemoryError:
+        raise
+    except NOT_PACKED:
+        return math.inf
+    exact = next(runner.model.parameters()).dtype == torch.float32
+    leaks = not relative_error(again[1:], found[1:]) < (1e-5 if exact else 0.02)  # experts are summed in another order
+    return math.inf if leaks else relative_error(found, expected)
+
+
+def run_padded(runner: ModelRunner) -> None:
+    """Let the model run padded from now on; the log says so once per class."""
+    name = type(runner.model).__name__
+    if runner.context is not None:
+        raise UsageError(
+            f"{name} cannot be trained packed, which context parallelism needs: leave out cluster.context_parallel_size"
+        )
+    use_own_attention(runner.model)
+    runner.packed, runner.varlen_kernel, runner.shares_prefixes = False, False, False
+    if name not in announced:
+        announced.add(name)
+        log.warning(f"{name}: a packed pass differs from its own, so it runs unpacked, with padding, by its own code.")
+
+
+def use_own_attention(model: Any) -> None:
+    """Let the model use its own attention: transformers' sdpa, or its only one."""
+    try:
+        model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
+    except ValueError:  # it has no sdpa
+        model.set_attn_implementation("eager")
+
+
+def sample_of(document: torch.Tensor) -> Sample:
+    return Sample(tokens=document.numpy().astype("int32"), mask=(torch.arange(len(document)) > 0).numpy())
 
 
 def needs_eager_attention(model: Any) -> bool:
-    """Families that cap attention scores: transformers computes them correctly only in its eager attention."""
+    """Whether the model caps attention scores, which transformers computes correctly only in its eager attention."""
     return getattr(model.config, "attn_logit_softcapping", None) is not None
 
 
@@ -248,7 +395,7 @@ def has_language_head(model: Any) -> bool:
 def packed_outputs_with_prefix(
     runner: ModelRunner, samples: list[Sample], device: torch.device
 ) -> list[torch.Tensor] | None:
-    """As `packed_outputs`, with the shared prefix computed once; None if the device's kernel does not support that."""
+    """Compute `packed_outputs` with the shared prefix computed once; None if the device's kernel cannot do that."""
     try:
         if runner.varlen_kernel and not kernel_shares_prefixes(next(runner.model.parameters()).dtype, device):
             return None
@@ -286,7 +433,7 @@ def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed_outputs(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
-    """What `stock_output` returns for each sample of a micro-batch, by the packed forward pass."""
+    """Compute what `stock_output` returns, for each sample of a micro-batch, by the packed forward pass."""
     hidden = runner.run_layers(batch).last_hidden_state[0]
     if runner.context is not None:
         hidden = runner.context.gather_tokens(hidden, len((batch.sharing or batch).tokens))
@@ -296,7 +443,7 @@ def packed_outputs(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]
 
 
 def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative error of any sample; NaN if one has NaN."""
+    """Return the largest relative error of any sample; NaN if one has NaN."""
     errors = [
         (a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-6)
         for a, b in zip(found, expected, strict=True)
@@ -305,10 +452,17 @@ def relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> f
 
 
 def stock_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a language model, or the last hidden state of a score model, by its own code: [T, ...]."""
+    """Return logits of a language model, or the last hidden state of a score model, by its own code: [T, ...]."""
     if has_language_head(model):
         return model(input_ids=ids, use_cache=False).logits[0]
     return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state[0]
 
 
-__all__ = ["ModelRunner", "check_router", "forward", "kernel_shares_prefixes", "verify_against_stock"]
+__all__ = [
+    "ModelRunner",
+    "check_router",
+    "forward",
+    "kernel_shares_prefixes",
+    "next_token_logprobs",
+    "verify_against_stock",
+]

@@ -1,6 +1,7 @@
 """Decoder layers of the most common model families with fused kernels, forward and backward.
 
-Llama, Qwen2, Qwen3 and Mistral have the same structure: RMS norms, rotary queries and keys, grouped heads, a gated MLP.
+Llama, Qwen2, Qwen3 and Mistral have the same structure: RMS norms, rotary queries and keys, grouped heads, a gated MLP;
+Qwen2-MoE, Qwen3-MoE and Mixtral have experts instead of some or all MLPs (experts.py).
 On an accelerator their layers run the code here instead of their own, on the same weights: linear layers with the same
 input are one matrix product, the operations between the products are one kernel each, and what is cheap to recompute
 is not saved for the backward pass. Every other model runs its own code. `forward.verify_against_stock` compares the two
@@ -19,16 +20,21 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from posttrain.nn import attention
+from posttrain.nn.experts import is_mixture, mixture_forward
 from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.lora import adapter_of, base_linear, join_adapters, project_adapted
+from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
 
-FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+DENSE_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+FAMILIES = (*DENSE_FAMILIES, MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
 log = logging.getLogger("posttrain")
-MASTER = "float32_master"
-"""Attribute of a half-precision weight: the float32 tensor that the optimizer updates; its `grad` accumulates."""
 
 
 def supports_fused_layers(model: Any) -> bool:
@@ -38,19 +44,24 @@ def supports_fused_layers(model: Any) -> bool:
         return False  # FSDP adds two classes in front of a layer's own
     config = model.config
     fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
-    return fixed_rope and config.hidden_act in ("silu", "swish")
+    jitter = getattr(config, "router_jitter_noise", 0.0)  # of Mixtral, while it trains
+    return fixed_rope and config.hidden_act in ("silu", "swish") and not jitter
 
 
-def window_of(layer: Any) -> int | None:
-    """The sliding window of the layer's attention; None: all earlier tokens."""
-    if isinstance(layer, Qwen2DecoderLayer | Qwen3DecoderLayer):
+def sliding_window_of(layer: Any) -> int | None:
+    """Return the sliding window of the layer's attention; None: all earlier tokens."""
+    if isinstance(layer, Qwen2DecoderLayer | Qwen3DecoderLayer | Qwen3MoeDecoderLayer):
         return layer.self_attn.sliding_window
-    return layer.self_attn.config.sliding_window if isinstance(layer, MistralDecoderLayer) else None
+    if isinstance(layer, Qwen2MoeDecoderLayer):  # only layers with a window have the attribute
+        return getattr(layer.self_attn, "sliding_window", None)
+    if isinstance(layer, MistralDecoderLayer | MixtralDecoderLayer):
+        return layer.self_attn.config.sliding_window
+    return None
 
 
 def head_norms(layer: Any) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None, float]:
-    """The weights of the norms of queries and keys (None if there are none), and their epsilon."""
-    if not isinstance(layer, Qwen3DecoderLayer):
+    """Return the weights of the norms of queries and keys (None if there are none), and their epsilon."""
+    if not isinstance(layer, Qwen3DecoderLayer | Qwen3MoeDecoderLayer):
         return None, None, 0.0
     own = layer.self_attn
     return own.q_norm.weight, own.k_norm.weight, own.q_norm.variance_epsilon
@@ -68,11 +79,13 @@ def use_fused_layers(model: Any, kernels: ModuleType | None = None, *, join_weig
         return False
     kernels = kernels or kernels_for(next(model.parameters()).device)
     for layer in getattr(model, model.base_model_prefix).layers:
-        for modules in (qkv_projections(layer), gate_up_projections(layer)):
-            if join_weights and all(is_plain_linear(module) for module in modules):
-                join_storage([module.weight for module in modules])
-                if modules[0].bias is not None:
-                    join_storage([module.bias for module in modules])
+        for modules in (qkv_projections(layer), *map(gate_up_projections, dense_mlps(layer))):
+            linears = [base_linear(module) for module in modules]
+            if join_weights and all(linear is not None for linear in linears):
+                join_storage([linear.weight for linear in linears])
+                if linears[0].bias is not None:
+                    join_storage([linear.bias for linear in linears])
+                join_adapters(modules)
         if not isinstance(layer.forward, partial):
             layer.forward = partial(fused_forward, layer, layer.forward, kernels)
     return True
@@ -90,13 +103,13 @@ def qkv_projections(layer: Any) -> list[Any]:
     return [own.q_proj, own.k_proj, own.v_proj]
 
 
-def gate_up_projections(layer: Any) -> list[Any]:
-    return [layer.mlp.gate_proj, layer.mlp.up_proj]
+def gate_up_projections(mlp: Any) -> list[Any]:
+    return [mlp.gate_proj, mlp.up_proj]
 
 
-def is_plain_linear(module: Any) -> bool:
-    """Whether a module is a plain linear layer: adapted, quantized and sharded ones keep their own code."""
-    return type(module) is torch.nn.Linear and type(module.weight.data) is torch.Tensor
+def dense_mlps(layer: Any) -> list[Any]:
+    """Return the MLPs of a layer that are not experts: none in a mixture of experts, whose shared ones stay as is."""
+    return [] if is_mixture(layer.mlp) else [layer.mlp]
 
 
 def fused_forward(
@@ -121,59 +134,46 @@ def fused_forward(
     heads = all_heads * config.num_attention_heads // total_heads  # query heads of this tensor rank
     streams = RotaryQKV.apply(qkv, cos, sin, q_norm, k_norm, eps, own.head_dim, heads, kernels)
     query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
-    options = {"packing": packing, "scaling": own.scaling, "sliding_window": window_of(layer)}
+    options = {"packing": packing, "scaling": own.scaling, "sliding_window": sliding_window_of(layer)}
     attended = attention.packed_attention(own, query, key, value, None, **options)[0].squeeze(0).flatten(1)
-    out = own.o_proj
-    mixed = MasterLinear.apply(attended, out.weight) if is_plain_linear(out) and out.bias is None else out(attended)
-    gate_up, x = norm_and_project(kernels, mixed, x, next_norm, gate_up_projections(layer))
+    mixed = project(own.o_proj, attended)
+    if is_mixture(layer.mlp):
+        normed, x = AddNorm.apply(mixed, x, next_norm.weight, next_norm.variance_epsilon, kernels)
+        return (x + mixture_forward(layer.mlp, normed, kernels))[None]
+    gate_up, x = norm_and_project(kernels, mixed, x, next_norm, gate_up_projections(layer.mlp))
     down = layer.mlp.down_proj
     if is_plain_linear(down) and down.bias is None:
         return (x + SiluMulLinear.apply(gate_up, down.weight, kernels))[None]
-    return (x + down(SiluMul.apply(gate_up, kernels)))[None]
+    return (x + project(down, SiluMul.apply(gate_up, kernels)))[None]
+
+
+def project(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run one linear layer, which may have an adapter."""
+    if is_plain_linear(module) and module.bias is None:
+        return MasterLinear.apply(x, module.weight)
+    linear = base_linear(module)
+    if linear is None or adapter_of(module) is None:
+        return module(x)
+    return project_adapted(x, [module], linear.weight, linear.bias)
 
 
 def norm_and_project(
     kernels: ModuleType, x: torch.Tensor, residual: torch.Tensor | None, norm: Any, modules: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm the sum of x and residual; returns the modules' outputs for it, concatenated, and the sum."""
-    weights = [module.weight for module in modules] if all(is_plain_linear(module) for module in modules) else []
+    linears = [linear for linear in map(base_linear, modules) if linear is not None]
+    weights = [linear.weight for linear in linears] if len(linears) == len(modules) else []
     joined = joined_view(weights)
-    biases = [module.bias for module in modules if module.bias is not None] if weights else []
+    biases = [linear.bias for linear in linears if linear.bias is not None] if weights else []
     bias = joined_view(biases)
     if joined is None or (biases and bias is None):
         normed, total = AddNorm.apply(x, residual, norm.weight, norm.variance_epsilon, kernels)
         return torch.cat([module(normed) for module in modules], -1), total
+    if any(adapter_of(module) is not None for module in modules):
+        normed, total = AddNorm.apply(x, residual, norm.weight, norm.variance_epsilon, kernels)
+        return project_adapted(normed, modules, joined, bias), total
     options = (norm.variance_epsilon, kernels, joined, bias, len(weights))
     return NormLinear.apply(x, residual, norm.weight, options, *weights, *biases)
-
-
-# Weights that are adjacent in memory
-
-
-def joined_view(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One view that covers all parameters (joined along dimension 0), or None if they are not adjacent in memory."""
-    if not parameters:
-        return None
-    first = parameters[0].detach()
-    ends = [parameter.storage_offset() + parameter.numel() for parameter in parameters]
-    adjacent = [parameter.storage_offset() for parameter in parameters[1:]] == ends[:-1]
-    same_storage = len({parameter.untyped_storage()._cdata for parameter in parameters}) == 1
-    if not (adjacent and same_storage and all(parameter.is_contiguous() for parameter in parameters)):
-        return None
-    rows = sum(parameter.shape[0] for parameter in parameters)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def join_storage(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Move parameters into adjacent memory if they are not there; returns the view of `joined_view`."""
-    found = joined_view(parameters)
-    if found is not None:
-        return found
-    with torch.inference_mode(False), torch.no_grad():  # these weights will be trained
-        joined = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-            parameter.data = part
-    return joined
 
 
 # Fused operations with their gradients
@@ -250,8 +250,8 @@ class RotaryQKV(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kv_heads = (qkv.shape[1] // width - heads) // 2
         keys, values = (qkv.new_empty(len(qkv), 1, kv_heads, width) for _ in range(2))
-        alone = torch.zeros(len(qkv), dtype=torch.int32, device=qkv.device)  # each token has a cache slot of its own
-        query = kernels.rotate_and_store(qkv, cos, sin, alone, keys, values, q_norm, k_norm, eps)
+        places = torch.arange(len(qkv), device=qkv.device)
+        query = kernels.rotate_and_store(qkv, cos, sin, places, keys, values, q_norm, k_norm, eps)
         ctx.save_for_backward(cos, sin, *(() if q_norm is None else (qkv, q_norm, k_norm)))
         ctx.options = (eps, kernels)
         return query, keys[:, 0], values[:, 0]
@@ -310,41 +310,4 @@ class SiluMul(torch.autograd.Function):
         return ctx.kernels.silu_and_mul_backward(gradients[0], *ctx.saved_tensors)[1], None
 
 
-# Gradients of weights
-
-
-def weight_gradients(
-    parameters: Sequence[torch.Tensor], d_out: torch.Tensor, x: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """The weight gradients of linear layers of x that were computed as one, for autograd.
-
-    If the weights have float32 masters (see Optimizer), the gradients are added to the masters' instead, by the matrix
-    product itself: no rounding to half precision, and no extra pass over the weights. Autograd then gets None.
-    """
-    sizes = [len(parameter) for parameter in parameters]
-    masters = [getattr(parameter, MASTER) for parameter in parameters if hasattr(parameter, MASTER)]
-    if len(masters) < len(parameters):
-        return list((d_out.t() @ x).split(sizes))
-    grads = [master.grad for master in masters]
-    joined = None if any(grad is None for grad in grads) else joined_view(grads)
-    if joined is not None:
-        add_product(joined, d_out.t(), x)
-        return [None] * len(sizes)
-    parts = add_product(None, d_out.t(), x).split(sizes)
-    for master, grad, part in zip(masters, grads, parts, strict=True):
-        master.grad = part if grad is None else grad.add_(part)
-    return [None] * len(sizes)
-
-
-def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a @ b in place, accumulated in float32: rounding every sum to half precision would lose too much."""
-    if a.is_meta:  # which has no product of two types
-        return a.new_empty(len(a), b.shape[1], dtype=torch.float32) if total is None else total
-    if a.device.type == "cpu":
-        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-
-
-__all__ = ["MASTER", "join_storage", "supports_fused_layers", "use_fused_layers"]
+__all__ = ["supports_fused_layers", "use_fused_layers"]

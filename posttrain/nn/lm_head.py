@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from posttrain.core.types import MicroBatch, Objective, Outputs, SamplingDistribution
 from posttrain.nn import attention
 from posttrain.nn.kernels.reference import kernels_for
-from posttrain.nn.layers import MASTER, add_product, is_plain_linear, weight_gradients
+from posttrain.nn.weights import MASTER, add_product, is_plain_linear, weight_gradients
 
 LOGITS_PER_CHUNK = 2**29  # half precision: 1 GiB
 LOGITS_PER_CPU_CHUNK = 2**22  # float32: 16 MiB, which stays in a CPU's cache
@@ -62,7 +62,7 @@ class FusedHead:
 
     @classmethod
     def from_model(cls, model: Any, kernels: ModuleType | None = None) -> FusedHead | None:
-        """None if the model's head is anything but one matrix, or if there are no kernels for the device."""
+        """Wrap the head; None if it is anything but one matrix, or if there are no kernels for the device."""
         head, config = model.get_output_embeddings(), model.config
         scalings = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         plain = head is not None and is_plain_linear(head) and head.bias is None
@@ -87,7 +87,7 @@ class FusedHead:
         entropy_gradient: bool,
         early: EarlyGradients | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each target and entropy, as nn/logprobs.py token_logprobs; 0 if no entropy is wanted."""
+        """Return log-probability of each target and entropy, as nn/logprobs.py does; 0 if no entropy is wanted."""
         count = len(targets)
         padding = -count % self.multiple
         if padding:
@@ -116,8 +116,10 @@ class EarlyGradients:
             torch.zeros(len(batch.counted), device=batch.tokens.device) for _ in range(3)
         )
 
-    def at(self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients of the log-probabilities and of the entropy (if it has one) of a chunk that begins at `first`."""
+    def chunk_gradients(
+        self, first: int, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of the loss by log-probabilities and entropy of the chunk that begins at `first`."""
         rows = slice(first, first + len(logprobs))
         count = len(self.used[rows])  # the rest is padding
         padding = len(logprobs) - count
@@ -137,17 +139,17 @@ class EarlyGradients:
 
     def compare(self, d_logprobs: torch.Tensor) -> None:
         """Report how much the gradients used differ from those of the whole loss."""
-        off = (d_logprobs[: len(self.used)] - self.used).abs().sum()
-        self.report_error(off / d_logprobs.abs().sum().clamp(min=1e-30))
+        difference = (d_logprobs[: len(self.used)] - self.used).abs().sum()
+        self.report_error(difference / d_logprobs.abs().sum().clamp(min=1e-30))
 
 
 def to_stream(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """[M] at the counted positions -> [T], 0 elsewhere."""
+    """Scatter values [M] at the counted positions into a stream [T], 0 elsewhere."""
     return values.new_zeros(len(batch.tokens)).index_copy(0, batch.counted, values)
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Log-probability of each target and entropy, with logits of one chunk at a time.
+    """Computes log-probability of each target and entropy, with the logits of one chunk at a time.
 
     With `early` the backward pass of a chunk follows its forward pass at once; see the head of this module.
     """
@@ -176,7 +178,7 @@ class HeadLogprobs(torch.autograd.Function):
             )
             parts.append((picked, entropy, normalizer))
             if back is not None and early is not None:
-                known = (normalizer, entropy, *early.at(start, picked, entropy))
+                known = (normalizer, entropy, *early.chunk_gradients(start, picked, entropy))
                 back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known))
             del logits  # free them before the next chunk's are allocated
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))

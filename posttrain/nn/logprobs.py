@@ -59,7 +59,9 @@ def token_logprobs(
     def chunk(states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = logits = ops.tempered(head(states), distribution.temperature)
         with torch.no_grad():
-            least = ops.least_kept(logits, distribution.top_k, distribution.top_p, distribution.min_p)
+            least = ops.least_kept(
+                logits, distribution.top_k, distribution.top_p, distribution.min_p, distribution.min_p_first
+            )
         if least is not None:
             out = (logits < least).scatter_(-1, wanted[:, None], False)
             kept = logits.masked_fill(out, -torch.inf)
@@ -82,17 +84,22 @@ def token_divergence(
     kind: Divergence,
     jsd_beta: float,
     temperature: float,
+    top_k: int = 0,
 ) -> torch.Tensor:
     """Returns the divergence between the teacher's and the student's next-token distributions at each position: [n].
 
     forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher); jsd mixes m = beta teacher +
-    (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m).
+    (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m). With `top_k` the outcomes are
+    the teacher's likeliest tokens, and one more that stands for all others.
     """
 
     def chunk(states: torch.Tensor, teacher_states: torch.Tensor) -> tuple[torch.Tensor]:
         student = (head(states) / temperature).log_softmax(-1)
         with torch.no_grad():
             teacher = (teacher_head(teacher_states) / temperature).log_softmax(-1)
+        if 0 < top_k < vocabulary:
+            likeliest = teacher.topk(top_k, dim=-1).indices
+            teacher, student = (with_rest(logp.gather(-1, likeliest)) for logp in (teacher, student))
         if kind == "forward_kl":
             return (kl(teacher, student),)
         if kind == "reverse_kl":
@@ -102,6 +109,12 @@ def token_divergence(
 
     (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, teacher_hidden)
     return divergence
+
+
+def with_rest(logp: torch.Tensor) -> torch.Tensor:
+    """Appends the log-probability of all outcomes that are not listed: [n, k] -> [n, k + 1]."""
+    listed = logp.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may take the sum to 1 and above
+    return torch.cat([logp, torch.log(-torch.expm1(listed))], -1)
 
 
 def kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ gradients and Adam's state are float32. Weights in float32 are their own masters
 In float16, gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients are divided by it.
 The scale grows until gradients overflow; then it is halved and the step is repeated, so that no example is lost.
 
+With cluster.offload moments, Adam's two moments are in host memory and pass through the device in each step.
+
 If the model is sharded, its parameters are float32 and a master is this process's shard of one: AdamW is elementwise,
 so only the norm of the gradients needs all processes.
 """
@@ -14,21 +16,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded, save_tensors
 from posttrain.config.sections import TrainConfig
-from posttrain.nn.layers import MASTER
+from posttrain.nn.weights import MASTER
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.shards import local_shard, shard_slices
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
 SCALE_FILE = "loss-scale.json"
+STAGED_ELEMENTS = 2**26  # of a moment that is in host memory: copied to the device and updated at a time
+STAGED_BYTES = 3 * 2 * 4 * STAGED_ELEMENTS  # on the device: one part arrives, one is updated, one is copied back
 
 
 @dataclass(slots=True)
@@ -62,9 +69,16 @@ class Optimizer:
     """Holds the masters, Adam's state and the averaged weights, and updates the weights from their gradients."""
 
     def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], config: TrainConfig, shards: ModelShards | None = None
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        config: TrainConfig,
+        shards: ModelShards | None = None,
+        *,
+        host_moments: bool = False,
     ) -> None:
+        """`host_moments`: keep Adam's moments in host memory."""
         assert parameters, "nothing to train"
+        self.host_moments = host_moments
         self.config = config
         self.parameters = parameters
         self.shards = shards
@@ -99,12 +113,13 @@ class Optimizer:
         return 1.0 if self.scale is None else self.scale.value
 
     def missing_bytes(self, device: torch.device) -> int:
-        """Bytes that a step needs on the device and that are not there: not allocated yet, or in host memory."""
+        """Return the bytes that a step still needs on the device: not allocated yet, or in host memory."""
         wanted = 0
         for name, master in self.masters.items():
             state = self.adam.state.get(master, {})
             gradient = self.kept_gradients.get(name, master.grad)
-            for tensor in (master, gradient, state.get("exp_avg"), state.get("exp_avg_sq")):
+            moments = () if self.host_moments else (state.get("exp_avg"), state.get("exp_avg_sq"))
+            for tensor in (master, gradient, *moments):
                 wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
         return wanted
 
@@ -133,7 +148,10 @@ class Optimizer:
                 torch._foreach_mul_(grads, factor)
             for group in self.adam.param_groups:
                 group["lr"] = learning_rate
-            self.adam.step()
+            if self.host_moments:
+                self.step_with_host_moments()
+            else:
+                self.adam.step()
             self.steps += 1
             if self.scale is not None:
                 self.scale.count_good_step()
@@ -144,6 +162,33 @@ class Optimizer:
         self.clear_gradients()
         scales = {"loss_scale": scale} if self.scale is not None else {}
         return {"grad_norm": norm_value, "learning_rate": learning_rate, "skipped": float(not finite), **scales}
+
+    def step_with_host_moments(self) -> None:
+        """Update the masters part by part; AdamW is elementwise, so the result is that of `self.adam.step()`."""
+        for group in self.adam.param_groups:
+            for master in group["params"]:
+                if master.grad is not None and not self.adam.state[master]:
+                    self.adam.state[master] = {
+                        "step": torch.zeros((), device=master.device),
+                        **{name: host_zeros(master) for name in ("exp_avg", "exp_avg_sq")},
+                    }
+        staging = MomentStaging(next(iter(self.masters.values())).device)
+        for group in self.adam.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.adam.state[master]
+                streams = [
+                    master.view(-1),
+                    master.grad.view(-1),
+                    state["exp_avg"].view(-1),
+                    state["exp_avg_sq"].view(-1),
+                ]
+                for first in range(0, master.numel(), STAGED_ELEMENTS):
+                    parts = [stream[first : first + STAGED_ELEMENTS] for stream in streams]
+                    staging.update(group, state["step"], *parts)
+                state["step"] += 1
+        staging.finish()
 
     def gradient_norm(self) -> torch.Tensor:
         if self.shards is None:
@@ -166,7 +211,7 @@ class Optimizer:
                 parameter.data.copy_(self.masters[name])
 
     def restore_gradients(self) -> None:
-        """Before the first backward pass of a step: reuse the last step's gradient tensors, filled with zeros.
+        """Reuse the last step's gradient tensors, filled with zeros; called before a step's first backward pass.
 
         CUDA graphs add gradients at fixed addresses.
         """
@@ -190,7 +235,7 @@ class Optimizer:
             if self.has_own_master(name):
                 master.data = master.data.to(device, non_blocking=True)
             for key, value in self.adam.state[master].items():
-                if value.ndim:
+                if value.ndim and not self.host_moments:
                     self.adam.state[master][key] = value.to(device, non_blocking=True)
         self.average = {name: tensor.to(device, non_blocking=True) for name, tensor in self.average.items()}
         if torch.accelerator.is_available():
@@ -203,7 +248,7 @@ class Optimizer:
                 master.data = local_shard(self.parameters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Adam's state and the masters as flat tensors by name."""
+        """Return Adam's state and the masters as flat tensors by name."""
         flat: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adam.state[master].items():
@@ -230,6 +275,12 @@ class Optimizer:
                 entries = [self.shards.lazy_tensor(name, *part) for name, part in parts.items()]
                 save_sharded(folder, stem, entries, self.shards.rank, self.shards.size)
 
+    def placed(self, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """Copy a part of Adam's state to where it is kept."""
+        if value.ndim and self.host_moments:
+            return host_zeros(master).copy_(value)
+        return value.to(master.device).clone()
+
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read what `save` wrote with any number of processes; call it after the weights were loaded."""
@@ -249,19 +300,90 @@ class Optimizer:
             self.adam.state.pop(master, None)
             if state:  # absent before the first step
                 self.steps = max(self.steps, int(state["step"]))
-                device = master.device
-                self.adam.state[master] = {key: value.to(device).clone() for key, value in state.items()}
+                self.adam.state[master] = {key: self.placed(value, master) for key, value in state.items()}
         if self.average:
             saved = TensorFiles(folder, "ema")
             for name, tensor in self.average.items():
                 tensor.copy_(saved.read(name, shard_slices(self.parameters[name])))
 
 
+class MomentStaging:
+    """Copies parts of the moments to the device, updates them there with their masters, and copies them back.
+
+    On CUDA the copies in both directions overlap with the updates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.arriving, self.leaving = (torch.cuda.Stream() if device.type == "cuda" else None for _ in range(2))
+        self.device = device
+        self.in_flight: deque[torch.cuda.Event] = deque()  # end of the copies back
+
+    def update(self, group: dict[str, Any], step: torch.Tensor, master: torch.Tensor, *parts: torch.Tensor) -> None:
+        """Run AdamW on one part: `parts` are the gradient and the two moments in host memory."""
+        gradient, *host = parts
+        if self.arriving is None or self.leaving is None:
+            moments = [part.to(self.device) for part in host]
+            self.run(group, step, master, gradient, moments)
+            for part, moment in zip(host, moments, strict=True):
+                part.copy_(moment)
+            return
+        current = torch.cuda.current_stream()
+        if len(self.in_flight) == 2:
+            self.in_flight.popleft().synchronize()  # bounds the memory on the device
+        with torch.cuda.stream(self.arriving):
+            moments = [part.to(self.device, non_blocking=True) for part in host]
+        current.wait_stream(self.arriving)
+        self.run(group, step, master, gradient, moments)
+        self.leaving.wait_stream(current)
+        with torch.cuda.stream(self.leaving):
+            for part, moment in zip(host, moments, strict=True):
+                part.copy_(moment, non_blocking=True)
+                moment.record_stream(self.leaving)
+                moment.record_stream(current)
+            self.in_flight.append(self.leaving.record_event())
+
+    def run(
+        self,
+        group: dict[str, Any],
+        step: torch.Tensor,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: list[torch.Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [master],
+            [gradient],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [step.clone()],  # each part would count it
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def finish(self) -> None:
+        """Wait until all moments are in host memory again."""
+        if self.leaving is not None:
+            self.leaving.synchronize()
+
+
+def host_zeros(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the same shape in host memory; pinned where the device can copy from it asynchronously."""
+    return torch.zeros(like.shape, dtype=torch.float32, pin_memory=like.device.type == "cuda")
+
+
 def accumulate_into(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook that adds a half-precision gradient to the master's float32 gradient and frees it."""
+    """Return a hook that adds a half-precision gradient to the master's float32 gradient and frees it."""
 
     def hook(parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # it was added to the master directly: see layers.weight_gradients
+        if parameter.grad is None:  # it was added to the master directly: see weights.weight_gradients
             return
         if master.grad is None:
             master.grad = parameter.grad.float()

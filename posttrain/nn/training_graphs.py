@@ -25,7 +25,8 @@ from posttrain.core.types import MicroBatch
 from posttrain.nn import attention
 from posttrain.nn.kernels import reference
 from posttrain.nn.kernels.reference import kernels_for
-from posttrain.nn.layers import MASTER, supports_fused_layers
+from posttrain.nn.layers import supports_fused_layers
+from posttrain.nn.weights import MASTER
 
 MIN_REPEATS = 2  # micro-batches of a shape before a graph is captured for it
 MAX_GRAPHS = 24
@@ -52,7 +53,7 @@ class GraphShape:
 
     @classmethod
     def from_batch(cls, batch: MicroBatch) -> GraphShape:
-        """The shape that a micro-batch is rounded up to."""
+        """Return the shape that a micro-batch is rounded up to."""
         row, sharing = batch.sharing or batch, batch.sharing
         used = sum(row.lengths)
         tokens, max_length = round_up(used, 256), round_up(max(row.lengths), 64, COARSE_BITS)
@@ -83,7 +84,7 @@ class GraphShape:
 
 
 def padding_samples(tokens: int, max_length: int) -> int:
-    """The number of dummy samples that hold this many tokens of padding; at least one, which may be empty."""
+    """Return the number of dummy samples that hold this many tokens of padding; at least one, which may be empty."""
     return max(1, -(-tokens // max_length))
 
 
@@ -216,7 +217,7 @@ class TrainingGraphs:
 
     @classmethod
     def from_model(cls, model: Any, tokens: int) -> TrainingGraphs | None:
-        """None if graphs cannot be captured, or would not help with micro-batches of `tokens` tokens."""
+        """Return None if graphs cannot be captured, or would not help with micro-batches of `tokens` tokens."""
         parameters = list(model.parameters())
         fused = supports_fused_layers(model) and attention.supports_varlen_kernel(model)
         stores_all = not model.is_gradient_checkpointing
@@ -231,7 +232,7 @@ class TrainingGraphs:
         return bool(self.by_shape) or not self.full
 
     def last_hidden_state(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Last hidden states [U, H], or None: there is no graph for this micro-batch."""
+        """Return the last hidden states [U, H]; None if there is no graph for this micro-batch."""
         graph = self.graph_for(batch)
         if graph is None:
             return None
@@ -244,7 +245,7 @@ class TrainingGraphs:
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
 
     def graph_for(self, batch: MicroBatch) -> TrainingGraph | None:
-        """The graphs to use for a micro-batch; captures new ones once its shape has come up often enough."""
+        """Return the graphs to use for a micro-batch; captures new ones once its shape has come up often enough."""
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self.addresses:
             self.clear()
@@ -283,7 +284,7 @@ ALIVE: WeakSet[TrainingGraphs] = WeakSet()
 
 
 def graph_memory_bytes() -> int:
-    """Bytes that graphs hold between passes, which torch does not count as allocated."""
+    """Return the bytes that graphs hold between passes, which torch does not count as allocated."""
     return sum(graph.memory_bytes for graphs in ALIVE for graph in graphs.by_shape.values())
 
 

@@ -42,30 +42,10 @@ class ContextGroup:
     def from_group(cls, group: dist.ProcessGroup) -> ContextGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def check(self, config: Any, tensor_parallel: int) -> None:
-        """UsageError if the ranks cannot divide the heads, or if rotary angles depend on tokens of other ranks."""
-        ropes = getattr(config, "rope_parameters", None) or {}
-        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
-        if kinds & {"dynamic", "longrope"}:
-            raise UsageError(
-                f"cluster.context_parallel_size is {self.size}, but how this {config.model_type} model "
-                "rotates its heads depends on the longest position of a pass (rope_type dynamic or longrope), which "
-                "context ranks do not know of each other. Leave it out, or set it to 1 for this role."
-            )
-        heads = config.num_attention_heads // tensor_parallel
-        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_parallel
-        if heads % self.size or (keys % self.size and self.size % keys):
-            each = f" of each of {tensor_parallel} tensor ranks" * (tensor_parallel > 1)
-            raise UsageError(
-                f"cluster.context_parallel_size is {self.size}, which does not divide the {heads} attention "
-                f"heads{each} (and {keys} heads of keys) of this {config.model_type} model, which context ranks take "
-                "in turn. Take another size, or 1 for this role."
-            )
-
     # Slices of the tokens
 
     def slice_tokens(self, stream: torch.Tensor, tokens: int, multiple_of: int) -> torch.Tensor:
-        """This rank's slice of a stream of `tokens` tokens, which may already be padded to a multiple of `multiple_of`.
+        """Return this rank's slice of a stream of `tokens` tokens, which may be padded to a multiple of `multiple_of`.
 
         The slice's width follows from the number of tokens alone: a student and its teacher are sliced alike.
         """
@@ -74,18 +54,18 @@ class ContextGroup:
         return F.pad(stream, (0, width * self.size - len(stream)))[self.rank * width : (self.rank + 1) * width]
 
     def gather_tokens(self, part: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[width, ...] of each rank -> [T, ...] on all ranks."""
+        """Gather [width, ...] of each rank into [T, ...] on all ranks."""
         owned = self.owned_positions(torch.arange(tokens, device=part.device), len(part))
         return self.gather_values(part[owned.local], owned)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on every rank."""
+        """Return the sum over all ranks, on every rank."""
         return SumOverRanks.apply(part, self)
 
     # Values at given positions
 
     def owned_positions(self, positions: torch.Tensor, width: int) -> OwnedPositions:
-        """Which of the `positions` [n] this rank owns; `width` is the number of tokens in a slice."""
+        """Find which of the `positions` [n] this rank owns; `width` is the number of tokens in a slice."""
         owner = positions // width
         mine = (owner == self.rank).nonzero()[:, 0]
         counts = torch.bincount(owner, minlength=self.size).tolist()
@@ -95,7 +75,7 @@ class ContextGroup:
         return OwnedPositions(mine, local, counts, owner.argsort(stable=True).argsort())
 
     def gather_values(self, values: torch.Tensor, owned: OwnedPositions) -> torch.Tensor:
-        """[m, ...] at the positions that this rank owns -> [n, ...] at all of them, on all ranks."""
+        """Gather [m, ...] at the positions that each rank owns into [n, ...] at all of them, on all ranks."""
         return GatherValues.apply(values[: owned.counts[self.rank]], owned, self)
 
     # Attention
@@ -108,7 +88,7 @@ class ContextGroup:
         value: torch.Tensor,
         tokens: int,
     ) -> torch.Tensor:
-        """[1, heads, width, d] -> [1, width, heads, d_value]; `attend` gets all tokens of this rank's heads."""
+        """Attend with all tokens of this rank's heads: [1, heads, width, d] -> [1, width, heads, d_value]."""
         repeats = max(1, self.size // key.shape[1])
         if repeats > 1:
             key, value = (stream.repeat_interleave(repeats, 1) for stream in (key, value))
@@ -117,20 +97,41 @@ class ContextGroup:
         return self.to_tokens(F.pad(out, (0, 0, 0, 0, 0, self.size * query.shape[2] - tokens)))
 
     def to_heads(self, stream: torch.Tensor) -> torch.Tensor:
-        """[1, heads, width, d] -> [1, heads / size, width * size, d]."""
+        """Exchange tokens for heads (all-to-all): [1, heads, width, d] -> [1, heads / size, width * size, d]."""
         _, heads, width, depth = stream.shape
         found = AllToAll.apply(stream.reshape(self.size, heads // self.size, width, depth), self)
         return found.transpose(0, 1).reshape(1, heads // self.size, self.size * width, depth)
 
     def to_tokens(self, stream: torch.Tensor) -> torch.Tensor:
-        """[1, width * size, heads / size, d] -> [1, width, heads, d]."""
+        """Exchange heads for tokens (all-to-all): [1, width * size, heads / size, d] -> [1, width, heads, d]."""
         _, tokens, heads, depth = stream.shape
         found = AllToAll.apply(stream.reshape(self.size, tokens // self.size, heads, depth), self)
         return found.transpose(0, 1).reshape(1, tokens // self.size, self.size * heads, depth)
 
     def local_heads(self, stream: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of a tensor with one entry per head."""
+        """Return this rank's part of a tensor with one entry per head."""
         return None if stream is None else stream.chunk(self.size)[self.rank]
+
+
+def check_context_parallel(config: Any, size: int, tensor_parallel: int) -> None:
+    """Raise UsageError if `size` ranks cannot divide the heads, or if rotary angles depend on other ranks' tokens."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        raise UsageError(
+            f"cluster.context_parallel_size is {size}, but the rotary embedding of this {config.model_type} "
+            "model (rope_type dynamic or longrope) depends on the longest position of a pass, and a context rank "
+            "knows only its own tokens. Set it to 1 for this role."
+        )
+    heads = config.num_attention_heads // tensor_parallel
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor_parallel
+    if heads % size or (keys % size and size % keys):
+        each = f" of each of {tensor_parallel} tensor ranks" * (tensor_parallel > 1)
+        raise UsageError(
+            f"cluster.context_parallel_size is {size}, but context ranks divide the heads in attention, and "
+            f"this {config.model_type} model has {heads} attention heads{each} and {keys} key-value heads. Choose "
+            "a size that divides them, or 1 for this role."
+        )
 
 
 class AllToAll(torch.autograd.Function):
@@ -182,4 +183,4 @@ class SumOverRanks(torch.autograd.Function):
         return gradients[0], None
 
 
-__all__ = ["ContextGroup", "OwnedPositions"]
+__all__ = ["ContextGroup", "OwnedPositions", "check_context_parallel"]

@@ -20,7 +20,7 @@ from posttrain.core.errors import UsageError
 
 
 def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that hold all experts of a layer, with their names."""
+    """Yield the modules that hold all experts of a layer, with their names."""
     for name, module in model.named_modules():
         count = getattr(module, "num_experts", None)
         weights = list(module.parameters(recurse=False))
@@ -32,21 +32,7 @@ def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Any]:
     """Keep only this rank's experts, which compute in `dtype` from then on; returns the modules that hold them."""
     found: dict[str, Any] = dict(experts_of(model))
-    if not found:
-        raise UsageError(
-            f"cluster.expert_parallel_size is {mesh.size()}, but {type(model).__name__} has no experts to divide"
-        )
-    if any(name.endswith(".base_layer") for name in found):
-        raise UsageError(
-            f"cluster.expert_parallel_size is {mesh.size()}, but there are adapters on experts, which are not "
-            "divided. Leave it out, or name what gets adapters: --model.lora_target_modules q_proj k_proj v_proj o_proj"
-        )
     for module in found.values():
-        if module.num_experts % mesh.size():
-            raise UsageError(
-                f"cluster.expert_parallel_size is {mesh.size()}, which does not divide "
-                f"{module.num_experts}, the experts of a layer"
-            )
         for name, parameter in module.named_parameters(recurse=False):
             part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
             part = part.clone() if part.is_meta else part.to(device, copy=True)
@@ -59,6 +45,24 @@ def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device
     return list(found.values())
 
 
+def check_expert_parallel(model: torch.nn.Module, size: int) -> None:
+    """Raise UsageError if `size` ranks cannot divide the experts of this model."""
+    found: dict[str, Any] = dict(experts_of(model))
+    if not found:
+        raise UsageError(f"cluster.expert_parallel_size is {size}, but {type(model).__name__} has no experts to divide")
+    if any(name.endswith(".base_layer") for name in found):
+        raise UsageError(
+            f"cluster.expert_parallel_size is {size}, but experts with adapters cannot be divided. Set it to 1, or "
+            "adapt other modules: --model.lora_target_modules q_proj k_proj v_proj o_proj"
+        )
+    for module in found.values():
+        if module.num_experts % size:
+            raise UsageError(
+                f"cluster.expert_parallel_size is {size}, which does not divide the {module.num_experts} experts of a "
+                "layer"
+            )
+
+
 class ExpertExchange:
     """The process group whose ranks send tokens to each other's experts."""
 
@@ -68,7 +72,7 @@ class ExpertExchange:
         self.exchanged = False  # whether the module's own code is running, on tokens that were already exchanged
 
     def counts(self, sent: torch.Tensor) -> list[int]:
-        """The number of rows that each rank sends here, from the number `sent` to each."""
+        """Return the number of rows that each rank sends here, from the number `sent` to each."""
         coming = torch.empty_like(sent)
         dist.all_to_all_single(coming, sent, group=self.group)
         return coming.tolist()
@@ -82,7 +86,7 @@ def run_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The experts' output for [T, H]: tokens are sent to the ranks of their experts, and the results back."""
+    """Return the experts' output for [T, H]: tokens are sent to the ranks of their experts, and the results back."""
     if exchange.exchanged:
         return stock(hidden_states, top_k_index, top_k_weights)
     tokens, choices = top_k_index.shape

@@ -2,7 +2,8 @@
 
 Rank = (data rank * context_parallel + context rank) * tensor_parallel + tensor rank. Data ranks process different
 samples. The ranks of one data rank process the same samples: context ranks divide the tokens (parallel/context.py),
-tensor ranks the heads (parallel/tensor.py). FSDP divides the parameters among data and context ranks.
+tensor ranks the heads (parallel/tensor.py). FSDP divides the parameters among data and context ranks; with copies of
+the model (HSDP) among those of one copy, which are neighbours, and gradients are also summed over the copies.
 Everything that needs full parameters runs inside the forward pass of one small module, `FullParameters`, which is
 FSDP's root: so embeddings, heads and what is computed from them in chunks are gathered once per pass. Gradients are
 summed, not averaged, because the loss is already divided by the global count.
@@ -24,11 +25,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from posttrain.checkpoints.tensor_files import LazyTensors
-from posttrain.core.errors import UsageError
 from posttrain.core.types import Outputs
 from posttrain.parallel.context import ContextGroup
 from posttrain.parallel.expert import shard_experts
-from posttrain.parallel.layouts import ParallelLayout
+from posttrain.parallel.layouts import ParallelLayout, check_layout
 from posttrain.parallel.shards import full_tensor, local_shard
 from posttrain.parallel.tensor import apply_tensor_parallel, is_tensor_sharded
 
@@ -47,15 +47,21 @@ class FullParameters(torch.nn.Module):
 
 
 @cache
-def make_mesh(world: Any, device_type: str, tensor_parallel: int) -> DeviceMesh:
-    """The device mesh of data and tensor ranks. Models of one pool share it; `world` is the default process group."""
-    shape = (dist.get_world_size(world) // tensor_parallel, tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
+def make_mesh(world: Any, device_type: str, tensor_parallel: int, replicate: int) -> DeviceMesh:
+    """Return the device mesh of data and tensor ranks, which models of one pool share; `world`: the default group.
+
+    With several copies of the model, `data` are the ranks of one copy, and `replicate` those with the same shard.
+    """
+    ranks = dist.get_world_size(world) // tensor_parallel
+    if replicate == 1:
+        return init_device_mesh(device_type, (ranks, tensor_parallel), mesh_dim_names=("data", "tensor"))
+    shape = (replicate, ranks // replicate, tensor_parallel)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data", "tensor"))
 
 
 @cache
 def make_context_group(world: Any, device_type: str, layout: ParallelLayout) -> ContextGroup | None:
-    """The ranks with which this one divides the tokens of a micro-batch."""
+    """Return the ranks with which this one divides the tokens of a micro-batch."""
     if layout.context_parallel == 1:
         return None
     shape = (dist.get_world_size(world) // layout.ranks_per_sample, layout.context_parallel, layout.tensor_parallel)
@@ -90,17 +96,8 @@ class ModelShards:
             backend = dist.get_default_backend_for_device(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             atexit.register(destroy_process_group)
-        world, tensor, context = dist.get_world_size(), layout.tensor_parallel, layout.context_parallel
-        if world % layout.ranks_per_sample:
-            named = f"cluster.tensor_parallel_size {tensor}"
-            named += f" times cluster.context_parallel_size {context}" * (context > 1)
-            raise UsageError(f"{named} does not divide the {world} processes of this role")
-        if layout.expert_parallel not in (1, world // tensor):
-            raise UsageError(
-                f"cluster.expert_parallel_size is {layout.expert_parallel}; it must be {world // tensor}, the devices "
-                "that divide the rest of the model by FSDP, or be left out"
-            )
-        mesh = make_mesh(dist.group.WORLD, device.type, tensor)
+        layout.check_devices(dist.get_world_size())
+        mesh = make_mesh(dist.group.WORLD, device.type, layout.tensor_parallel, layout.replicate)
         return cls(layout, device, dtype, mesh, make_context_group(dist.group.WORLD, device.type, layout))
 
     @property
@@ -120,6 +117,8 @@ class ModelShards:
     def shard(self, model: Any, others: Sequence[torch.nn.Module | None] = ()) -> None:
         """Keep this process's shard of a model, and of frozen or small modules that its forward pass also uses."""
         modules = [model, *(module for module in others if module is not None)]
+        for module in (module for module in modules if hasattr(module, "config")):
+            check_layout(self.layout if module is model else self.layout.without_experts(), self.size, module)
         for module in modules:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():
@@ -160,7 +159,8 @@ class ModelShards:
         # The root keeps its parameters from the forward to the backward pass: the loss is the last thing inside.
         after = self.layout.zero == 3 and module is not self.root
         options: dict[str, Any] = {"reshard_after_forward": after, "mp_policy": policy, "offload_policy": offload}
-        fully_shard(module, mesh=self.mesh["data"], ignored_params=ignored, **options)
+        mesh = self.mesh["data"] if self.layout.replicate == 1 else self.mesh["replicate", "data"]
+        fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
 
     # Computing
 
@@ -186,11 +186,25 @@ class ModelShards:
 
     # Gradients
 
+    def set_last_micro_batch(self, last: bool) -> None:
+        """Say whether the next backward pass is the last one before the gradients are used.
+
+        Copies of the model sum their gradients only then; with defer_reduction the ranks of a copy do, too.
+        """
+        if self.layout.replicate > 1:
+            self.root.set_requires_all_reduce(last)
+        if self.layout.defer_reduction:
+            self.root.set_requires_gradient_sync(last)
+
     @torch.no_grad()
     def reduce_replicated(self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
         """Make the gradients of parameters that all tensor ranks hold equal on each rank, in place."""
         for name, parameter in self.unused_experts(gradients, parameters).items():
             gradients[name] = torch.zeros_like(local_shard(parameter))
+        if self.layout.replicate > 1:  # FSDP leaves divided experts alone
+            ids = {id(parameter) for experts in self.experts for parameter in experts.parameters()}
+            for name in (name for name in parameters if name in gradients and id(parameters[name]) in ids):
+                dist.all_reduce(gradients[name], group=self.mesh.get_group("replicate"))
         size = self.layout.tensor_parallel
         if size == 1:
             return
@@ -204,25 +218,25 @@ class ModelShards:
     def unused_experts(
         self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Trained experts of this rank that received no token: their gradient is 0, not missing."""
+        """Return the trained experts of this rank that received no token: their gradient is 0, not missing."""
         ids = {id(parameter) for experts in self.experts for parameter in experts.parameters()}
         return {name: p for name, p in parameters.items() if id(p) in ids and name not in gradients}
 
     @torch.no_grad()
     def gradient_norm(self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The norm over the shards of all ranks; what several ranks hold counts once."""
+        """Return the norm over the shards of all ranks; what several ranks hold counts once."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double().to(self.device)
             split = torch.tensor([is_tensor_sharded(parameters[name]) for name in gradients], device=self.device)
             total = (norms.square() * torch.where(split, 1.0, 1 / self.layout.tensor_parallel)).sum()
         dist.all_reduce(total)
-        return total.sqrt()
+        return (total / self.layout.replicate).sqrt()
 
     # Files
 
     def lazy_tensor(self, name: str, shard: torch.Tensor, like: torch.Tensor) -> LazyTensors:
-        """One tensor of which all ranks hold a shard, to be written to a checkpoint."""
+        """Return one tensor of which all ranks hold a shard, to be written to a checkpoint."""
         shape = tuple(like.shape) if shard.ndim == like.ndim else tuple(shard.shape)
         return LazyTensors({name: (shape, shard.dtype)}, lambda: {name: full_tensor(shard, like)})
 
@@ -250,7 +264,7 @@ class AnchorOutputs(torch.autograd.Function):
 
 
 def decoder_layers(module: Any) -> list[torch.nn.Module]:
-    """The units that FSDP gathers together: the blocks that the model family declares inseparable."""
+    """Return the units that FSDP gathers together: the blocks that the model family declares inseparable."""
     names = set(getattr(module, "_no_split_modules", None) or ())
     return [part for part in module.modules() if type(part).__name__ in names]
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
+from posttrain.config.checks import division_problem
 from posttrain.core.errors import UsageError
+from posttrain.parallel.context import check_context_parallel
+from posttrain.parallel.expert import check_expert_parallel
+from posttrain.parallel.tensor import check_tensor_parallel
+
+QUANTIZED = "model.load_in_4bit: 4-bit weights cannot be sharded over processes: cluster.devices must be 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,10 @@ class ParallelLayout:
     always: bool = False
     """Shard even if there is only one process."""
     context_parallel: int = 1
+    replicate: int = 1
+    """Copies of the model, each of which FSDP shards over an equal part of the ranks (HSDP)."""
+    defer_reduction: bool = False
+    """Gradients are reduced in the last micro-batch of a step only; until then each rank holds whole ones."""
     expert_parallel: int = 1
     """1, or the number of FSDP ranks: each holds some whole experts (parallel/expert.py) instead of a part of each."""
 
@@ -32,7 +43,10 @@ class ParallelLayout:
         if self.context_parallel < 1:
             raise UsageError(f"cluster.context_parallel_size is {self.context_parallel}; it must be at least 1")
         if self.expert_parallel > 1 and "parameters" in self.offload:
-            raise UsageError("cluster.offload has parameters, but with ep experts stay on the device. Leave out one.")
+            raise UsageError(
+                "cluster.offload parameters and cluster.expert_parallel_size cannot be combined: divided experts stay "
+                "on the device. Remove one of them."
+            )
 
     @property
     def ranks_per_sample(self) -> int:
@@ -43,3 +57,32 @@ class ParallelLayout:
         """Whether the model is sharded: there are several processes, or sharding is wanted on one."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return several or self.always or "parameters" in self.offload
+
+    def without_experts(self) -> ParallelLayout:
+        """Return the layout of a teacher beside the model, whose experts FSDP shards like everything else."""
+        return replace(self, expert_parallel=1)
+
+    def check_devices(self, devices: int) -> None:
+        """Raise UsageError if the sizes do not divide the number of processes."""
+        sizes = self.tensor_parallel, self.context_parallel, self.expert_parallel, self.replicate
+        if problem := division_problem("this role", devices, *sizes):
+            raise UsageError(problem)
+
+
+def check_layout(layout: ParallelLayout, devices: int, model: Any, *, in_4bit: bool = False) -> None:
+    """Raise UsageError if the model cannot be divided among the processes in this layout.
+
+    This is the only place that decides it: `posttrain plan` asks for a model on the meta device, every run before it
+    loads a model, and every process before it shards one.
+    """
+    layout.check_devices(devices)
+    if devices == 1 and not layout.always and "parameters" not in layout.offload:
+        return
+    if in_4bit:
+        raise UsageError(QUANTIZED)
+    if layout.tensor_parallel > 1:
+        check_tensor_parallel(model, layout.tensor_parallel)
+    if layout.context_parallel > 1:
+        check_context_parallel(model.config.get_text_config(), layout.context_parallel, layout.tensor_parallel)
+    if layout.expert_parallel > 1:
+        check_expert_parallel(model, layout.expert_parallel)

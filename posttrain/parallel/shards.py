@@ -12,7 +12,7 @@ from posttrain.parallel.tensor import tensor_shard_dim
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard, in the same memory; a plain tensor is its own shard."""
+    """Return this process's shard, in the same memory; a plain tensor is its own shard."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -41,7 +41,7 @@ def full_tensor(shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def shard_slices(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the full tensor this process holds: of the tensor rank's part, the data rank's."""
+    """Return which part of the full tensor this process holds: of the tensor rank's part, the data rank's."""
     bounds = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -56,7 +56,7 @@ def shard_slices(parameter: torch.Tensor) -> tuple[slice, ...]:
 
 
 def chunk_bounds(bounds: tuple[int, int], count: int, index: int) -> tuple[int, int]:
-    """The bounds of one chunk as torch.chunk cuts: all chunks but the last have the same size, some may be empty."""
+    """Return the bounds of one chunk as torch.chunk cuts: of the same size but for the last; some may be empty."""
     first, end = bounds
     size = -(-(end - first) // count)
     return min(first + size * index, end), min(first + size * (index + 1), end)

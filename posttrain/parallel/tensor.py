@@ -24,20 +24,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh, device: torch.device) ->
 
     Returns the names of replicated parameters whose gradients must be summed over the tensor ranks.
     """
-    config, size = model.config, mesh.size()
-    if config.model_type not in FAMILIES:
-        raise UsageError(
-            f"cluster.tensor_parallel_size is {size}, but {type(model).__name__} ({config.model_type}) cannot be "
-            f"split over tensor ranks here; {', '.join(FAMILIES)} can. Leave it at 1: cluster.zero_stage 3 shards "
-            "every model."
-        )
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, what) % size:
-            raise UsageError(
-                f"cluster.tensor_parallel_size is {size}, which does not divide the model's {what.replace('_', ' ')}, "
-                f"which is {getattr(config, what)}"
-            )
-    prefix, plan = model.base_model_prefix, config.base_model_tp_plan
+    prefix, plan = model.base_model_prefix, model.config.base_model_tp_plan
     layers = getattr(model, prefix)
     for parameter in layers.parameters():
         if not parameter.is_meta:
@@ -52,8 +39,25 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh, device: torch.device) ->
     return frozenset(name for name in names if any(f".{part}." in name for part in summed))
 
 
+def check_tensor_parallel(model: Any, size: int) -> None:
+    """Raise UsageError if `size` ranks cannot divide the heads and the feed-forward layers of this model."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        raise UsageError(
+            f"cluster.tensor_parallel_size is {size}, but {type(model).__name__} ({config.model_type}) cannot be "
+            f"split over tensor ranks here; {', '.join(FAMILIES)} can. Leave it at 1: cluster.zero_stage 3 shards "
+            "every model."
+        )
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, what) % size:
+            raise UsageError(
+                f"cluster.tensor_parallel_size is {size}, which does not divide the model's {what.replace('_', ' ')}, "
+                f"which is {getattr(config, what)}"
+            )
+
+
 def parallel_styles(layers: Any, pattern: str, word: str) -> dict[str, Any]:
-    """The styles of one entry of the plan.
+    """Return the styles of one entry of the plan.
 
     Of an adapted layer, lora_B is split like the layer's outputs, or lora_A like its inputs.
     """
@@ -65,7 +69,7 @@ def parallel_styles(layers: Any, pattern: str, word: str) -> dict[str, Any]:
 
 
 def tensor_shard_dim(parameter: torch.Tensor) -> int | None:
-    """The dimension that tensor ranks divide; None: each holds everything that its data rank has."""
+    """Return the dimension that tensor ranks divide; None: each holds everything that its data rank has."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -78,4 +82,4 @@ def is_tensor_sharded(parameter: torch.Tensor) -> bool:
     return tensor_shard_dim(parameter) is not None
 
 
-__all__ = ["apply_tensor_parallel", "is_tensor_sharded", "tensor_shard_dim"]
+__all__ = ["apply_tensor_parallel", "check_tensor_parallel", "is_tensor_sharded", "tensor_shard_dim"]

@@ -7,7 +7,6 @@ receiver need not know the sender's layout.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ class Rendezvous:
     store: tuple[str, int]
     name: str
     seconds: float  # time limit of one broadcast
-    backend: str = ""  # gloo or nccl; empty: nccl on CUDA, else gloo
+    backend: str = ""  # gloo or nccl; empty: nccl on CUDA, else gloo, through host memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,11 +118,6 @@ class WeightTransfer:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.limit
         self.group.broadcast([moved], options).wait()
         return moved if tensor.device == self.staging else moved.to(tensor.device)
-
-    def abort(self) -> None:
-        """Abort a broadcast in progress, if the backend supports it."""
-        with contextlib.suppress(AttributeError):
-            self.group.abort()
 
 
 def padded(size: int) -> int:

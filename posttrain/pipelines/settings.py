@@ -1,4 +1,4 @@
-"""Options of the pipelines that are commands: sections named after the stages, and those of the trainer."""
+"""Options of the pipelines that are verbs: sections named after the stages, and those of the trainer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,41 @@ from typing import Any, Literal
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import read_args, read_mapping
-from posttrain.config.sections import ClusterConfig, DataConfig, LogConfig, ModelConfig, SaveConfig, TrainConfig
+from posttrain.config.sections import (
+    ClusterConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RewardFunctionsConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from posttrain.config.verbs import PIPELINES
 from posttrain.inference.model import CONDITION
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerateConfig:
-    n: int = 16
-    """Answers to each prompt; conditional-sft takes 0, too: the answers that the data has."""
+    """How completions are generated in each iteration."""
+
+    samples_per_prompt: int = 16
+    """Completions per prompt. 0, for conditional-sft only: use the completions in the data."""
     max_tokens: int = 512
-    """Longest answer, in tokens."""
+    """Longest completion in tokens."""
     temperature: float = 1.0
-    """Above 1: more varied answers, below 1: less."""
+    """Sampling temperature."""
     top_p: float = 1.0
-    """Draw only from the likeliest tokens that have this probability together."""
+    """Sample only from the most likely tokens whose probabilities add up to this."""
     top_k: int = 0
-    """Draw only from so many of the likeliest tokens; 0: from all."""
+    """Sample only from this many of the most likely tokens; 0: from all."""
     min_p: float = 0.0
-    """Draw only tokens at least this times as likely as the likeliest."""
+    """Sample only tokens at least this many times as likely as the most likely one."""
     repetition_penalty: float = 1.0
-    """Above 1: less likely what was there."""
+    """Above 1: lower the probability of tokens that occurred before."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides its end."""
-    batch: int = 512
-    """Answers made and written at a time; each worker (cluster.devices) has a batch of its own."""
+    """Texts that end a completion, besides the end-of-turn token."""
+    batch_size: int = 512
+    """Completions generated and written at a time; each device has a batch of its own."""
     engine: Literal["local", "vllm"] = "local"
     """What generates: the local engine or vLLM."""
     vllm_options: dict[str, Any] = field(default_factory=dict)
@@ -40,54 +50,47 @@ class GenerateConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ScoreConfig:
-    weights: tuple[float, ...] = ()
-    """Weight of each reward; empty: 1 each."""
-    timeout_seconds: float = 10.0
-    """For one answer."""
-    memory_gib: float = 2.0
-    """Of one process."""
-    workers: int = 2
-    """Processes for functions."""
-    max_failure_rate: float = 0.1
-    """Part of the answers that may fail."""
-    template: str = ""
-    """Chat template of reward models, instead of their own."""
+class PipelineRewardConfig(RewardFunctionsConfig):
+    """What scores completions, and its limits."""
+
+    model_chat_template: str = ""
+    """Chat template for reward models, instead of their own."""
 
 
 @dataclass(kw_only=True, slots=True)
-class HeldOutConfig:
-    n: int = 1
-    """Answers to each prompt of data.eval."""
+class PipelineEvalConfig:
+    """How models are evaluated on data.eval, before the first and after every iteration."""
+
+    samples_per_prompt: int = 1
+    """Completions per prompt of data.eval."""
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Temperature of evaluation; 0 takes the most likely token."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PipelineConfig:
-    """What every pipeline takes."""
+    """Options of every pipeline."""
 
     iterations: int = 3
-    """How often to generate, score, select and train."""
-    prompts: int = 0
-    """Prompts of an iteration, going round through the data; 0: all of them, every time."""
-    reward: tuple[str, ...] = ()
-    """What judges answers: names of verifiers, FILE.py:FUNCTION, model:PATH, http://..."""
+    """Number of times to generate, score, select and train."""
+    prompts_per_iteration: int = 0
+    """Number of prompts per iteration; each iteration takes the next ones of the data, after the last the first again.
+    0: all prompts in every iteration."""
     condition_template: str = CONDITION
-    """How prompts say what their answer is worth, for conditional-sft."""
+    """How conditional-sft writes a reward into a prompt."""
     output_dir: str = ""
-    """Folder. Default: the next free runs/<verb>-NNN, or the last one if this very command was not done there."""
+    """Run directory; empty: the newest runs/<verb>-NNN if this command is unfinished there, else the next free one."""
     seed: int = 0
-    """Decides answers, order and initialisation."""
+    """Seed of generation, data order and initialisation."""
     resume: bool = False
-    """Go on with the folder's own configuration."""
+    """Continue with the configuration saved in the run directory."""
     quiet: bool = False
-    """Print a line a stage, and no more."""
+    """Print only one line per stage."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
+    reward: PipelineRewardConfig = field(default_factory=PipelineRewardConfig)
+    eval: PipelineEvalConfig = field(default_factory=PipelineEvalConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -97,12 +100,12 @@ class PipelineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What tells one pipeline from another."""
+    """What differs between pipelines: the trainer, how examples are selected, and defaults."""
 
     trainer: str
     method: str  # of selection
     defaults: dict[str, Any] = field(default_factory=dict)
-    fewest: int = 2  # answers to a prompt
+    min_samples_per_prompt: int = 2  # completions per prompt
 
     @property
     def conditional(self) -> bool:
@@ -114,17 +117,19 @@ RECIPES = {
         "sft", "best-of-n", {"train.learning_rate": 2e-6, "train.lr_scheduler": "constant", "generate.temperature": 0.9}
     ),
     "iterative-dpo": Recipe("dpo", "pairs", {"train.learning_rate": 5e-7, "iterations": 5}),
-    "conditional-sft": Recipe("sft", "condition", {"train.learning_rate": 1e-5, "iterations": 1}, fewest=0),
+    "conditional-sft": Recipe(
+        "sft", "condition", {"train.learning_rate": 1e-5, "iterations": 1}, min_samples_per_prompt=0
+    ),
 }
 
 
 def parse(verb: str, args: list[str]) -> PipelineConfig:
-    """`[CONFIG.yaml] --section.option value ...`."""
-    return read_args(verb, f"{PIPELINES[verb]}.", start_of(verb), args)
+    """Read the command line: `[CONFIG.yaml] --section.option value ...`."""
+    return read_args(verb, f"{PIPELINES[verb]}.", pipeline_defaults(verb), args)
 
 
-def start_of(verb: str) -> PipelineConfig:
-    """The defaults."""
+def pipeline_defaults(verb: str) -> PipelineConfig:
+    """Return the defaults of a pipeline."""
     recipe = RECIPES[verb]
     algorithm = ALGORITHMS[recipe.trainer]
     own = [("algo", algorithm.Config, field(default_factory=algorithm.Config))]
@@ -136,5 +141,5 @@ def start_of(verb: str) -> PipelineConfig:
 
 
 def from_options(verb: str, options: dict[str, Any]) -> PipelineConfig:
-    """The same from Python: {"model": {"path": "pico"}, "iterations": 2}."""
-    return read_mapping(verb, f"{PIPELINES[verb]}.", start_of(verb), options)
+    """Read options from Python: {"model": {"path": "pico"}, "iterations": 2}."""
+    return read_mapping(verb, f"{PIPELINES[verb]}.", pipeline_defaults(verb), options)

@@ -13,24 +13,25 @@ from typing import Any
 from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.checkpoint import is_run_directory
 from posttrain.config.checks import check as check_config
+from posttrain.config.compare import option_defaults
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.core.errors import UsageError
-from posttrain.core.files import sync_folder
+from posttrain.core.files import new_folder
 from posttrain.core.logging import part_of
 from posttrain.core.progress import ProgressDisplay
 from posttrain.data.reading.sources import find_files, read_records
-from posttrain.inference.generate import Generation, check, generate
-from posttrain.inference.score import Scoring, score_file
+from posttrain.inference.generate import Generation, check_generation, generate
+from posttrain.inference.score import ScoreProgress, Scoring, score_file
 from posttrain.inference.select import METHODS, select_file
-from posttrain.inference.workers import deciding
+from posttrain.inference.workers import engine_settings
 from posttrain.models.export import export
 from posttrain.models.paths import resolve_path
 from posttrain.pipelines.stage import Figures, Stage
 from posttrain.rewards.specs import parse_specs
 from posttrain.train.launch import train_from
 
-BEST = 0.95  # the part of the answers that are worth less than what a model is asked for next
+TARGET_QUANTILE = 0.95  # quantile of the rewards that a conditional model is asked for next
 
 
 @dataclass(slots=True)
@@ -39,20 +40,23 @@ class Generate(Stage):
 
     config: Generation
     best_of: str = ""
-    """Ask for answers as good as the best of this file, which `select condition` wrote."""
+    """Ask for a reward as high as the best ones in this file, which `select condition` wrote."""
 
     def __post_init__(self) -> None:
-        check(self.config)
+        check_generation(self.config)
         self.out = Path(self.config.out)
 
     def reads(self) -> list[str]:
         return [self.config.model.path, *data_files(self.config.data.train), *([self.best_of] if self.best_of else [])]
 
+    def defaults(self) -> dict[str, Any]:
+        return option_defaults(self.config)
+
     def settings(self) -> dict[str, Any]:
         found = asdict(self.config)
-        for name in ("out", "resume", "cluster", "engine"):
+        for name in ("out", "resume", "cluster", "engine", "section"):
             del found[name]
-        return found | deciding(self.config.engine)
+        return found | engine_settings(self.config.engine)
 
     def run(self, quiet: bool) -> Figures:
         config = replace(self.config, resume=self.out.exists())
@@ -64,8 +68,8 @@ class Generate(Stage):
         return found | ({"condition": config.condition} if config.condition is not None else {})
 
     def words(self, figures: Figures) -> str:
-        asked = f", asked to be worth {figures['condition']:.2f}" if "condition" in figures else ""
-        return f"{figures['prompts']:,} prompts x {figures['n']} = {figures['answers']:,} answers{asked}"
+        asked = f", asked for reward {figures['condition']:.2f}" if "condition" in figures else ""
+        return f"{figures['prompts']:,} prompts x {figures['n']} = {figures['answers']:,} completions{asked}"
 
 
 @dataclass(slots=True)
@@ -80,17 +84,21 @@ class Score(Stage):
 
     def reads(self) -> list[str]:
         specs = parse_specs(self.config.reward)
-        judges = [spec.place for spec in specs if spec.kind == "model" or Path(spec.place).is_file()]
-        return [self.config.file, *judges]
+        reward_files = [spec.place for spec in specs if spec.kind == "model" or Path(spec.place).is_file()]
+        return [self.config.file, *reward_files]
+
+    def defaults(self) -> dict[str, Any]:
+        return option_defaults(self.config)
 
     def settings(self) -> dict[str, Any]:
         found = asdict(self.config)
-        for name in ("out", "workers", "timeout_seconds", "memory_gib"):
+        for name in ("out", "workers", "timeout_seconds", "memory_gib", "allow_unprotected_code"):
             del found[name]
         return found
 
     def run(self, quiet: bool) -> Figures:
-        scored = score_file(self.config)
+        with ProgressDisplay(stream=sys.stderr, quiet=quiet, seconds_between_lines=10) as display:
+            scored = score_file(self.config, ScoreProgress(display).report)
         return {
             "answers": len(scored.rows),
             "failed": scored.failed,
@@ -100,7 +108,7 @@ class Score(Stage):
 
     def words(self, figures: Figures) -> str:
         worth = f"reward {figures['reward']:.4g} +- {figures['deviation']:.4g}"
-        return f"{figures['answers']:,} answers scored, {figures['failed']:,} of them failed; {worth}"
+        return f"{figures['answers']:,} completions scored, {figures['failed']:,} of them failed; {worth}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,11 +119,11 @@ class Select(Stage):
     file: str
     out: Path
     values: tuple[Any, ...] = ()
-    """What the method wants to know: the least reward, the fraction, the template of conditions."""
+    """Arguments of the method: the smallest reward, the fraction, or the template of conditions."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UsageError(f"select {self.method}: there are {', '.join(METHODS)}")
+            raise UsageError(f"select {self.method}: unknown method; there are {', '.join(METHODS)}")
 
     def reads(self) -> list[str]:
         return [self.file]
@@ -130,16 +138,16 @@ class Select(Stage):
     def words(self, figures: Figures) -> str:
         reasons = {name: number for name, number in figures.items() if name not in ("rows", "read", "used") and number}
         dropped = sum(reasons.values())
-        said = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons.items())
+        counts = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons.items())
         return (
-            f"{figures['read']:,} answers = {figures['used']:,} selected + {dropped:,} dropped"
-            f"{f' ({said})' if said else ''}: {figures['rows']:,} rows"
+            f"{figures['read']:,} completions = {figures['used']:,} selected + {dropped:,} dropped"
+            f"{f' ({counts})' if counts else ''}: {figures['rows']:,} examples"
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class Train(Stage):
-    """A training run. `out` is the model that comes of it, a plain Hugging Face folder; adapters are merged into it.
+    """Runs a trainer. `out` is the trained model, a plain Hugging Face directory; adapters are merged into it.
 
     Metrics, log and configuration are in `<out>.training` beside it.
     """
@@ -163,9 +171,12 @@ class Train(Stage):
         models = [path for path in (self.config.model.path, algo.reference_path(), algo.teacher_path()) if path]
         return [*models, *data_files((*self.config.data.train, *self.config.data.eval))]
 
+    def defaults(self) -> dict[str, Any]:
+        return option_defaults(self.config)
+
     def settings(self) -> dict[str, Any]:
         found = as_mapping(self.config)
-        for name in ("output_dir", "resume", "quiet", "log", "save", "cluster"):
+        for name in ("output_dir", "resume", "allow_changed_data", "quiet", "log", "save", "cluster"):
             del found[name]
         return {"verb": self.verb, **found}
 
@@ -193,21 +204,17 @@ class Train(Stage):
 
     def publish(self) -> None:
         """Publish the model of the last checkpoint atomically."""
-        for left in self.out.parent.glob(f".*{self.out.name}-*"):  # of a process that was killed here
-            shutil.rmtree(left)
         if self.out.exists():
             return
         if self.config.model.lora_rank:
             export(str(self.training), self.out)
             return
-        source, unfinished = resolve_path(str(self.training)), self.out.with_name(f".tmp-{self.out.name}-{os.getpid()}")
-        shutil.copytree(source, unfinished, copy_function=linked)
-        unfinished.rename(self.out)
-        sync_folder(self.out.parent)
+        with new_folder(self.out) as unfinished:
+            shutil.copytree(resolve_path(str(self.training)), unfinished, copy_function=linked, dirs_exist_ok=True)
 
-    def tidy(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove the checkpoints: the optimizer state is larger than the model and only needed to resume."""
-        if not self.config.train.ema_decay:  # which lies in the checkpoint, for `posttrain export --ema`
+        if not self.config.train.ema_decay:  # the average is in the checkpoint, for `posttrain export --ema`
             shutil.rmtree(self.training / "checkpoints", ignore_errors=True)
 
 
@@ -233,7 +240,7 @@ def data_files(names: tuple[str, ...]) -> list[str]:
 def best_reward(file: str) -> float:
     """Return the reward to ask for: the 95th percentile, or the maximum where only few completions are good."""
     rewards = sorted(float(row.values["reward"]) for row in read_records(file))
-    typical = rewards[int(BEST * (len(rewards) - 1))]
+    typical = rewards[int(TARGET_QUANTILE * (len(rewards) - 1))]
     return typical if typical > rewards[len(rewards) // 2] else rewards[-1]
 
 

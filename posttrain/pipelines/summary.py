@@ -29,22 +29,22 @@ def by_iteration(stages: Sequence[Stage], figures: Sequence[Figures]) -> list[Fi
                 row |= {"held_out_reward": found["reward"], "held_out_answers": found["answers"]}
     for row in table.values():
         if "generated" in row:
-            assert row["prompts"] * row["n"] == row["generated"] == row["scored"], f"answers got lost: {row}"
+            assert row["prompts"] * row["n"] == row["generated"] == row["scored"], f"completions got lost: {row}"
         if "scored" in row:
-            assert row["scored"] == row["selected"] + row["dropped"], f"answers got lost: {row}"
+            assert row["scored"] == row["selected"] + row["dropped"], f"completions got lost: {row}"
     return [{"iteration": number, **row} for number, row in sorted(table.items())]
 
 
-def closing_words(table: list[Figures], folder: Path, condition: float | None, template: str) -> list[str]:
-    """A table, and what to do next; `condition`: what the model is to be asked for, and in which words."""
+def closing_lines(table: list[Figures], folder: Path, condition: float | None, template: str) -> list[str]:
+    """Return a table and the next commands; `condition` and `template`: the reward to prompt for, and its wording."""
     names = {
         "iteration": "iteration",
         "prompts": "prompts",
-        "generated": "answers",
+        "generated": "completions",
         "reward": "reward",
         "selected": "selected",
         "dropped": "dropped",
-        "rows": "rows",
+        "rows": "examples",
         "steps": "steps",
         "held_out_reward": "held-out reward",
     }
@@ -53,12 +53,12 @@ def closing_words(table: list[Figures], folder: Path, condition: float | None, t
     cells += [[f"{row[name]:.6g}" if name in row else "-" for name in shown] for row in table]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    asked = f" --condition {condition:.2f}" if condition is not None else ""
-    if asked and template != CONDITION:
-        asked += f" --condition_template {shlex.quote(template)}"
+    condition_options = f" --condition {condition:.2f}" if condition is not None else ""
+    if condition_options and template != CONDITION:
+        condition_options += f" --condition_template {shlex.quote(template)}"
     place = shlex.quote(str(folder))
     return [
         *lines,
         f"done: {table[-1]['iteration']:.0f} iterations. Model: {folder}/model",
-        f"talk to it: posttrain chat {place}{asked}    export: posttrain export {place} OUT",
+        f"chat: posttrain chat {place}{condition_options}    export: posttrain export {place} OUT",
     ]

@@ -10,17 +10,20 @@ with Rewards(["gsm8k", "my.py:score"], weights=[1.0, 0.2]) as rewards:
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.builtin import verifiers
-from posttrain.rewards.pool import CHUNK, RewardPool, ScoringJob
+from posttrain.rewards.pool import CHUNK, RewardPool, ScoringJob, TimeoutBudget
 from posttrain.rewards.specs import RewardLike, RewardSpec, parse_specs, reward_texts
 from posttrain.rewards.verdict import Completion, Verdict, combine
 from posttrain.sandbox.process import ProcessLimits
+from posttrain.sandbox.supervisor import STOP_SECONDS
 
 __all__ = ["Completion", "Rewards", "Verdict", "combine"]
 
@@ -45,7 +48,7 @@ class Rewards:
     ) -> None:
         """`specs`: texts as `--reward` takes them, or Python functions.
 
-        `env`: environment variables that reward functions see, besides PATH and the like.
+        `env`: environment variables that reward functions see, besides PATH and the like; each must be set.
 
         `allow_unprotected_code`: the verifier `code` also works where programs of the model cannot be isolated.
         """
@@ -55,9 +58,11 @@ class Rewards:
             raise UsageError(f"reward weights must be finite numbers, not {list(weights)}")
         for name, value in (("timeout_seconds", timeout_seconds), ("workers", workers), ("memory_gib", memory_gib)):
             if value <= 0:
-                raise UsageError(f"rewards.{name} is {value}: it must be more than 0")
+                raise UsageError(f"reward.{name} is {value}: it must be more than 0")
         if not 0 <= max_failure_rate <= 1:
-            raise UsageError(f"max_failure_rate is {max_failure_rate}: it must be between 0 and 1")
+            raise UsageError(f"reward.max_failure_rate is {max_failure_rate}: it must be between 0 and 1")
+        if unset := [name for name in env if name not in os.environ]:
+            raise UsageError(f"reward.env: {unset[0]} is not set in this environment: export it, or remove it")
         self.specs = parse_specs(reward_texts(specs))
         self.weights = [float(weight) for weight in weights] or [1.0] * len(specs)
         if self.combiner is not None:
@@ -69,6 +74,7 @@ class Rewards:
         self.max_failure_rate = max_failure_rate
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
         limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token))
+        self.limits = limits
         self._pool = RewardPool(workers, limits, allow_unprotected_code)
 
     @property
@@ -106,25 +112,42 @@ class Rewards:
         known = verifiers()
         for spec in self.specs:
             if spec.kind == "verifier":
-                known[spec.place].check()
+                known[spec.place].check(columns)
         self._pool.check([spec for spec in self.specs if spec.kind != "model" and not spec.combines], columns)
         if self.combiner is not None:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
 
-    def score(self, completions: Sequence[Completion], batch_size: int = 0) -> list[list[Verdict | None]]:
+    def timeout_budget(self, completions: int, *, stop_seconds: float = STOP_SECONDS) -> TimeoutBudget:
+        """Return the budget of timeouts that all calls of `score` for one batch of `completions` completions share.
+
+        `stop_seconds`: once a stop is requested (`stop_when`), a call ends after this time with a RunStoppedError.
+        """
+        return TimeoutBudget(int(self.max_failure_rate * completions), stop_seconds)
+
+    def stop_when(self, requested: Callable[[], bool]) -> None:
+        """Set the function that tells whether the run was asked to stop; scoring then does not wait any longer."""
+        self._pool.stop_flag.stop_requested = requested
+
+    def score(
+        self, completions: Sequence[Completion], budget: TimeoutBudget | None = None
+    ) -> list[list[Verdict | None]]:
         """Score completions: [completion][reward]; None for a reward model, after which `run_combiner` must be called.
 
-        `batch_size`: the number of completions in the whole batch, if these are a part of it.
+        `budget`: of the whole batch, if these are a part of it.
         """
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
         indices = [index for index, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
-        self._run(indices, completions, verdicts, batch_size)
+        budget = budget or self.timeout_budget(len(completions))
+        self._run(indices, completions, verdicts, budget)
         if not self.models:
-            self.run_combiner(completions, verdicts, batch_size)
+            self.run_combiner(completions, verdicts, budget)
         return verdicts
 
     def run_combiner(
-        self, completions: Sequence[Completion], verdicts: list[list[Verdict | None]], batch_size: int = 0
+        self,
+        completions: Sequence[Completion],
+        verdicts: list[list[Verdict | None]],
+        budget: TimeoutBudget | None = None,
     ) -> None:
         """Call the combining function, if there is one, now that all other verdicts are there."""
         if self.combiner is None:
@@ -137,14 +160,14 @@ class Rewards:
             else:
                 complete.append(replace(completion, columns=completion.columns | {REWARDS: values}))
                 rows.append(row)
-        self._run([len(self.specs) - 1], complete, rows, batch_size)
+        self._run([len(self.specs) - 1], complete, rows, budget or self.timeout_budget(len(completions)))
 
     def _run(
         self,
         indices: Sequence[int],
         completions: Sequence[Completion],
         verdicts: list[list[Verdict | None]],
-        batch_size: int,
+        budget: TimeoutBudget,
     ) -> None:
         """Score completions with the rewards of these indices; fills in their columns of `verdicts`."""
         jobs = {
@@ -152,7 +175,7 @@ class Rewards:
             for index in indices
             for start in range(0, len(completions), CHUNK)
         }
-        self._pool.run(list(jobs.values()), max_timeouts=int(self.max_failure_rate * (batch_size or len(completions))))
+        self._pool.run(list(jobs.values()), budget)
         for (index, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None
@@ -178,4 +201,27 @@ class Rewards:
             lines.append(f"{name}, {len(texts)} time{'s' * (len(texts) > 1)}:\n{texts[0]}")
         if len(most_frequent) > SHOWN_FAILURES:
             lines.append(f"and {len(most_frequent) - SHOWN_FAILURES} other failures")
-        raise RewardError("\n\n".join(lines))
+        if any(verdict is not None and verdict.kind == "timeout" for row in verdicts for verdict in row):
+            lines.append(self.timeout_hint())
+        raise RewardError("\n\n".join(lines + self.hidden_variable_hints(most_frequent[0][1])))
+
+    def timeout_hint(self) -> str:
+        """Return which options help against timeouts."""
+        hint = f"If a reward function needs longer, raise reward.timeout_seconds (now {self.limits.seconds:g})."
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > cores:
+            hint += (
+                f" This machine is busy (load {load:.1f} on {cores} cores): fewer processes at a time may help too, "
+                f"with a lower reward.workers (now {len(self._pool.workers)})."
+            )
+        return hint
+
+    def hidden_variable_hints(self, reasons: Sequence[str]) -> list[str]:
+        """Return a hint if a function failed because it looked for an environment variable that only this process has.
+
+        `reasons`: the tracebacks of the most frequent failure.
+        """
+        found = re.search(r"^KeyError: '(\w+)'$", reasons[0].strip().rpartition("\n")[2])
+        if found is None or found[1] not in os.environ or found[1] in self.limits.env:
+            return []
+        return [f"Reward functions see no environment variables of this process: pass it with reward.env {found[1]}"]

@@ -18,7 +18,7 @@ from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.remote import RemoteError, RemoteTimeoutError, RewardService
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import settings
-from posttrain.sandbox.callables import unpack
+from posttrain.sandbox.callables import unpack_function
 from posttrain.sandbox.request_loop import REASON_LIMIT, CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -38,6 +38,7 @@ class RewardRequestLoop(RequestLoop):
     def __init__(self, requests: int, replies: int) -> None:
         super().__init__(requests, replies)
         self.rewards: dict[str, LoadedReward] = {}
+        self.used = False  # has called a function, which may have kept memory
 
     def set_limits(self, request: dict[str, Any]) -> None:
         super().set_limits(request)
@@ -50,7 +51,7 @@ class RewardRequestLoop(RequestLoop):
         missing = reward.adapted.missing(columns) if reward.adapted and columns else []
         if missing:
             raise UsageError(
-                f"the function has parameters that are no columns of the data: {', '.join(missing)}; "
+                f"the function has parameters that are not columns of the data: {', '.join(missing)}; "
                 f"the columns are {', '.join(columns)}"
             )
         self.rewards[spec["text"]] = reward
@@ -66,20 +67,24 @@ class RewardRequestLoop(RequestLoop):
                     self.reply({"index": index, **result})
                 return
         for index, completion in enumerate(completions):
+            fresh, self.used = not self.used, True
             result = self._score_one(reward, completion)
-            self.reply({"index": index, **result})
-            if result["kind"] == "error" and "MemoryError" in result["reason"]:
-                self.reply({"retire": True})  # memory may still be held: the next completion gets a new process
+            out_of_memory = result["kind"] == "error" and "MemoryError" in result["reason"]
+            if fresh or not out_of_memory:  # otherwise an earlier one may hold the memory: this one is repeated
+                self.reply({"index": index, **result})
+            if out_of_memory:
+                self.reply({"retire": True})  # the next completion gets a new process
                 return
 
     def _score_batch(self, reward: LoadedReward, completions: list[Completion]) -> list[Reply] | None:
         """Score all in one call; None if it failed, as calls with one completion may show which of them is at fault."""
+        self.used = True
         start = self.start_clock()
         with CatchAll() as caught:
             results = signatures.many_results(reward.call(completions), len(completions))
             seconds = (time.perf_counter() - start) / len(completions)
             return [success(result, seconds) for result in results]
-        if isinstance(caught.error, RemoteError):
+        if isinstance(caught.error, (RemoteError, signatures.ScalarForBatchError)):
             return [failure(caught, time.perf_counter() - start)] * len(completions)
         self.reply({"one_by_one": True})  # restarts the parent's deadline
         return None
@@ -104,7 +109,7 @@ def load_reward(spec: dict[str, Any], seconds: float) -> LoadedReward:
     if spec["kind"] == "remote":  # less than the parent's deadline, so that the service's own error is reported
         return LoadedReward(RewardService(place, seconds * 0.9).score, batch=True)
     if spec["packed"] is not None:
-        function = unpack(spec["packed"])
+        function = unpack_function(spec["packed"])
     else:
         function = import_location(CodeLocation(place, spec["function"]), "function", callable)
     adapted = signatures.adapt(function, spec["function"])
@@ -112,7 +117,7 @@ def load_reward(spec: dict[str, Any], seconds: float) -> LoadedReward:
 
 
 def success(result: Any, seconds: float) -> Reply:
-    """The reply for one result of a function; an error if the result is not a finite number."""
+    """Return the reply for one result of a function; an error if the result is not a finite number."""
     with CatchAll() as caught:
         value, reason = signatures.one_result(result)
         return {"kind": "ok", "value": value, "reason": reason[-REASON_LIMIT:], "seconds": seconds}

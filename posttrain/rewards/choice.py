@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from posttrain.rewards.math import last_boxed
-from posttrain.rewards.verdict import Completion, label_of
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of, last_boxed
+from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import verifier
 
 LETTER = r"\(?([A-J])\)?(?![A-Za-z0-9'])"
@@ -17,10 +17,10 @@ STATEMENTS = (
 )
 
 
-@verifier("choice")
+@verifier("choice", columns=TRUTH_SOURCES)
 def score_choice(completion: Completion) -> tuple[float, str]:
     """1 if the letter of the option that the completion chooses is the ground truth, else 0."""
-    label = label_of(completion.columns)
+    label = ground_truth_of(completion.columns)
     if label is None:
         raise LookupError(f"the example has no ground truth; its columns are {', '.join(completion.columns) or 'none'}")
     expected = str(label).strip().upper()

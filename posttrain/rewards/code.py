@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.verdict import Completion, label_of
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of
+from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import settings, verifier
 from posttrain.sandbox.programs import ProgramResult, isolation, run_program
 
+TEST_COLUMNS = ("tests", "test_list", "test", "inputs", "input_output", *TRUTH_SOURCES)
 FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "py", "python3")
 TIME_SHARE = 0.6  # of the verifier's time limit, for all tests of one program
@@ -34,13 +36,13 @@ def check_isolation() -> None:
     mode, problem = isolation()
     if mode == "unprotected" and not settings.allow_unprotected_code:
         raise UsageError(
-            f"programs that the model writes cannot be isolated on this machine: {problem}. docs/rewards.md says what "
-            "is needed. reward.allow_unprotected_code runs them all the same, with your rights: they can then read and "
-            "change your files and use the network"
+            f"programs that the model writes cannot be isolated on this machine: {problem}. docs/rewards.md lists "
+            "what is needed. With reward.allow_unprotected_code they run with your user's permissions: they can then "
+            "read and change your files and use the network"
         )
 
 
-@verifier("code", prepare=check_isolation)
+@verifier("code", prepare=check_isolation, columns=TEST_COLUMNS)
 def score_code(completion: Completion) -> tuple[float, str]:
     """1 if the program in the completion passes all tests of the example (asserts, or inputs and outputs), else 0."""
     tests = find_tests(completion.columns)
@@ -70,7 +72,7 @@ def program_of(text: str) -> str:
 def find_tests(columns: dict[str, Any]) -> ProgramTests:
     """Read tests in the formats of common data sets; a LookupError if the example has none."""
     source = dict(columns)
-    for nested in (label_of(columns), columns.get("input_output"), columns.get("tests")):
+    for nested in (ground_truth_of(columns), columns.get("input_output"), columns.get("tests")):
         if isinstance(nested, str) and nested.lstrip().startswith("{"):
             with contextlib.suppress(ValueError, RecursionError):
                 nested = json.loads(nested)

@@ -6,7 +6,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from posttrain.rewards.verdict import Completion, label_of
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of
+from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import verifier
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -17,7 +18,7 @@ DIGITS_LIMIT = 9  # of a number
 SIGNS = str.maketrans("×÷−", "*/-")
 
 
-@verifier("countdown")
+@verifier("countdown", columns=("numbers", "nums", *TRUTH_SOURCES))
 def score_countdown(completion: Completion) -> tuple[float, str]:
     """1 if the last <answer> uses each number exactly once and equals the target, else 0."""
     numbers, target = task_of(completion.columns)
@@ -35,7 +36,7 @@ def score_countdown(completion: Completion) -> tuple[float, str]:
 
 def task_of(columns: dict[str, Any]) -> tuple[list[int], int]:
     """Read numbers and target from `ground_truth` or from columns of their own."""
-    label = label_of(columns)
+    label = ground_truth_of(columns)
     source = {**columns, **(label if isinstance(label, dict) else {})}
     numbers = source.get("numbers", source.get("nums"))
     if numbers is None or source.get("target") is None:

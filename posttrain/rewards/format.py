@@ -11,8 +11,10 @@ import re
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import verifier
 
-THINK_ANSWER = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
-BOXED = re.compile(r"\\boxed\{.*?\}")
+# One pattern with .*? between the tags would take quadratic time where they are repeated.
+THINK_TO_ANSWER = re.compile(r"</think>\s*<answer>")
+ANSWER_END = re.compile(r"</answer>$", re.MULTILINE)
+BOXED = "\\boxed{"
 STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
 FULL_STEPS = 3
 
@@ -20,7 +22,9 @@ FULL_STEPS = 3
 @verifier("format")
 def score_format(completion: Completion) -> tuple[float, str]:
     """1 if the completion is <think>...</think><answer>...</answer>, else 0."""
-    found = THINK_ANSWER.match(completion.text) is not None
+    text = completion.text
+    middle = THINK_TO_ANSWER.search(text, len("<think>")) if text.startswith("<think>") else None
+    found = middle is not None and ANSWER_END.search(text, middle.end()) is not None
     return float(found), "" if found else "not <think>...</think> <answer>...</answer>"
 
 
@@ -46,7 +50,7 @@ def score_step(completion: Completion) -> tuple[float, str]:
 
 def strict_structure(text: str) -> str:
     r"""Describe what is wrong with <think> </think> <answer> \boxed{} </answer>; "" if nothing is."""
-    boxes = list(BOXED.finditer(text))
+    boxes = boxed_positions(text)
     for tag in ("<think>", "</think>", "<answer>", "</answer>"):
         if text.count(tag) != 1:
             return f"{tag} occurs {text.count(tag)} times, not once"
@@ -56,7 +60,7 @@ def strict_structure(text: str) -> str:
         text.find("<think>"),
         text.find("</think>"),
         text.find("<answer>"),
-        boxes[0].start(),
+        boxes[0],
         text.find("</answer>"),
     ]
     if order != sorted(order):
@@ -64,3 +68,22 @@ def strict_structure(text: str) -> str:
     if not text.startswith("<think>"):
         return "does not start with <think>"
     return "" if text.endswith("</answer>") else "does not end with </answer>"
+
+
+def boxed_positions(text: str) -> list[int]:
+    r"""Return where each \boxed{...} begins that is closed on its line; takes linear time."""
+    found: list[int] = []
+    end = len(text)
+    start, close, newline = text.find(BOXED), -1, -1
+    while start >= 0:
+        if close < start:
+            close = text.find("}", start)
+            if close < 0:
+                break
+        if newline < start:
+            newline = text.find("\n", start)
+            newline = end if newline < 0 else newline
+        if close < newline:
+            found.append(start)
+        start = text.find(BOXED, (close if close < newline else start) + 1)
+    return found

@@ -12,8 +12,9 @@ from decimal import Decimal
 from functools import cache
 from typing import Any
 
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of, last_boxed
 from posttrain.rewards.format import strict_structure
-from posttrain.rewards.verdict import Completion, label_of
+from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import verifier
 
 STOP_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>")
@@ -28,7 +29,7 @@ LATEX_MARKS = ("$", "boxed", r"\(", r"\[")  # a ground truth with one of these m
 FORMULA_LIMIT = 2000  # characters
 
 
-@verifier("gsm8k")
+@verifier("gsm8k", columns=TRUTH_SOURCES)
 def score_gsm8k(completion: Completion) -> tuple[float, str]:
     r"""1 if the number after the last ####, else in the last \boxed{}, else the last number, is correct; else 0."""
     expected = last_number(after_hashes(str(_label(completion))))
@@ -40,7 +41,7 @@ def score_gsm8k(completion: Completion) -> tuple[float, str]:
     return float(found == expected), f"{found:f}, expected {expected:f}"
 
 
-@verifier("math", needs="math_verify", extra="math")
+@verifier("math", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_math(completion: Completion) -> tuple[float, str]:
     """1 if math-verify finds an answer equal to the ground truth, else 0."""
     found = last_boxed(completion.text)
@@ -55,7 +56,7 @@ def score_math(completion: Completion) -> tuple[float, str]:
     return float(math_equal(found, _label(completion))), f"{found}, expected {_label(completion)}"
 
 
-@verifier("acc", needs="math_verify", extra="math")
+@verifier("acc", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_acc(completion: Completion) -> tuple[float, str]:
     r"""1 if the answer in the last \boxed{} is correct, -0.5 if it is wrong, -1 if there is none."""
     found = last_boxed(assistant_part(completion.text))
@@ -65,7 +66,7 @@ def score_acc(completion: Completion) -> tuple[float, str]:
     return (1.0 if equal else -0.5), f"{found}, expected {_label(completion)}"
 
 
-@verifier("base_acc", needs="math_verify", extra="math")
+@verifier("base_acc", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_base_acc(completion: Completion) -> tuple[float, str]:
     r"""1 if the answer in \boxed{} is correct and the format is that of strict_format, else 0."""
     problem = strict_structure(completion.text)
@@ -77,19 +78,19 @@ def score_base_acc(completion: Completion) -> tuple[float, str]:
     return float(math_equal(found, _label(completion))), f"{found}, expected {_label(completion)}"
 
 
-@verifier("accuracy_reward")
+@verifier("accuracy_reward", columns=TRUTH_SOURCES)
 def score_accuracy_reward(completion: Completion) -> tuple[float, str]:
     """1 if the last number of the completion equals the first of the solution, else 0 (MindRLHF)."""
     return _a12(completion, A12_NUMBER.findall(DIGIT_GROUP.sub(r"\1", completion.text)))
 
 
-@verifier("qwen_accuracy_reward")
+@verifier("qwen_accuracy_reward", columns=TRUTH_SOURCES)
 def score_qwen_accuracy_reward(completion: Completion) -> tuple[float, str]:
     r"""1 if the last number in a \boxed{} equals the first of the solution, else 0 (MindRLHF)."""
     return _a12(completion, A12_BOXED.findall(DIGIT_GROUP.sub(r"\1", completion.text)))
 
 
-@verifier("accuracy_reward_2", needs="math_verify", extra="math")
+@verifier("accuracy_reward_2", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_accuracy_reward_2(completion: Completion) -> tuple[float, str]:
     """1 if math-verify finds LaTeX in the completion that equals the solution, else 0 (MindRLHF)."""
     gold = _gold(_label(completion))
@@ -106,22 +107,6 @@ def assistant_part(text: str) -> str:
     for word in STOP_WORDS:
         text = text.split(word, 1)[0]
     return text
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...}, braces balanced; None if there is none or it is not closed."""
-    at = text.rfind("boxed")
-    if at < 0:
-        return None
-    rest = text[at + len("boxed") :].lstrip()
-    if not rest.startswith("{"):
-        return rest.split("$", 1)[0].split("\n", 1)[0].strip() or None  # \boxed 5
-    depth = 0
-    for index, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return rest[1:index].strip()
-    return None
 
 
 def after_hashes(text: str) -> str:
@@ -170,7 +155,7 @@ def math_equal(found: str, expected: Any) -> bool:
 
 
 def _label(completion: Completion) -> Any:
-    label = label_of(completion.columns)
+    label = ground_truth_of(completion.columns)
     if label is None:
         raise LookupError(f"the example has no ground truth; its columns are {', '.join(completion.columns) or 'none'}")
     return label
@@ -188,7 +173,7 @@ def _a12(completion: Completion, numbers: list[str]) -> tuple[float, str]:
 
 
 @cache
-def _library() -> Any:
+def _math_verify() -> Any:
     """Import math-verify, once and only in a child process, and silence its warning about disabled timeouts."""
     import math_verify
 
@@ -197,7 +182,7 @@ def _library() -> Any:
 
 
 def _parse(text: str, latex_only: bool = False) -> list[Any]:
-    library = _library()
+    library = _math_verify()
     text = text[-FORMULA_LIMIT:]
     latex = library.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not latex_only)
     configs = [latex] if latex_only else [latex, library.ExprExtractionConfig()]
@@ -214,7 +199,7 @@ def _gold(label: Any) -> list[Any]:
 
 
 def _verify(gold: list[Any], found: list[Any]) -> bool:
-    return bool(_library().verify(gold, found, timeout_seconds=None))
+    return bool(_math_verify().verify(gold, found, timeout_seconds=None))
 
 
 def _shown(parsed: list[Any]) -> str:

@@ -1,5 +1,7 @@
-"""Several child processes that score completions: a process that hangs or crashes is killed and replaced, and only the
-completion that caused it fails."""
+"""Scores completions in several child processes.
+
+A process that hangs or crashes is killed and replaced, and only the completion that caused it fails.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,29 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.specs import RewardSpec
 from posttrain.rewards.verdict import Completion, Verdict
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
-from posttrain.sandbox.supervisor import ProcessSupervisor
+from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
 
-CHUNK = 32  # completions per request: what a batch function gets at once, whatever the number of workers
+CHUNK = 32  # completions per request: what a batch function receives in one call, for any number of workers
 FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
 GIVEN_UP = Verdict(value=None, kind="error", reason="not scored: too many completions before it timed out")
 
 
 class TimeoutBudget:
-    """Counts how many completions of a batch may still time out before the rest is given up."""
+    """Counts how many completions of a batch may still time out before the rest is given up.
 
-    def __init__(self, timeouts: int) -> None:
+    All calls that score a part of the batch share it.
+    """
+
+    def __init__(self, timeouts: int, stop_seconds: float = STOP_SECONDS) -> None:
+        """`stop_seconds`: how long a call may take once a stop of the run is requested."""
         self.lock = threading.Lock()
-        self.timeouts = timeouts
+        self.timeouts, self.stop_seconds = timeouts, stop_seconds
 
     def spend(self) -> None:
         with self.lock:
@@ -38,26 +45,66 @@ class TimeoutBudget:
 
 @dataclasses.dataclass(slots=True)
 class ScoringJob:
-    """Completions for one reward to score; each verdict has the index of its completion."""
+    """Completions `first` to `end` for one reward to score; each verdict has the index of its completion."""
 
     spec: RewardSpec
     completions: Sequence[Completion]
     verdicts: list[Verdict | None] = dataclasses.field(default_factory=list)
+    first: int = 0
+    end: int = 0
+    one_by_one: bool = False
+    batch_timed_out: bool = False
 
     def __post_init__(self) -> None:
-        self.verdicts = [None] * len(self.completions)
+        self.verdicts = self.verdicts or [None] * len(self.completions)
+        self.end = self.end or len(self.completions)
+
+    def split(self, first: int, parts: int, *, one_by_one: bool) -> list[ScoringJob]:
+        """Divide the completions from `first` on into at most `parts` jobs that write into the same verdicts."""
+        edges = [first + (self.end - first) * part // parts for part in range(parts + 1)]
+        return [
+            ScoringJob(self.spec, self.completions, self.verdicts, start, end, one_by_one)
+            for start, end in pairwise(edges)
+            if start < end
+        ]
+
+
+class JobQueue:
+    """Jobs for several workers; a worker may return what is left of a job, for all of them to share."""
+
+    def __init__(self, jobs: Sequence[ScoringJob]) -> None:
+        self.waiting = deque(jobs)
+        self.unfinished = len(jobs)  # waiting or being run
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def take(self) -> ScoringJob | None:
+        """Wait for a job; None when all are finished."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or not self.unfinished or self.closed)
+            return self.waiting.popleft() if self.waiting and not self.closed else None
+
+    def finish(self, left: Sequence[ScoringJob] = ()) -> None:
+        """End a job that was taken, and add the parts that are left of it."""
+        with self.changed:
+            self.waiting.extend(left)
+            self.unfinished += len(left) - 1
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let all workers return, although jobs are left."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
 
 class RewardWorker:
     """Scores jobs with one child process at a time."""
 
-    def __init__(
-        self, limits: ProcessLimits, allow_unprotected_code: bool, slow: set[str], cancelled: threading.Event
-    ) -> None:
+    def __init__(self, limits: ProcessLimits, allow_unprotected_code: bool, slow: set[str], stop: StopFlag) -> None:
         """`slow`: rewards for which a whole batch takes longer than the deadline; shared by all workers."""
-        self.allow_unprotected_code, self.slow, self.cancelled = allow_unprotected_code, slow, cancelled
-        self.supervisor = ProcessSupervisor("posttrain.rewards.child", limits, cancelled)
-        self.scored = 0  # completions that the current process scored; they may have left threads or memory behind
+        self.allow_unprotected_code, self.slow, self.stop_flag = allow_unprotected_code, slow, stop
+        self.supervisor = ProcessSupervisor("posttrain.rewards.child", limits, stop)
 
     def load(self, spec: RewardSpec, columns: Sequence[str] = ()) -> bool:
         """Load a reward into the process, and return whether it takes batches."""
@@ -71,42 +118,46 @@ class RewardWorker:
 
     def stop(self) -> None:
         self.supervisor.stop()
-        self.scored = 0
 
-    def run(self, job: ScoringJob, budget: TimeoutBudget) -> None:
-        """Score all completions of a job.
+    def run(self, job: ScoringJob, budget: TimeoutBudget) -> int:
+        """Score the completions of a job; after a timeout return the number of the first that is left, else its end.
 
-        After a crash the completion that was being scored gets a second try, alone in a new process, because threads or
-        memory that an earlier one left behind may be the cause. A batch that fails is repeated one by one.
+        After a crash the completion that was being scored gets a second try, alone in a new process: the process may
+        have been killed from outside, or threads or memory that an earlier completion left behind may be the cause. A
+        batch that fails is repeated one by one.
         """
-        next_index, one_by_one, alone, batch_timed_out = 0, job.spec.text in self.slow, False, False
-        while next_index < len(job.completions) and not self.cancelled.is_set():
-            left = len(job.completions) - next_index
+        next_index, alone = job.first, False
+        job.one_by_one = job.one_by_one or job.spec.text in self.slow
+        while next_index < job.end and not self.stop_flag.is_set():
+            left = job.end - next_index
             if budget.is_spent:
-                job.verdicts[next_index:] = [GIVEN_UP] * left
-                return
+                job.verdicts[next_index : job.end] = [GIVEN_UP] * left
+                break
             try:
                 batch = self.load(job.spec)
             except (UsageError, ProcessDiedError, ProcessTimeoutError) as error:
-                job.verdicts[next_index:] = [Verdict(value=None, kind="error", reason=str(error))] * left
-                return
+                if not self.stop_flag.is_set():
+                    job.verdicts[next_index : job.end] = [Verdict(value=None, kind="error", reason=str(error))] * left
+                break
             try:
-                end = next_index + 1 if alone else len(job.completions)
-                for verdict in self._verdicts(job, next_index, end, one_by_one):
+                end = next_index + 1 if alone else job.end
+                for verdict in self._verdicts(job, next_index, end):
                     job.verdicts[next_index] = verdict
                     next_index += 1
                 alone = False
                 continue
             except ProcessRetiredError:
                 self.stop()
+                job.one_by_one = True  # so that the new process calls the function for one completion first
                 continue
             except (ProcessTimeoutError, ProcessDiedError) as error:
                 timed_out, reason = isinstance(error, ProcessTimeoutError), str(error)
-            scored_before = self.scored
             self.stop()
-            if batch and not one_by_one and len(job.completions) - next_index > 1:
-                one_by_one, batch_timed_out = True, timed_out
-            elif scored_before and not timed_out and not alone:
+            if self.stop_flag.is_set():
+                break
+            if batch and not job.one_by_one and left > 1:
+                job.one_by_one, job.batch_timed_out = True, timed_out
+            elif not timed_out and not alone:
                 alone = True
             else:
                 seconds = self.supervisor.limits.seconds if timed_out else 0.0
@@ -116,12 +167,13 @@ class RewardWorker:
                 next_index, alone = next_index + 1, False
                 if timed_out:
                     budget.spend()
-        if batch_timed_out and all(verdict is not None and verdict.kind != "timeout" for verdict in job.verdicts):
-            self.slow.add(job.spec.text)  # no completion hangs, so the batch is only slow: do not try one again
+            if timed_out:
+                return next_index
+        return job.end
 
-    def _verdicts(self, job: ScoringJob, start: int, end: int, one_by_one: bool) -> Iterator[Verdict]:
+    def _verdicts(self, job: ScoringJob, start: int, end: int) -> Iterator[Verdict]:
         completions = [{name: getattr(each, name) for name in FIELDS} for each in job.completions[start:end]]
-        request = {"spec": job.spec.text, "completions": completions, "one_by_one": one_by_one}
+        request = {"spec": job.spec.text, "completions": completions, "one_by_one": job.one_by_one}
         received = 0
         for reply in self.supervisor.ask(request):
             if "one_by_one" in reply:
@@ -129,7 +181,6 @@ class RewardWorker:
             if reply.get("index") != received:
                 raise ProcessDiedError("the replies are out of order")
             received += 1
-            self.scored += 1
             yield Verdict(**{name: reply[name] for name in ("value", "kind", "reason", "seconds")})
         if received != len(completions):
             raise ProcessDiedError("a reply is missing")
@@ -139,9 +190,9 @@ class RewardPool:
     """Several workers; their processes start when they are first needed."""
 
     def __init__(self, workers: int, limits: ProcessLimits, allow_unprotected_code: bool = False) -> None:
-        slow: set[str] = set()
-        self.cancelled = threading.Event()
-        self.workers = [RewardWorker(limits, allow_unprotected_code, slow, self.cancelled) for _ in range(workers)]
+        self.slow: set[str] = set()
+        self.stop_flag = StopFlag()
+        self.workers = [RewardWorker(limits, allow_unprotected_code, self.slow, self.stop_flag) for _ in range(workers)]
         self.lock = threading.Lock()
 
     def check(self, specs: Sequence[RewardSpec], columns: Sequence[str] = ()) -> None:
@@ -153,29 +204,41 @@ class RewardPool:
                 except (ProcessDiedError, ProcessTimeoutError) as error:
                     raise UsageError(f"the process for reward functions did not start: {error}") from error
 
-    def run(self, jobs: Sequence[ScoringJob], max_timeouts: int) -> None:
-        """Run all jobs; after more than `max_timeouts` completions timed out, the rest is given up."""
-        budget = TimeoutBudget(max_timeouts)
-        queue = deque(jobs)
-        self.cancelled.clear()
+    def run(self, jobs: Sequence[ScoringJob], budget: TimeoutBudget) -> None:
+        """Run all jobs; when the budget is spent, the rest is given up.
+
+        After a timeout all workers share what is left of the job. RunStoppedError if the run was asked to stop.
+        """
+        queue = JobQueue(jobs)
+        self.stop_flag.interrupted.clear()
 
         def drain(worker: RewardWorker) -> None:
-            while True:
-                try:
-                    job = queue.popleft()
-                except IndexError:
-                    return
-                worker.run(job, budget)
+            try:
+                while (job := queue.take()) is not None:
+                    left = worker.run(job, budget)
+                    queue.finish(job.split(left, len(self.workers), one_by_one=job.one_by_one))
+            except BaseException:
+                queue.close()
+                raise
 
-        busy = self.workers[: len(jobs)]
-        with self.lock, ThreadPoolExecutor(max(1, len(busy)), thread_name_prefix="rewards") as threads:
+        busy = self.workers if any(len(job.completions) > 1 for job in jobs) else self.workers[: len(jobs)]
+        with (
+            self.lock,
+            ThreadPoolExecutor(len(busy) or 1, thread_name_prefix="rewards") as threads,
+            self.stop_flag.work(budget.stop_seconds),
+        ):
             try:
                 for future in [threads.submit(drain, worker) for worker in busy]:
                     future.result()
             except BaseException:
-                queue.clear()
-                self.cancelled.set()  # interrupted: do not wait for the reward functions
+                queue.close()
                 raise
+        if any(verdict is None for job in jobs for verdict in job.verdicts):
+            raise RunStoppedError("the run was asked to stop while rewards were being computed")
+        for job in jobs:
+            hangs = any(verdict is not None and verdict.kind == "timeout" for verdict in job.verdicts)
+            if job.batch_timed_out and not hangs:
+                self.slow.add(job.spec.text)  # no completion hangs, so the batch is only slow: do not try one again
 
     def stop(self) -> None:
         for worker in self.workers:

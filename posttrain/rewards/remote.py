@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from posttrain.rewards.verdict import Completion, label_of
+from posttrain.data.ground_truth import ground_truth_of
+from posttrain.rewards.verdict import Completion
 
 ATTEMPTS = 3
 PAUSE = 0.1  # seconds before the second attempt, doubled for each further one
@@ -23,7 +24,7 @@ RETRIED = (429, 502, 503, 504)  # status codes of a service that may recover soo
 
 
 class RemoteError(Exception):
-    """The service failed, not a completion: to send completions one by one would change nothing."""
+    """The service failed, not a completion; sending completions one by one would not help."""
 
 
 class RemoteTimeoutError(RemoteError):
@@ -91,12 +92,12 @@ class RewardService:
 
 
 def payload(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The request body: all fields of the completions, and the three lists that OpenRLHF's reward servers expect."""
+    """Return the request body: all fields of the completions, and the lists that OpenRLHF's reward servers expect."""
     return {
         "completions": [dataclasses.asdict(completion) for completion in completions],
         "query": [completion.prompt + completion.text for completion in completions],
         "prompts": [completion.prompt for completion in completions],
-        "labels": [label_of(completion.columns) for completion in completions],
+        "labels": [ground_truth_of(completion.columns) for completion in completions],
     }
 
 

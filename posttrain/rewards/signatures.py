@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.verdict import LABELS, Completion, label_of
+from posttrain.data.ground_truth import TRUTH_COLUMNS, ground_truth_of
+from posttrain.rewards.verdict import Completion
 
 FORMS = """\
   score(text, ground_truth=None, **columns)                         any of text, prompt, messages, finish, tokens,
@@ -21,7 +22,13 @@ FORMS = """\
   reward_func(queries, prompts, labels) -> list                     OpenRLHF
   f(completion, answer, **kwargs), f(prompt, completion, state ...) verifiers"""
 OWN_FIELDS = tuple(field.name for field in fields(Completion))
+LARGEST_REWARD = 1e15  # the square of a larger one exceeds what float32 holds, in which advantages are computed
 SCORE_KEYS = ("score", "reward", "rewards", "scores", "value")
+
+
+class ScalarForBatchError(TypeError):
+    """A function of batches returned one number: which completion it belongs to is not known."""
+
 
 Arguments = Callable[[Completion], dict[str, Any]]
 
@@ -112,10 +119,10 @@ def adapt(function: Any, name: str) -> AdaptedFunction:
 # The arguments that each form may take
 
 
-def _columns(completion: Completion) -> dict[str, Any]:
-    """The columns of the example; the ground truth also under its other usual names."""
-    label = label_of(completion.columns)
-    known = {} if label is None else dict.fromkeys(LABELS, label)
+def _all_columns(completion: Completion) -> dict[str, Any]:
+    """Return the columns of the example; the ground truth also under its other usual names."""
+    label = ground_truth_of(completion.columns)
+    known = {} if label is None else dict.fromkeys(TRUTH_COLUMNS, label)
     return known | {str(name): value for name, value in completion.columns.items()}
 
 
@@ -136,20 +143,20 @@ def _completion(completion: Completion) -> Any:
 
 
 def _own(completion: Completion) -> dict[str, Any]:
-    return _columns(completion) | {name: getattr(completion, name) for name in OWN_FIELDS}
+    return _all_columns(completion) | {name: getattr(completion, name) for name in OWN_FIELDS}
 
 
 def _trl(completion: Completion) -> dict[str, Any]:
-    columns = {name: value for name, value in _columns(completion).items() if name not in ("prompt", "completion")}
+    columns = {name: value for name, value in _all_columns(completion).items() if name not in ("prompt", "completion")}
     return columns | {"prompts": _prompt(completion), "completions": _completion(completion)}
 
 
 def _verl(completion: Completion) -> dict[str, Any]:
     columns = completion.columns
-    return _columns(completion) | {
+    return _all_columns(completion) | {
         "data_source": columns.get("data_source", ""),
         "solution_str": completion.text,
-        "ground_truth": label_of(columns),
+        "ground_truth": ground_truth_of(columns),
         "extra_info": columns.get("extra_info") or {},
     }
 
@@ -157,17 +164,17 @@ def _verl(completion: Completion) -> dict[str, Any]:
 def _verl_batch(completion: Completion) -> dict[str, Any]:
     one = _verl(completion)
     plural = {f"{name}s": one[name] for name in ("data_source", "solution_str", "ground_truth", "extra_info")}
-    return _columns(completion) | plural
+    return _all_columns(completion) | plural
 
 
 def _openrlhf(completion: Completion) -> dict[str, Any]:
     query = completion.prompt + completion.text
-    label = label_of(completion.columns)
-    return _columns(completion) | {"queries": query, "prompts": completion.prompt, "labels": label}
+    label = ground_truth_of(completion.columns)
+    return _all_columns(completion) | {"queries": query, "prompts": completion.prompt, "labels": label}
 
 
 def _verifiers(completion: Completion) -> dict[str, Any]:
-    columns = _columns(completion)
+    columns = _all_columns(completion)
     shown = {
         "prompt": _prompt(completion),
         "completion": _completion(completion),
@@ -191,7 +198,7 @@ FOREIGN = (
 # What functions may return
 
 
-def number(value: Any) -> float:
+def finite_reward(value: Any) -> float:
     """Convert what a function returned, a number or a numpy or torch scalar, to a finite float."""
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         value = value.item()
@@ -199,9 +206,12 @@ def number(value: Any) -> float:
         raise ValueError("the reward function returned None; it must return a number for every completion")
     if not isinstance(value, bool | int | float):
         raise TypeError(f"the reward function returned a {type(value).__name__}, not a number")
+    value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"the reward function returned {value}")
-    return float(value)
+    if abs(value) > LARGEST_REWARD:
+        raise ValueError(f"the reward function returned {value:g}; rewards must be at most {LARGEST_REWARD:g} in size")
+    return value
 
 
 def one_result(result: Any) -> tuple[float, str]:
@@ -212,7 +222,7 @@ def one_result(result: Any) -> tuple[float, str]:
         result, reason = result[0], str(result[1])
     if isinstance(result, list) and len(result) == 1:
         result = result[0]
-    return number(result), reason
+    return finite_reward(result), reason
 
 
 def many_results(result: Any, expected: int) -> list[Any]:
@@ -222,8 +232,13 @@ def many_results(result: Any, expected: int) -> list[Any]:
         result = list(zip(result[0], result[1], strict=True))
     if not isinstance(result, list | tuple) and hasattr(result, "tolist"):
         result = result.tolist()
-    if expected == 1 and isinstance(result, int | float):
-        return [result]
+    if isinstance(result, int | float):
+        if expected == 1:
+            return [result]
+        raise ScalarForBatchError(
+            f"the reward function takes lists, but it returned one number for {expected} completions. Return a list "
+            "with one number for each completion, or take a single one: score(text, ground_truth=None, **columns)"
+        )
     if not isinstance(result, list | tuple):
         raise TypeError(f"the reward function returned a {type(result).__name__}, not a list")
     if len(result) != expected:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.builtin import verifiers
-from posttrain.sandbox.callables import PackedFunction, file_of, pack
+from posttrain.sandbox.callables import PackedFunction, file_of, pack_function
 from posttrain.sandbox.user_code import did_you_mean, parse_location
 
 COMBINE = "combine:"
@@ -46,7 +46,7 @@ def reward_texts(rewards: Sequence[RewardLike]) -> list[str]:
         text = reward if isinstance(reward, str) else file_of(reward)
         if text is None:
             assert callable(reward)
-            packed = pack(reward)
+            packed = pack_function(reward)
             name, number = packed.name, 2
             while f"{IN_MEMORY}{name}" in texts:
                 name, number = f"{packed.name}_{number}", number + 1
@@ -103,8 +103,8 @@ def _in_memory(text: str) -> RewardSpec:
     name = text.removeprefix(IN_MEMORY)
     if name not in _packed:
         raise UsageError(
-            f"reward {text!r} was a Python function of the process that started the run: go on from Python, with the "
-            "function given again, or put it into a file and name it by file.py:function"
+            f"reward {text!r} was a Python function of the process that started the run. Resume from Python and pass "
+            "the function again, or put it into a file and give file.py:function"
         )
     return RewardSpec(text=text, kind="function", name=name, place="", function=name, packed=_packed[name])
 

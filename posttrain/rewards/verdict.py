@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Columns that may hold the ground truth; the first one that an example has is used.
-LABELS = ("ground_truth", "solution", "answer", "label", "labels")
-
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Completion:
@@ -40,12 +37,3 @@ def combine(verdicts: Sequence[Verdict | None], weights: Sequence[float]) -> flo
             return None
         total += weight * verdict.value
     return total
-
-
-def label_of(columns: dict[str, Any]) -> Any:
-    """Return the ground truth of an example, or None if it has none."""
-    for name in LABELS:
-        if columns.get(name) is not None:
-            return columns[name]
-    nested = columns.get("reward_model")  # verl
-    return nested.get("ground_truth") if isinstance(nested, dict) else None

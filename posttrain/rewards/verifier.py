@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from posttrain.core.errors import UsageError
@@ -33,13 +33,20 @@ class Verifier:
     needs: str = ""  # module
     extra: str = ""
     prepare: Callable[[], None] = lambda: None  # a UsageError says why it cannot work on this machine
+    columns: tuple[str, ...] = ()  # of the data; at least one of them must be there
 
     @property
     def summary(self) -> str:
         return (self.score.__doc__ or "").strip().splitlines()[0]
 
-    def check(self) -> None:
-        """Raise a UsageError if what it needs is not installed."""
+    def check(self, columns: Sequence[str] = ()) -> None:
+        """Raise a UsageError if what it needs is not installed, or is not among the data's columns, if given."""
+        if columns and self.columns and not set(columns) & set(self.columns):
+            raise UsageError(
+                f"reward {self.name} compares completions with a ground truth, and the data has none: expected one of "
+                f"the columns {', '.join(self.columns)}, found {', '.join(columns)}. Rename a column with "
+                f'data.map_keys, for example {{"{self.columns[0]}": "COLUMN"}}'
+            )
         if self.needs and importlib.util.find_spec(self.needs) is None:
             raise UsageError(f"reward {self.name} needs {self.needs}: pip install 'posttrain[{self.extra}]'")
 
@@ -48,18 +55,22 @@ _VERIFIERS: dict[str, Verifier] = {}
 
 
 def verifier(
-    name: str, needs: str = "", extra: str = "", prepare: Callable[[], None] = lambda: None
+    name: str,
+    needs: str = "",
+    extra: str = "",
+    prepare: Callable[[], None] = lambda: None,
+    columns: tuple[str, ...] = (),
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the verifier of this name."""
 
     def register(score: ScoreFunction) -> ScoreFunction:
         assert name not in _VERIFIERS, name
-        _VERIFIERS[name] = Verifier(name, score, needs, extra, prepare)
+        _VERIFIERS[name] = Verifier(name, score, needs, extra, prepare, columns)
         return score
 
     return register
 
 
-def registered() -> dict[str, Verifier]:
+def registered_verifiers() -> dict[str, Verifier]:
     """Return what has been registered so far, sorted by name; `builtin.verifiers` imports all modules first."""
     return dict(sorted(_VERIFIERS.items()))

@@ -1,0 +1,1 @@
+"""Generates completions and scores them: rollouts, multi-turn environments, records."""

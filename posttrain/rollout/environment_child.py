@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.signatures import number
+from posttrain.rewards.signatures import finite_reward
 from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -86,7 +86,7 @@ def check_step(result: Any) -> tuple[list[dict[str, str]] | None, float]:
         raise ValueError("step returned an empty list of messages; None ends the episode")
     roles = tuple(role for role in ROLES if role != "assistant")
     try:
-        value = number(reward)
+        value = finite_reward(reward)
     except (TypeError, ValueError):
         raise ValueError(f"step returned the reward {shown(reward)}; it must be a finite number") from None
     return None if messages is None else check_messages(messages, "step", roles), value

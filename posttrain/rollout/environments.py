@@ -1,8 +1,8 @@
-"""Environments: a user's class that answers the model turn by turn; one object per episode, in child processes.
+"""Environments: a user's class that replies to the model turn by turn; one object per episode, in child processes.
 
     class Game:
         def start(self, example): return [{"role": "user", "content": example["question"]}]
-        def step(self, reply): return None, float(reply == "42")   # or (messages, reward), and the episode goes on
+        def step(self, reply): return None, float(reply == "42")   # or (messages, reward) to continue
 
 Only the episode that caused a crash or a hang fails. The other episodes of its process are repeated in a new process,
 from their examples and the replies so far, and must take the same course as before.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
-from posttrain.sandbox.supervisor import ProcessSupervisor
+from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
 from posttrain.sandbox.user_code import CodeLocation, parse_location
 
 SHOWN_FAILURES = 3  # different ones in a message
@@ -52,7 +52,7 @@ class Episode:
         return not self.failure and len(self.results) <= len(self.replies)
 
     def events(self) -> list[dict[str, Any]]:
-        """The events that the current process has not handled yet."""
+        """Return the events that the current process has not handled yet."""
         events: list[dict[str, Any]] = [{"example": self.example}, *({"reply": reply} for reply in self.replies)]
         return events[self.processed :]
 
@@ -77,21 +77,24 @@ class Episode:
 class EnvironmentProcess:
     """Runs the episodes of one child process; when it is lost, repeats them in a new one."""
 
-    def __init__(self, location: CodeLocation, name: str, limits: ProcessLimits, cancelled: threading.Event) -> None:
+    def __init__(self, location: CodeLocation, name: str, limits: ProcessLimits, stop_flag: StopFlag) -> None:
         """`name` is used in error messages."""
-        self.location, self.name, self.cancelled = location, name, cancelled
-        self.supervisor = ProcessSupervisor("posttrain.rollout.environment_child", limits, cancelled)
-        self.episodes: dict[int, Episode] = {}  # those that the current process holds
-        self.ended: list[int] = []  # those that it can forget
+        self.location, self.name, self.stop_flag = location, name, stop_flag
+        self.supervisor = ProcessSupervisor("posttrain.rollout.environment_child", limits, stop_flag)
+        self.episodes: dict[int, Episode] = {}  # episodes whose objects the current process holds
+        self.ended: list[int] = []  # numbers of episodes whose objects it can delete
 
     def load(self) -> None:
         self.supervisor.load(self.name, asdict(self.location))
 
     def advance(self, episodes: Sequence[Episode]) -> None:
-        """Send new events to the environments; in the end each episode has its next result, or has failed."""
+        """Send new events to the environments; in the end each episode has its next result, or has failed.
+
+        After a stop of the run it returns at once.
+        """
         suspect: Episode | None = None
         while waiting := [episode for episode in episodes if episode.waits]:
-            sent, suspect = [suspect] if suspect else waiting, None
+            repeated, sent, suspect = suspect, [suspect] if suspect else waiting, None
             try:
                 self._send(sent)
                 continue
@@ -103,15 +106,16 @@ class EnvironmentProcess:
             except UsageError as error:  # it was loaded before: its file must have changed
                 reason, timed_out, sent = str(error), False, []
             current = next((episode for episode in sent if episode.waits), None)
-            alone = len(self.episodes) <= 1
             self.stop()
-            if not sent or self.cancelled.is_set():
+            if self.stop_flag.is_set():
+                return  # the caller raises the reason
+            if not sent:
                 for episode in waiting:
                     episode.failure = episode.failure or reason
-            elif current is not None and (timed_out or alone):
+            elif current is not None and (timed_out or current is repeated):
                 current.failure = reason
             else:
-                suspect = current  # something that another episode left behind may be the cause: repeat it alone
+                suspect = current  # it may have been killed, or suffer from another episode: repeat it alone
 
     def _send(self, episodes: Sequence[Episode]) -> None:
         self.load()
@@ -129,7 +133,7 @@ class EnvironmentProcess:
             raise ProcessDiedError("a reply is missing")
 
     def end(self, episode: Episode) -> None:
-        """Forget an episode: no event will follow."""
+        """Delete the state of an episode, for which no event will follow."""
         if self.episodes.pop(episode.number, None) is not None:
             self.ended.append(episode.number)
 
@@ -153,14 +157,15 @@ class Environments:
         timeout_seconds: float = 10.0,
         memory_gib: float = 2.0,
         max_failure_rate: float = 0.1,
+        env: Sequence[str] = (),
     ) -> None:
-        """`spec`: FILE.py:CLASS or package.module:CLASS."""
+        """`spec`: FILE.py:CLASS or package.module:CLASS; `env`: environment variables that it may read."""
         location = parse_location(spec, f"rollout.environment {spec!r}", "class")
         self.name = f"rollout.environment {spec}"
         self.max_failure_rate = max_failure_rate
-        self.cancelled = threading.Event()
-        limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib)
-        self.processes = [EnvironmentProcess(location, self.name, limits, self.cancelled) for _ in range(workers)]
+        self.stop_flag = StopFlag()
+        limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=tuple(env))
+        self.processes = [EnvironmentProcess(location, self.name, limits, self.stop_flag) for _ in range(workers)]
         self.numbers = itertools.count()
         self.lock = threading.Lock()  # an evaluation may run while the next batch is generated
 
@@ -178,22 +183,31 @@ class Environments:
             except (ProcessDiedError, ProcessTimeoutError) as error:
                 raise UsageError(f"the process for environments did not start: {error}") from error
 
-    def advance(self, episodes: Sequence[Episode]) -> None:
-        """Give each of these episodes its next result, or a failure."""
+    def stop_when(self, requested: Callable[[], bool]) -> None:
+        """Set the function that tells whether the run was asked to stop; `advance` then does not wait any longer."""
+        self.stop_flag.stop_requested = requested
+
+    def advance(self, episodes: Sequence[Episode], stop_seconds: float = STOP_SECONDS) -> None:
+        """Give each of these episodes its next result, or a failure.
+
+        Once a stop is requested (`stop_when`), this ends after `stop_seconds` with a RunStoppedError.
+        """
         for episode in episodes:
             episode.number = next(self.numbers) if episode.number < 0 else episode.number
         shares = [[each for each in episodes if self._process_of(each) is process] for process in self.processes]
-        with self.lock, ThreadPoolExecutor(len(self.processes), thread_name_prefix="environments") as threads:
-            try:
-                for future in [
-                    threads.submit(process.advance, share)
-                    for process, share in zip(self.processes, shares, strict=True)
-                    if share
-                ]:
-                    future.result()
-            except BaseException:
-                self.cancelled.set()  # interrupted: do not wait for the environments
-                raise
+        with (
+            self.lock,
+            ThreadPoolExecutor(len(self.processes), thread_name_prefix="environments") as threads,
+            self.stop_flag.work(stop_seconds),
+        ):
+            for future in [
+                threads.submit(process.advance, share)
+                for process, share in zip(self.processes, shares, strict=True)
+                if share
+            ]:
+                future.result()
+        if any(episode.waits for episode in episodes):
+            raise RunStoppedError("the run was asked to stop while environments were running")
 
     def end(self, episodes: Sequence[Episode]) -> None:
         """Free the memory of episodes that are over."""
@@ -221,7 +235,7 @@ class Environments:
 
     def close(self) -> None:
         """End all processes."""
-        self.cancelled.set()
+        self.stop_flag.interrupted.set()
         with self.lock:
             for process in self.processes:
                 process.stop()

@@ -14,12 +14,13 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import Prompt, Sample
+from posttrain.core.types import Experts, Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rollout.environments import Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
+from posttrain.sandbox.supervisor import STOP_SECONDS
 
 
 @dataclass(slots=True)
@@ -34,16 +35,28 @@ class TokenizedEpisode:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: Experts | None = None  # of the tokens up to the end of the last reply, if the engine records them
     text: str = ""
     reply_end: str = ""  # the stop token or stop text at the end of the last reply, as text
     finish: str = ""
     versions: list[int] = field(default_factory=list)  # of the weights, at the start and the end of each reply
+    preemptions: int = 0
+    prompt_tokens: int = 0  # of the prompts of all turns
+    reused_tokens: float = 0.0  # of them, found in the engine's KV cache
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens; those with log-probabilities were sampled by the model."""
         self.tokens += tokens
         self.mask += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+
+    def add_experts(self, experts: Experts) -> None:
+        """Add the experts recorded in the last turn. Those of earlier replies are kept: they sampled the replies."""
+        experts = experts[: len(self.tokens)].copy()
+        if self.experts is not None:
+            known = self.experts >= 0
+            experts[: len(known)][known] = self.experts[known]
+        self.experts = experts
 
     def fail(self, reason: str) -> None:
         self.episode.failure, self.finish = reason, "error"
@@ -58,11 +71,14 @@ class TokenizedEpisode:
             tokens=np.array(self.tokens, dtype=np.int32),
             mask=np.array(self.mask, dtype=np.bool_),
             logprobs=np.array(self.logprobs, dtype=np.float32),
+            experts=None if self.experts is None else pad_experts(self.experts, len(self.tokens)),
             group=self.position,
             version=self.versions[0] if self.versions else 0,
             newest=self.versions[-1] if self.versions else 0,
             finish=self.finish,
             origin=self.prompt.origin,
+            preemptions=self.preemptions,
+            reused=self.reused_tokens / max(1, self.prompt_tokens),
         )
         failure = self.episode.failure
         return Rollout(
@@ -76,6 +92,11 @@ class TokenizedEpisode:
         )
 
 
+def pad_experts(experts: Experts, tokens: int) -> Experts:
+    """Append tokens without a record: those of the environment after the last reply."""
+    return np.pad(experts, ((0, tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+
+
 class EpisodeRunner:
     """Runs episodes: in each turn one call of the generator for all replies, then one step of each environment."""
 
@@ -84,6 +105,8 @@ class EpisodeRunner:
     ) -> None:
         self.environments, self.policy, self.sampling, self.tokenizer = environments, policy, sampling, tokenizer
         self.max_prompt_length = config.data.max_length
+        # Without batches ahead a stopped batch is made again with the same weights, so nothing is lost.
+        self.stop_seconds = STOP_SECONDS if config.rollout.ahead else 0.0
         self.encoder = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.encoder)
 
@@ -96,13 +119,13 @@ class EpisodeRunner:
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
         ]
         episodes = [each.episode for each in running]
-        self.environments.advance(episodes)
+        self.environments.advance(episodes, self.stop_seconds)
         for each in running:
             self.start(each)
         turn = 0
         while unfinished := [each for each in running if not each.finish]:
             self.generate_replies(unfinished, turn, greedy)
-            self.environments.advance([each.episode for each in unfinished])
+            self.environments.advance([each.episode for each in unfinished], self.stop_seconds)
             for each in unfinished:
                 self.append_environment_turn(each)
             turn += 1
@@ -138,6 +161,7 @@ class EpisodeRunner:
                 prompt=np.array(each.tokens, dtype=np.int32),
                 group=each.position,
                 seed=seed_for(each.seed, turn, 0) if turn else each.seed,  # first turn: as without an environment
+                reuse_prefix=True,
             )
             for each in unfinished
         ]
@@ -150,7 +174,12 @@ class EpisodeRunner:
             tokens = sample.tokens[start:].tolist()
             assert sample.logprobs is not None, "a generator returns log-probabilities"
             each.versions += [sample.version, sample.newest]
+            each.preemptions += sample.preemptions
+            each.prompt_tokens += start
+            each.reused_tokens += sample.reused * start
             each.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())
+            if sample.experts is not None:
+                each.add_experts(sample.experts)
             each.finish = "length" if len(tokens) > limit else sample.finish
             each.text = self.tokenizer.decode(tokens[:limit], skip_special_tokens=True)
             each.reply_end = self.find_reply_end(tokens[:limit], each.text) if each.finish == "stop" else ""

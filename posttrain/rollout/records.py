@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import DataError, UsageError
-from posttrain.core.jsonl import append_text, as_line, cut_after
+from posttrain.core.jsonl import LineFile, as_line, cut_after
 from posttrain.core.types import Floats, Prompt, Sample
 from posttrain.rewards.verdict import Verdict
 
@@ -48,7 +49,11 @@ class Rollout:
 
 def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
     """Convert to JSON values: the mask is a text of 0 and 1, streams hold the tokens marked 1."""
-    per_token = {name: numbers.tolist() for name, numbers in streams(rollout.sample).items()}
+    per_token: dict[str, Any] = {name: numbers.tolist() for name, numbers in streams(rollout.sample).items()}
+    experts = rollout.sample.experts
+    if experts is not None:  # not in the file of a run, where they would be most of it
+        packed = base64.b64encode(experts.astype("<i2").tobytes()).decode("ascii")
+        per_token |= {"experts": packed, "experts_shape": experts.shape}
     return without_streams(rollout, step) | per_token
 
 
@@ -80,7 +85,7 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
 
 
 def streams(sample: Sample) -> dict[str, Floats]:
-    """The sample's streams at the tokens marked 1."""
+    """Return the sample's streams at the tokens marked 1."""
     known = {name: getattr(sample, name) for name in STREAMS}
     return {name: stream[sample.mask] for name, stream in known.items() if stream is not None}
 
@@ -103,6 +108,8 @@ def from_row(row: dict[str, Any]) -> Rollout:
     known: dict[str, Any] = {name: np.zeros(len(tokens), dtype=np.float32) for name in STREAMS if name in row}
     for name, stream in known.items():
         stream[mask] = row[name]
+    if "experts" in row:
+        known["experts"] = np.frombuffer(base64.b64decode(row["experts"]), dtype="<i2").reshape(row["experts_shape"])
     prompt = Prompt(
         tokens=tokens[: row["prompt_length"]],
         messages=row["prompt"],
@@ -196,7 +203,7 @@ def read_rows(path: Path, only: int | None = None) -> Iterator[tuple[int, dict[s
 
 
 def last_step(path: Path) -> int:
-    """Step of the last complete line; -1 if there is none."""
+    """Return the step of the last complete line; -1 if there is none."""
     last = -1
     with path.open("rb") as lines:
         for line in lines:
@@ -209,23 +216,23 @@ class RolloutWriter:
     """Appends the rollouts of a run to its file. Lines after the step at which the run resumes are dropped first.
 
     A thread writes while the next rollouts are generated. `flush` waits for it: a checkpoint must not be ahead of the
-    file.
+    file, unless the file cannot be written.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / FILE
         cut_after(path, step)
-        self.file = path.open("ab", buffering=0)
+        self.file = LineFile(path)
         sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         self.thread: threading.Thread | None = None
-        self.hurry = threading.Event()  # set while `wait` waits: do not pause between lines
+        self.flushing = threading.Event()  # set while `wait` waits: do not pause between lines
         self.error: BaseException | None = None
 
     def add(self, rollouts: Sequence[Rollout], step: int) -> None:
         # Convert now: the caller may change the samples afterwards.
         rows = [(without_streams(rollout, step), streams(rollout.sample)) for rollout in rollouts]
         self.flush()
-        self.hurry.clear()
+        self.flushing.clear()
         self.thread = threading.Thread(target=self.write, args=(rows,), name="rollout writer")
         self.thread.start()
 
@@ -234,8 +241,8 @@ class RolloutWriter:
             lines = []
             for row in rows:
                 lines.append(line_of(*row))
-                self.hurry.wait(PAUSE_SECONDS)
-            append_text(self.file, "".join(lines))
+                self.flushing.wait(PAUSE_SECONDS)
+            self.file.append("".join(lines))
         except BaseException as error:  # raised again by `flush`
             self.error = error
             if not isinstance(error, Exception):
@@ -249,6 +256,11 @@ class RolloutWriter:
 
     def wait(self) -> None:
         if self.thread is not None:
-            self.hurry.set()
+            self.flushing.set()
             self.thread.join()
             self.thread = None
+
+    def close(self) -> None:
+        """Wait, and write what a full disk has prevented, if that is possible now."""
+        self.wait()
+        self.file.close()

@@ -21,12 +21,28 @@ from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt, Sample, WeightVersion
 from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
+from posttrain.rewards.pool import TimeoutBudget
 from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
+from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Measures the time of a named phase of a step."""
+
+
+def no_phase(name: str) -> AbstractContextManager[None]:
+    """Measure nothing."""
+    return nullcontext()
+
+
+class UnscoredBatchError(RunStoppedError):
+    """A stop of the run ended the scoring of a batch; a checkpoint holds its completions, to be scored on resume."""
+
+    def __init__(self, rollouts: list[Rollout], greedy: list[Rollout]) -> None:
+        """`greedy`: completions that are the baselines of the others' groups."""
+        super().__init__("the run was asked to stop while a batch was being scored")
+        self.rollouts, self.greedy = rollouts, greedy
 
 
 class Rollouts:
@@ -42,7 +58,7 @@ class Rollouts:
         tokenizer: Any,
         *,
         update_weights: Callable[[WeightVersion], None],
-        phase: Phase = lambda _: nullcontext(),
+        phase: Phase = no_phase,
         greedy_baseline: bool = False,
         episodes: EpisodeRunner | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
@@ -58,6 +74,7 @@ class Rollouts:
         self.recorded = recorded
         self.update_weights = update_weights
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
+        self.position = 0  # of the stream, after the batch that was returned last; batches ahead are not counted
 
     def next_batch(self, version: WeightVersion) -> list[Rollout]:
         """Return the next batch, including rollouts whose scoring failed; `version`: of the policy's weights now."""
@@ -65,22 +82,30 @@ class Rollouts:
         while len(self.batches) <= ahead:
             self.start_batch(version)
         with self.phase("idle") if ahead else nullcontext():
-            return self.batches.popleft().result()
+            job = self.batches[0]
+            rollouts = job.result()
+        self.batches.popleft()
+        self.position = job.position
+        return rollouts
 
     def start_batch(self, version: WeightVersion) -> None:
         """Start the next batch with the current weights."""
         rollout = self.config.rollout
         if not rollout.ahead:
             self.sync_weights(version)
-            self.batches.append(BatchJob.completed(self.make_batch(version, self.phase)))
+            self.batches.append(BatchJob.completed(self.make_batch(version, self.phase), self.stream.position))
             return
         if rollout.inflight_updates:  # the batch in progress takes them too
             self.sync_weights(version)
         with self.phase("idle"):
             self.wait()  # one batch at a time: they share the generator's weights and the stream of prompts
+        for job in self.batches:
+            if isinstance(job.error, RunStoppedError):
+                raise job.error
         if not rollout.inflight_updates:
             self.sync_weights(version)
-        self.batches.append(BatchJob.start(lambda: self.make_batch(version, lambda _: nullcontext())))
+
+        self.batches.append(BatchJob.start(lambda: self.make_batch(version, no_phase), lambda: self.stream.position))
 
     def sync_weights(self, version: WeightVersion) -> None:
         with self.phase("sync"):
@@ -92,6 +117,18 @@ class Rollouts:
             job.wait()
 
     def make_batch(self, version: WeightVersion, phase: Phase) -> list[Rollout]:
+        """Make a batch; if a stop of the run ends this before all is generated, its prompts are the next ones again."""
+        position, statistics = self.stream.position, self.scorer.state()
+        try:
+            return self.generate_and_score(version, phase)
+        except UnscoredBatchError:
+            raise
+        except RunStoppedError:
+            self.stream.position = position
+            self.scorer.load_state(statistics)
+            raise
+
+    def generate_and_score(self, version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Make a batch: prompts, completions, rewards."""
         if self.recorded is not None:
             return self.replay_batch(self.recorded, phase)
@@ -121,22 +158,46 @@ class Rollouts:
         return replayed
 
     def next_prompt(self) -> tuple[int, Prompt]:
-        position, row = self.stream.next_row()
-        return position, self.stream.rows[row][0]
+        position, index = self.stream.next_index()
+        return position, self.stream.examples[index][0]
 
     def make_rollouts(self, prompts: list[tuple[int, Prompt]], version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Generate and score completions of all prompts; those of one prompt are neighbours and form a group."""
         n, seed = self.config.rollout.samples_per_prompt, self.config.seed
         repeated = [prompt for prompt in prompts for _ in range(n)]
         seeds = [seed_for(seed, position, k) for position, _ in prompts for k in range(n)]
-        with phase("generate"), self.scorer.score_early(len(repeated)) as early:
-            rollouts = self.generate(repeated, seeds, on_rollout=early.add)
-            greedy = self.generate(prompts, [0] * len(prompts), greedy=True) if self.greedy_baseline else []
-        if not self.config.rollout.inflight_updates:  # with in-flight updates the generator records the versions itself
-            for rollout in rollouts:
-                rollout.sample.version = rollout.sample.newest = version
+        budget = self.timeout_budget(len(repeated) + len(prompts) * self.greedy_baseline)
+        rollouts: list[Rollout] = []
+        greedy: list[Rollout] = []
+        try:
+            with phase("generate"), self.scorer.score_early(len(repeated), budget) as early:
+                generated = self.generate(repeated, seeds, on_rollout=early.add)
+                if self.greedy_baseline:
+                    greedy = self.generate(prompts, [0] * len(prompts), greedy=True)
+                rollouts = generated
+                if not self.config.rollout.inflight_updates:  # in-flight updates: the generator records the versions
+                    for rollout in rollouts:
+                        rollout.sample.version = rollout.sample.newest = version
+            return self.score(rollouts, greedy, phase, budget)
+        except RunStoppedError:
+            # Without batches ahead the same batch can be made again after a resume. Others have the weights of an
+            # earlier step, which are lost then; with dynamic sampling more completions may be needed.
+            if self.config.rollout.ahead and not self.config.rollout.dynamic_sampling and rollouts:
+                raise UnscoredBatchError(rollouts, greedy) from None
+            raise
+
+    def timeout_budget(self, completions: int) -> TimeoutBudget:
+        """Return the budget of a batch; after a stop only a batch that would be made differently is waited for."""
+        rollout = self.config.rollout
+        differs = rollout.ahead and rollout.dynamic_sampling
+        return self.scorer.rewards.timeout_budget(completions, stop_seconds=STOP_SECONDS if differs else 0.0)
+
+    def score(
+        self, rollouts: list[Rollout], greedy: list[Rollout], phase: Phase, budget: TimeoutBudget
+    ) -> list[Rollout]:
+        """Score generated completions; `greedy`: the baselines of their groups, if there are any."""
         with phase("reward"):
-            self.scorer.score(rollouts + greedy)
+            self.scorer.score(rollouts + greedy, budget=budget)
         for baseline, group in zip(greedy, by_group(rollouts), strict=False):
             for rollout in group:
                 rollout.sample.baseline = baseline.sample.reward
@@ -159,13 +220,47 @@ class Rollouts:
     # Checkpoints: no prompt is lost and none is used twice
 
     def state(self) -> list[dict[str, Any]]:
-        """Batches that are made but not returned, as rows; waits for the one in progress."""
-        return [as_row(rollout, number) for number, job in enumerate(self.batches) for rollout in job.result()]
+        """Return the batches that are made but not returned yet, as JSON rows; waits for the one in progress.
+
+        A batch whose scoring was ended by a stop of the run is `unscored`. One that was not even generated is left out:
+        its prompts are the next ones again.
+        """
+        self.wait()
+        rows: list[dict[str, Any]] = []
+        for number, job in enumerate(self.batches):
+            if isinstance(job.error, UnscoredBatchError):
+                for greedy, rollouts in enumerate((job.error.rollouts, job.error.greedy)):
+                    added = {"position": job.position, "unscored": True, "greedy": bool(greedy)}
+                    rows += [as_row(rollout, number) | added for rollout in rollouts]
+            elif not isinstance(job.error, RunStoppedError):
+                rows += [as_row(rollout, number) | {"position": job.position} for rollout in job.result()]
+        return rows
 
     def load_state(self, rows: Sequence[dict[str, Any]]) -> None:
         self.batches.clear()
         for _, members in groupby(rows, key=lambda row: row["step"]):
-            self.batches.append(BatchJob.completed([from_row(row) for row in members]))
+            batch = list(members)
+            # Checkpoints of 0.1.0 have no position: that of the last prompt is the same without dynamic sampling.
+            position = batch[-1].get("position", batch[-1]["group"] + 1)
+            if batch[0].get("unscored"):
+                self.batches.append(self.start_scoring(batch, position))
+            else:
+                self.batches.append(BatchJob.completed([from_row(row) for row in batch], position))
+
+    def start_scoring(self, rows: Sequence[dict[str, Any]], position: int) -> BatchJob:
+        """Start to score a batch whose scoring was ended by a stop of the run."""
+        rollouts, greedy = ([from_row(row) for row in rows if row["greedy"] == which] for which in (False, True))
+        earlier = list(self.batches)
+
+        def score() -> list[Rollout]:
+            for job in earlier:  # running statistics of rewards depend on the order
+                job.wait()
+            try:
+                return self.score(rollouts, greedy, no_phase, self.timeout_budget(len(rows)))
+            except RunStoppedError:
+                raise UnscoredBatchError(rollouts, greedy) from None
+
+        return BatchJob.start(score, lambda: position)
 
 
 class BatchJob:
@@ -173,17 +268,19 @@ class BatchJob:
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
+        self.position = 0  # of the stream, after the prompts of this batch
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
 
     @classmethod
-    def completed(cls, rollouts: list[Rollout]) -> BatchJob:
+    def completed(cls, rollouts: list[Rollout], position: int) -> BatchJob:
         job = cls()
-        job.rollouts = rollouts
+        job.rollouts, job.position = rollouts, position
         return job
 
     @classmethod
-    def start(cls, make_batch: Callable[[], list[Rollout]]) -> BatchJob:
+    def start(cls, make_batch: Callable[[], list[Rollout]], position: Callable[[], int]) -> BatchJob:
+        """Start to make a batch; `position`: returns the position of the stream after it."""
         job = cls()
 
         def run() -> None:
@@ -193,6 +290,8 @@ class BatchJob:
                 job.error = error
                 if not isinstance(error, Exception):
                     raise
+            finally:
+                job.position = position()
 
         job.thread = threading.Thread(target=run, name="rollouts", daemon=True)
         job.thread.start()

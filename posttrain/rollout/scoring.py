@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -16,17 +16,20 @@ import numpy as np
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
+from posttrain.rewards.pool import TimeoutBudget
 from posttrain.rollout.records import Rollout
 
 CACHED_PROMPTS = 4096  # prompts whose text is kept: completions of one prompt are finished one by one
-ModelScores = Callable[[Sequence[Rollout]], list[float]]
-"""A reward model: returns a score for each rollout."""
+ModelVerdicts = Callable[[Sequence[Rollout]], Sequence[Verdict]]
+"""A reward model: returns a score for each rollout, or a reason why it has none."""
 
 
 class RolloutScorer:
     """Writes rewards into rollouts. A rollout that cannot be scored is marked as failed and never gets reward 0."""
 
-    def __init__(self, rewards: Rewards, models: dict[int, ModelScores], config: OnlineConfig, tokenizer: Any) -> None:
+    def __init__(
+        self, rewards: Rewards, models: Mapping[int, ModelVerdicts], config: OnlineConfig, tokenizer: Any
+    ) -> None:
         """`models`: reward models by their index among the rewards."""
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
         self.weights = list(config.reward.weights or rewards.weights)
@@ -35,21 +38,24 @@ class RolloutScorer:
         self.overlong = (config.reward.overlong_tokens, config.reward.overlong_penalty, config.rollout.max_tokens)
         self.decode = lru_cache(CACHED_PROMPTS)(lambda tokens: tokenizer.decode(np.frombuffer(tokens, dtype=np.int32)))
 
-    def score(self, rollouts: Sequence[Rollout], *, training: bool = True) -> None:
+    def score(self, rollouts: Sequence[Rollout], *, budget: TimeoutBudget | None = None, training: bool = True) -> None:
         """Score all rollouts; raises RewardError if more of them fail than reward.max_failure_rate allows.
+
+        `budget`: timeouts that the whole batch may have, shared with `score_early`.
 
         `training`: False neither updates nor applies the running normalization, so that results are comparable over
         a run.
         """
         scorable = [rollout for rollout in rollouts if not rollout.failure]
         remaining = [rollout for rollout in scorable if rollout.early_verdicts is None]
-        scored = iter(self.rewards.score(self.completions(remaining), len(scorable)))
+        budget = budget or self.rewards.timeout_budget(len(scorable))
+        scored = iter(self.rewards.score(self.completions(remaining), budget))
         verdicts = [next(scored) if rollout.early_verdicts is None else rollout.early_verdicts for rollout in scorable]
-        for index, model_scores in self.models.items():
-            for row, score in zip(verdicts, model_scores(scorable), strict=True):
-                row[index] = Verdict(value=score, kind="ok")
+        for index, model_verdicts in self.models.items():
+            for row, verdict in zip(verdicts, model_verdicts(scorable), strict=True):
+                row[index] = verdict
         if self.models:
-            self.rewards.run_combiner(self.completions(scorable), verdicts)
+            self.rewards.run_combiner(self.completions(scorable), verdicts, budget)
         for rollout, row in zip(scorable, verdicts, strict=True):
             self.write(rollout, row)
         if training or self.statistics is None:
@@ -60,9 +66,9 @@ class RolloutScorer:
             raise RewardError(str(error), rollouts) from None
 
     @contextmanager
-    def score_early(self, count: int) -> Iterator[EarlyScoring]:
+    def score_early(self, count: int, budget: TimeoutBudget) -> Iterator[EarlyScoring]:
         """Run reward functions in a thread on rollouts that are added one by one, `count` in all."""
-        early = EarlyScoring(self, count)
+        early = EarlyScoring(self, count, budget)
         try:
             yield early
         except BaseException:
@@ -87,6 +93,12 @@ class RolloutScorer:
             total -= penalty
         rollout.sample.reward = total
 
+    def terms(self, rollout: Rollout) -> tuple[tuple[float, float], ...]:
+        """Return weight and value of each part of a scored rollout's reward, in the same order for all rollouts."""
+        named = zip(self.rewards.names, self.weights, strict=True)
+        own = [(weight, rollout.rewards[name]) for name, weight in named if weight]
+        return (*own, *((1.0, rollout.rewards.get(name, 0.0)) for name in ("environment", "overlong")))
+
     def normalize(self, rollouts: Sequence[Rollout]) -> None:
         """Divide by the deviation of all rewards so far, including these, if asked for; then clip."""
         deviation = 1.0
@@ -98,7 +110,7 @@ class RolloutScorer:
             rollout.sample.reward = max(-self.clip, min(self.clip, reward)) if self.clip else reward
 
     def state(self) -> dict[str, float]:
-        """The running statistics, for a checkpoint."""
+        """Return the running statistics, for a checkpoint."""
         return {} if self.statistics is None else asdict(self.statistics)
 
     def load_state(self, state: dict[str, float]) -> None:
@@ -106,7 +118,7 @@ class RolloutScorer:
             self.statistics = RunningStatistics(**state)
 
     def overlong_penalty(self, tokens: int) -> float:
-        """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): rises from 0 to all of it at the length limit."""
+        """Compute DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), which grows up to the length limit."""
         buffer, penalty, longest = self.overlong
         return penalty * min(1.0, max(0, tokens - (longest - buffer)) / buffer) if buffer else 0.0
 
@@ -154,8 +166,8 @@ class RunningStatistics:
 class EarlyScoring:
     """A thread that runs reward functions on finished rollouts while others are still being generated."""
 
-    def __init__(self, scorer: RolloutScorer, count: int) -> None:
-        self.scorer, self.count = scorer, count
+    def __init__(self, scorer: RolloutScorer, count: int, budget: TimeoutBudget) -> None:
+        self.scorer, self.budget = scorer, budget
         self.batch_size = max(1, min(scorer.rewards.parallel_completions, count // 4))
         self.queue: SimpleQueue[Rollout | None] = SimpleQueue()
         self.error: BaseException | None = None
@@ -186,6 +198,6 @@ class EarlyScoring:
                 raise
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
-        verdicts = self.scorer.rewards.score(self.scorer.completions(rollouts), self.count)
+        verdicts = self.scorer.rewards.score(self.scorer.completions(rollouts), self.budget)
         for rollout, row in zip(rollouts, verdicts, strict=True):
             rollout.early_verdicts = row

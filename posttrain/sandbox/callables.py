@@ -1,7 +1,7 @@
 """Sends Python functions that no file contains, such as those of a notebook cell, to a child process.
 
-The only module that uses cloudpickle. What it loads was written by this very process to the request pipe of its own
-child, and never by anything else.
+The only module that uses cloudpickle, which it imports only for such functions. What it loads was written by this very
+process to the request pipe of its own child, and never by anything else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def file_of(function: Callable[..., Any]) -> str | None:
     return f"{Path(file).absolute()}:{name}"
 
 
-def pack(function: Callable[..., Any]) -> PackedFunction:
+def pack_function(function: Callable[..., Any]) -> PackedFunction:
     """Pack a function; a UsageError if it refers to something that cannot be sent to another process."""
     import cloudpickle
 
@@ -66,7 +66,7 @@ def pack(function: Callable[..., Any]) -> PackedFunction:
     return PackedFunction(name, base64.b64encode(content).decode(), tuple(filter(None, sys.path)), _sources(function))
 
 
-def unpack(packed: dict[str, Any]) -> Callable[..., Any]:
+def unpack_function(packed: dict[str, Any]) -> Callable[..., Any]:
     """Unpack a PackedFunction (as a dictionary) that the parent of this process sent."""
     import cloudpickle
 
@@ -78,7 +78,7 @@ def unpack(packed: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """An identifier: the function's name, or that of the class of a callable object."""
+    """Return an identifier: the function's name, or that of the class of a callable object."""
     if isinstance(function, functools.partial):
         return _name_of(function.func)
     name = getattr(function, "__name__", type(function).__name__)

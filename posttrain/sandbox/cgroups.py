@@ -54,7 +54,7 @@ class ControlGroup:
         """Remove the groups as soon as their processes have ended."""
         until = time.monotonic() + REMOVE_SECONDS
         for folder in self.folders:
-            while not _remove(folder) and time.monotonic() < until:
+            while not _remove_group(folder) and time.monotonic() < until:
                 time.sleep(0.005)
 
 
@@ -66,7 +66,7 @@ def parent_groups() -> tuple[ParentGroup, ...]:
         for group in parent.folder.glob(f"{PREFIX}*"):
             owner = group.name.removeprefix(PREFIX).partition("-")[0]
             if not Path(f"/proc/{owner}").exists():
-                _remove(group)
+                _remove_group(group)
     return found
 
 
@@ -101,7 +101,7 @@ def _enabled_for_children(folder: Path) -> dict[str, str]:
     return {name: f"{name}.max" for name in CONTROLLERS if name in enabled}
 
 
-def _remove(folder: Path) -> bool:
+def _remove_group(folder: Path) -> bool:
     try:
         folder.rmdir()
     except FileNotFoundError:

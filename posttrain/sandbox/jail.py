@@ -62,7 +62,7 @@ def or_report(status: int, step: Callable[..., NoReturn], *arguments: Any) -> No
     """Call a step that does not return; what it raises is written to `status`, and the process ends."""
     try:
         step(*arguments)
-    finally:  # reached only by an exception: no process may go on with half of its limits
+    finally:  # reached only by an exception: no process may continue with only some of its limits
         try:
             error = sys.exc_info()[1]
             os.write(status, f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000])
@@ -70,7 +70,7 @@ def or_report(status: int, step: Callable[..., NoReturn], *arguments: Any) -> No
             os._exit(FAILED)
 
 
-def check(result: int, action: str) -> None:
+def raise_if_failed(result: int, action: str) -> None:
     if result != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{action}: {os.strerror(error)}")
@@ -84,7 +84,7 @@ def outer(settings: dict[str, Any], status: int) -> NoReturn:
     signal.alarm(int(settings["seconds"]) + 2)  # the parent ends it at its deadline, if it can
     try:
         for file in settings["groups"]:
-            write(file, str(os.getpid()))
+            write_file(file, str(os.getpid()))
     except OSError:  # a machine may let us make a control group and not enter it
         settings["watched_memory"] = settings["memory"]
     if settings["mode"] == "unprotected":
@@ -92,7 +92,7 @@ def outer(settings: dict[str, Any], status: int) -> NoReturn:
         start(settings)
     uid = FIRST_FREE_UID + os.getpid()
     if settings["mode"] == "root":
-        check(libc.unshare(CLONE_OTHERS), "unshare")
+        raise_if_failed(libc.unshare(CLONE_OTHERS), "unshare")
     else:
         if os.geteuid() == 0:
             become(uid)
@@ -111,10 +111,10 @@ def enter_user_namespace() -> None:
     """Make all namespaces with the rights of an ordinary user, which has the id 1000 inside."""
     uid, gid = os.geteuid(), os.getegid()
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the files in /proc/self belong to root
-    check(libc.unshare(CLONE_NEWUSER | CLONE_OTHERS), "unshare")
-    write("/proc/self/setgroups", "deny")
-    write("/proc/self/uid_map", f"{INSIDE_UID} {uid} 1")
-    write("/proc/self/gid_map", f"{INSIDE_UID} {gid} 1")
+    raise_if_failed(libc.unshare(CLONE_NEWUSER | CLONE_OTHERS), "unshare")
+    write_file("/proc/self/setgroups", "deny")
+    write_file("/proc/self/uid_map", f"{INSIDE_UID} {uid} 1")
+    write_file("/proc/self/gid_map", f"{INSIDE_UID} {gid} 1")
 
 
 def init(settings: dict[str, Any], status: int, uid: int, alive: int) -> NoReturn:
@@ -141,7 +141,7 @@ def start(settings: dict[str, Any]) -> NoReturn:
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (limit, limit))
     python, program = settings["python"], settings["program"]
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    raise_if_failed(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     filter_system_calls(bytes.fromhex(settings["seccomp"]))
     os.execve(python, [python, "-I", "-B", program], settings["env"])
 
@@ -178,16 +178,16 @@ def build_root(settings: dict[str, Any], uid: int) -> None:
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     libc.mount(b"proc", b"/new/proc", b"proc", flags, b"subset=pid")
     os.makedirs("/new/etc", exist_ok=True)
-    write("/new/etc/passwd", f"sandbox:x:{uid}:{uid}::{FOLDER}:/bin/false\n")
-    write("/new/etc/group", f"sandbox:x:{uid}:\n")
-    write(f"/new{settings['program']}", settings["source"])
-    check(libc.umount2(b"/old", MNT_DETACH), "umount")
+    write_file("/new/etc/passwd", f"sandbox:x:{uid}:{uid}::{FOLDER}:/bin/false\n")
+    write_file("/new/etc/group", f"sandbox:x:{uid}:\n")
+    write_file(f"/new{settings['program']}", settings["source"])
+    raise_if_failed(libc.umount2(b"/old", MNT_DETACH), "umount")
     os.chdir("/new")
     pivot_root(".", ".")
-    check(libc.umount2(b".", MNT_DETACH), "umount")
+    raise_if_failed(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir(FOLDER)
     set_attributes("/", ATTR_RDONLY, 0)
-    check(libc.sethostname(b"sandbox", 7), "sethostname")
+    raise_if_failed(libc.sethostname(b"sandbox", 7), "sethostname")
 
 
 def bind(path: str, attributes: int) -> None:
@@ -197,30 +197,30 @@ def bind(path: str, attributes: int) -> None:
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        write(target, "")
+        write_file(target, "")
     mount(source, target, None, MS_BIND | MS_REC)
     set_attributes(target, attributes, AT_RECURSIVE)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [text.encode() if text is not None else None for text in (source, target, kind, options)]
-    check(libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
+    raise_if_failed(libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
 def set_attributes(path: str, attributes: int, flags: int) -> None:
     values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr: attr_set, attr_clr, propagation, userns_fd
     arguments = (AT_FDCWD, path.encode(), flags, ctypes.byref(values), ctypes.sizeof(values))
-    check(libc.syscall(MOUNT_SETATTR, *arguments), f"mount_setattr {path}")
+    raise_if_failed(libc.syscall(MOUNT_SETATTR, *arguments), f"mount_setattr {path}")
 
 
 def pivot_root(new: str, old: str) -> None:
     machine = os.uname().machine
     if machine not in PIVOT_ROOT:
         raise OSError(f"no isolation on {machine} processors")
-    check(libc.syscall(PIVOT_ROOT[machine], new.encode(), old.encode()), "pivot_root")
+    raise_if_failed(libc.syscall(PIVOT_ROOT[machine], new.encode(), old.encode()), "pivot_root")
 
 
-def write(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     unsent = text.encode("utf-8", "replace")
     while unsent:
@@ -249,8 +249,8 @@ def drop_privileges(uid: int | None) -> None:
     if uid is not None:
         become(uid)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    check(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    raise_if_failed(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+    raise_if_failed(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 class FilterProgram(ctypes.Structure):
@@ -263,14 +263,14 @@ def filter_system_calls(instructions: bytes) -> None:
     """Install a filter that libseccomp compiled; each instruction has 8 bytes."""
     if instructions:
         program = FilterProgram(len(instructions) // 8, instructions)
-        check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp")
+        raise_if_failed(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
 # Processes
 
 
 def die_with_parent() -> None:
-    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+    raise_if_failed(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
 
 
 def is_closed(pipe: int) -> bool:

@@ -17,12 +17,11 @@ import site
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 START_SECONDS = 120.0  # to start a process, or to import a file that may import large libraries
 REPLY_LIMIT = 2**20  # bytes of one reply
@@ -33,6 +32,7 @@ POLL_SECONDS = 0.1  # between checks that the process is still alive
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 KILL_SECONDS = 5.0  # longest wait for killed processes to disappear
 KILL_PAUSE = 0.005  # seconds between checks for that
+REAPER = Path(__file__).with_name("reaper.py")
 MARK = "POSTTRAIN_CHILD"  # environment variable that all descendants of a child inherit
 
 
@@ -48,6 +48,12 @@ class ProcessRetiredError(Exception):
     """The process asks to be replaced, through no fault of the request that it was serving."""
 
 
+class Cancellation(Protocol):
+    """Says whether to stop waiting, as a threading.Event does."""
+
+    def is_set(self) -> bool: ...
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ProcessLimits:
     """What a child process may use."""
@@ -57,7 +63,7 @@ class ProcessLimits:
     env: tuple[str, ...] = ()  # environment variables of this process that the child inherits as well
 
     def request(self) -> dict[str, Any]:
-        """The first request of every child process."""
+        """Return the first request to every child process."""
         limits = {
             "RLIMIT_AS": int(self.memory_gib * 2**30),
             "RLIMIT_CORE": 0,
@@ -70,7 +76,7 @@ class ProcessLimits:
 class ChildProcess:
     """A process that runs `python -m module`; `ask` sends a request and yields its replies."""
 
-    def __init__(self, module: str, limits: ProcessLimits, cancelled: threading.Event) -> None:
+    def __init__(self, module: str, limits: ProcessLimits, cancelled: Cancellation) -> None:
         """`cancelled` ends every wait for a reply with a ProcessDiedError."""
         self.cancelled = cancelled
         self.mark = secrets.token_hex(16)
@@ -82,18 +88,20 @@ class ChildProcess:
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         self.output, output = os.pipe()
+        lifeline, self.lifeline = os.pipe()  # closed on any exit of this process: the reaper then kills all
+        reaper = [sys.executable, "-I", "-S", "-B", str(REAPER), str(lifeline), f"{requests},{replies}"]
         command = [sys.executable, "-P", "-B", "-X", "faulthandler", "-m", module]
         self.process = subprocess.Popen(
-            [*command, str(requests), str(replies)],
+            [*reaper, *command, str(requests), str(replies)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(requests, replies),
+            pass_fds=(requests, replies, lifeline),
             cwd=self.folder,
             env=self._environment(limits),
             start_new_session=True,
         )
-        for theirs in (requests, replies, output):
+        for theirs in (requests, replies, output, lifeline):
             os.close(theirs)
         for ours in (self.requests, self.replies, self.output):
             os.set_blocking(ours, False)
@@ -104,7 +112,7 @@ class ChildProcess:
             raise
 
     def _environment(self, limits: ProcessLimits) -> dict[str, str]:
-        """A clean environment without secrets; one thread per library, as several children share the cores."""
+        """Return a clean environment without secrets; one thread per library, as several children share the cores."""
         package = Path(__file__).parents[2]
         paths = [str(package), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -191,7 +199,7 @@ class ChildProcess:
         return f"the process ended with exit code {code}" + self.output_tail()
 
     def output_tail(self) -> str:
-        """The end of the child's output as a part of an error message; "" if it printed nothing."""
+        """Return the end of the child's output as a part of an error message; "" if it printed nothing."""
         with contextlib.suppress(BlockingIOError):
             while len(more := os.read(self.output, 2**16)) > 0:
                 self.printed = (self.printed + more)[-TAIL:]
@@ -202,9 +210,10 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and all its descendants, and remove its folder."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
+        os.close(self.lifeline)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=KILL_SECONDS)
+        self.process.kill()  # the reaper, which is gone unless it was stopped; the child ends with it
         self.process.wait()
         _kill_marked(self.mark)
         for pipe in (self.requests, self.replies, self.output):
@@ -235,7 +244,7 @@ def _processes() -> Iterator[Path]:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill descendants that left the process group: they still have the mark in their environment."""
+    """Kill descendants that are left if user code killed the reaper: they have the mark in their environment."""
     clean, until = 0, time.monotonic() + KILL_SECONDS
     while clean < 2 and time.monotonic() < until:  # twice: a process that is just being started has no environment yet
         found = False

@@ -12,11 +12,7 @@ import fcntl
 import json
 import os
 import resource
-import select
-import shutil
-import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -24,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.core.errors import UsageError
+from posttrain.core.parent import die_with_parent
 
 REASON_LIMIT = 3000  # characters
 FIRST_DESCRIPTOR = 200  # the pipes are moved up here, away from numbers that user code may write to or close
@@ -94,8 +91,8 @@ class RequestLoop:
                 resource.setrlimit(kind, (limit, limit))
 
     def run(self) -> None:
-        """Serve requests; never returns: the process ends with the requests."""
-        threading.Thread(target=self._watch_parent, daemon=True).start()
+        """Serve requests until there are no more; then the process ends, and its reaper kills what it has started."""
+        die_with_parent(os.getppid())  # the reaper
         lines = os.fdopen(self.requests, "rb", closefd=False)
         while line := lines.readline():
             self._restore_folder()
@@ -108,25 +105,13 @@ class RequestLoop:
             else:
                 self.serve(request)
             self.reply({"done": True})
-        self._exit()
+        os._exit(0)  # threads of user code may be left
 
     def _load(self, request: dict[str, Any]) -> None:
         with CatchAll() as caught:
             self.reply(self.load(request))
         if caught.error is not None:
             self.reply({"error": caught.text})
-
-    def _watch_parent(self) -> None:
-        """End this process when its parent is gone, as nothing else would end user code that hangs."""
-        poll = select.poll()
-        poll.register(self.requests, 0)  # only the hang-up
-        poll.poll()
-        self._exit()
-
-    def _exit(self) -> None:
-        """Remove the folder and kill the process group: the parent, which would do so, is gone."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
 
     def _restore_folder(self) -> None:
         """Return to the working directory: user code may have changed or removed it."""

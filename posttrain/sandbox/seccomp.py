@@ -79,7 +79,7 @@ def equal(argument: int, value: int) -> ArgumentCondition:
 @cache
 def compile_filter() -> bytes:
     """Return the filter as instructions for the kernel; an OSError if libseccomp is not installed."""
-    library = _library()
+    library = _libseccomp()
     context = library.seccomp_init(ACT_ERRNO | errno.ENOSYS)
     if not context:
         raise OSError("libseccomp: seccomp_init failed")
@@ -99,7 +99,7 @@ def compile_filter() -> bytes:
         library.seccomp_release(context)
 
 
-def _library() -> ctypes.CDLL:
+def _libseccomp() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:

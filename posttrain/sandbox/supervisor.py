@@ -10,12 +10,15 @@ supervisor.stop()                              # the next request starts a new p
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from posttrain.core.errors import UsageError
+from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.sandbox.process import (
     START_SECONDS,
+    Cancellation,
     ChildProcess,
     ProcessDiedError,
     ProcessLimits,
@@ -23,11 +26,45 @@ from posttrain.sandbox.process import (
     ProcessTimeoutError,
 )
 
+STOP_SECONDS = 2.0  # that work which cannot be repeated with the same result may go on after a stop was requested
+
+
+class RunStoppedError(PosttrainError):
+    """Waiting for child processes was ended because the run was asked to stop; their work can be repeated."""
+
+
+class StopFlag:
+    """Ends all waiting for child processes: after an interrupt, or after a stop of the run was requested."""
+
+    def __init__(self) -> None:
+        self.interrupted = threading.Event()
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.started = 0.0  # when the work in progress began
+        self.seconds: float | None = None  # that it may take if a stop is requested; None: nothing is in progress
+
+    @contextmanager
+    def work(self, seconds: float) -> Iterator[None]:
+        """Mark work: once a stop is requested, it ends when it has taken `seconds`; 0: at once."""
+        self.started, self.seconds = time.monotonic(), seconds
+        try:
+            yield
+        except BaseException:
+            self.interrupted.set()  # other threads must not go on waiting
+            raise
+        finally:
+            self.seconds = None
+
+    def is_set(self) -> bool:
+        if self.interrupted.is_set():
+            return True
+        seconds = self.seconds
+        return seconds is not None and self.stop_requested() and time.monotonic() - self.started >= seconds
+
 
 class ProcessSupervisor:
     """Starts a child process when it is needed, loads code into it, sends requests, and kills it on `stop`."""
 
-    def __init__(self, module: str, limits: ProcessLimits, cancelled: threading.Event) -> None:
+    def __init__(self, module: str, limits: ProcessLimits, cancelled: Cancellation) -> None:
         """`module` is run by `python -m` and contains a RequestLoop; `cancelled` ends all waiting."""
         self.module, self.limits, self.cancelled = module, limits, cancelled
         self.process: ChildProcess | None = None
@@ -73,7 +110,7 @@ class ProcessSupervisor:
                     raise ProcessRetiredError
                 yield reply
         except ProcessTimeoutError:
-            message = f"no result within {self.limits.seconds:g} s{process.output_tail()}"
+            message = f"no result within {self.limits.seconds:g} s (timeout_seconds){process.output_tail()}"
             raise ProcessTimeoutError(message) from None
 
     def stop(self) -> None:

@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI-compatible completions, and the scores of a reward model."""

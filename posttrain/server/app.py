@@ -1,4 +1,4 @@
-"""A model behind HTTP: paths, who may send requests, and how the server starts and ends."""
+"""The HTTP server: routes, authorisation of clients, start and shutdown."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ class ServeOptions:
 
 
 class Service(Protocol):
-    """What is served: paths of its own, and a thread that does the work for them."""
+    """What is served: its routes, and a thread that computes the responses."""
 
     name: str
+    names: tuple[str, ...]  # of the model and of its adapters
     routes: dict[str, Handler]
 
     def start(self) -> asyncio.Future[None]: ...
@@ -90,18 +91,24 @@ class Service(Protocol):
 
 
 class ApiServer:
-    """Serves a service's paths and those that every service has, to clients that may enter."""
+    """Serves the paths of a service and those that every service has, to clients that are authorised."""
 
     def __init__(self, service: Service, options: ServeOptions, metrics: ServerMetrics) -> None:
         self.service, self.options, self.metrics = service, options, metrics
         self.started, self.created = time.monotonic(), int(time.time())
         pages: dict[str, Callable[[HttpRequest], Response]] = {
             HEALTH: lambda _: JSONResponse({"status": "ok"}),
-            "/v1/models": lambda _: JSONResponse({"object": "list", "data": [self.model()]}),
+            "/v1/models": lambda _: JSONResponse({"object": "list", "data": list(map(self.model, service.names))}),
             "/v1/models/{name:path}": self.model_page,
             "/metrics": self.metrics_page,
         }
-        self.paths = [*service.routes, HEALTH, "/v1/models", f"/v1/models/{service.name}", "/metrics"]
+        self.paths = [
+            *service.routes,
+            HEALTH,
+            "/v1/models",
+            *(f"/v1/models/{name}" for name in service.names),
+            "/metrics",
+        ]
         routes = [Route(path, as_handler(page), methods=["GET"]) for path, page in pages.items()]
         routes += [Route(path, json_only(handler), methods=["POST"]) for path, handler in service.routes.items()]
         app = Starlette(
@@ -130,16 +137,16 @@ class ApiServer:
         given = headers.get(b"authorization", b"")
         if not hmac.compare_digest(given, f"Bearer {token}".encode()):
             self.count(path, 401)
-            what = "the token is wrong" if given else "a token is needed: Authorization: Bearer ..."
+            what = "the token is wrong" if given else "a token is required: Authorization: Bearer ..."
             raise ApiError(401, what, code="invalid_api_key")
 
-    def model(self) -> dict[str, Any]:
-        return {"id": self.service.name, "object": "model", "created": self.created, "owned_by": "posttrain"}
+    def model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "posttrain"}
 
     def model_page(self, request: HttpRequest) -> Response:
-        if request.path_params["name"] != self.service.name:
+        if request.path_params["name"] not in self.service.names:
             raise HTTPException(404)
-        return JSONResponse(self.model())
+        return JSONResponse(self.model(request.path_params["name"]))
 
     def metrics_page(self, _: HttpRequest) -> Response:
         gauges = {
@@ -151,18 +158,20 @@ class ApiServer:
         return PlainTextResponse(self.metrics.page(gauges), media_type="text/plain; version=0.0.4")
 
     async def http_error(self, request: HttpRequest, error: Exception) -> Response:
-        """What Starlette's router raises: no such path, or another method."""
+        """Respond to what Starlette's router raises: an unknown path, or another method."""
         assert isinstance(error, HTTPException)
         path = str(request.scope["path"])
         if error.status_code == 405:
             method = "POST" if path in self.service.routes else "GET"
             return ApiError(405, f"{path} accepts {method} only").response()
         there = ", ".join(self.paths)
-        return ApiError(404, f"there is no {path[:80]} here; there are {there}", code="unknown_url").response()
+        return ApiError(404, f"unknown path {path[:80]}; this server has {there}", code="unknown_url").response()
 
     async def run(self, ready: Callable[[str], None], warn: Callable[[str], None]) -> int:
-        """Serve until a signal, or the engine's end. Return the exit code: 0 after SIGTERM if every request under way
-        was completed."""
+        """Serve until a signal arrives or the engine ends; return the exit code.
+
+        It is 0 after SIGTERM if every request in progress was completed, 143 if not, and 130 after Ctrl-C.
+        """
         options, loop = self.options, asyncio.get_running_loop()
         signals: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
@@ -182,9 +191,9 @@ class ApiServer:
             await either(engine, first)
             under_way = self.http.under_way()
             if signals and under_way:
-                warn(f"finishing {requests(under_way)} under way; a second signal stops at once")
+                warn(f"finishing {requests(under_way)} in progress; a second signal stops at once")
             self.http.should_exit = True
-            # After the engine's failure, those who wait are sent an error and nothing else is under way.
+            # If the engine has failed, waiting requests get an error and nothing else is in progress.
             await either(serving, second, options.drain_seconds if signals else 1.0)
             cut_off = self.http.cut_off()
             await asyncio.wait((serving,), timeout=CUT_OFF_SECONDS)
@@ -195,7 +204,7 @@ class ApiServer:
                 loop.remove_signal_handler(number)
         engine.result()
         if cut_off:
-            warn(f"cut off: {requests(cut_off)}")
+            warn(f"{requests(cut_off)} cut off before the end of the response")
         return 130 if signal.SIGINT in signals else 143 if cut_off or second.is_set() else 0
 
 
@@ -228,7 +237,7 @@ class HttpServer(uvicorn.Server):
         return [found for found in self.server_state.connections if isinstance(found, LimitedProtocol)]
 
     def under_way(self) -> int:
-        """Requests whose response is not complete."""
+        """Count the requests whose response is not complete."""
         return sum(connection.under_way for connection in self.connections())
 
     def cut_off(self) -> int:
@@ -243,7 +252,7 @@ class RequestLifetime:
     """ASGI middleware: reads the whole body, then runs the handler, and cancels it when the client disconnects."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
-        """`count` is given the path and status of every request; 499 where the client left before the response."""
+        """`count` is called with path and status of every request; 499 if the client left before the response."""
         self.app, self.count = app, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,7 +292,7 @@ class RequestLifetime:
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """None when the client has disconnected. The size was checked before (http_limits)."""
+    """Read the whole body; None if the client has disconnected. Its size was checked before (http_limits)."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -319,7 +328,7 @@ def as_handler(page: Callable[[HttpRequest], Response]) -> Handler:
 def json_only(handler: Handler) -> Handler:
     async def handle(request: HttpRequest) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no page of another site can send from a browser
+        if kind != "application/json":  # a web page of another site cannot send this type without a CORS preflight
             raise ApiError(415, f"send Content-Type: application/json, not {kind[:80] or 'none'}")
         return await handler(request)
 

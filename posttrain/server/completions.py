@@ -8,13 +8,16 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from posttrain.core.types import Ints
+from posttrain.data.encoding.tool_formats import MessageDelta
 from posttrain.engines.base import GenerationRequest, seed_for
+from posttrain.engines.grammar import GrammarCompiler, GrammarConstraint
 from posttrain.inference.model import InferenceModel
 from posttrain.server.app import EventStream, Handler
 from posttrain.server.engine_thread import EngineThread, PendingCompletion
@@ -34,10 +37,9 @@ from posttrain.server.protocol import (
 )
 
 PROMPT_THREADS = 2  # so that one slow prompt does not hold up all others
-# Seconds between two events of a stream, and events per second of all streams: nobody reads faster, and each event
-# takes time from the engine.
-STREAM_SECONDS = (0.05, 0.25)
-STREAM_EVENTS = 500
+# Events of a stream are sent no faster than people read, since each takes time from the engine.
+STREAM_SECONDS = (0.05, 0.25)  # shortest and longest time between two events of a stream
+STREAM_EVENTS = 500  # events per second of all streams together, above which the time grows
 METRICS = {
     "prompt_tokens_total": "Tokens of accepted prompts.",
     "generated_tokens_total": "Generated tokens, those of dropped completions included.",
@@ -47,6 +49,8 @@ METRICS = {
     "running": "Completions that are being generated.",
     "waiting": "Completions that wait for a slot.",
     "slots": "Completions that can be generated at once.",
+    "prompt_tokens_reused_total": "Tokens of prompts whose keys and values were found in the KV cache.",
+    "preemptions_total": "Completions that were interrupted and computed again because the KV cache was full.",
     "engine_steps_total": "Steps of the engine: a prompt is computed, or one token of every running completion.",
 }
 
@@ -67,6 +71,7 @@ class CompletionService:
     ) -> None:
         """`max_tokens` of a completion, `max_length` of prompt and completion; `queue`: completions that may wait."""
         self.model, self.name, self.queue, self.seconds, self.metrics = model, name, queue, seconds, metrics
+        self.names = (name, *model.adapters)
         max_length = min(max_length, model.context or max_length)
         max_tokens = min(max_tokens, max_length - 1)
         # A tokenizer is not thread-safe: the engine's thread has a copy, this one another, each prompt thread its own.
@@ -74,9 +79,10 @@ class CompletionService:
         self.tokenizer: Any = copy.deepcopy(model.tokenizer)
         self.token_texts = TokenTexts(self.tokenizer)
         self.engine = EngineThread(model.engine, max_length=max_length, max_tokens=max_tokens)
+        grammars = GrammarCompiler(self.tokenizer, model.encoder.vocab_size, model.stop_ids)
         self.prompts = PromptThreads(
             [
-                PromptReader(model, name=name, max_tokens=max_tokens, max_length=max_length)
+                PromptReader(model, name=name, max_tokens=max_tokens, max_length=max_length, grammars=grammars)
                 for _ in range(PROMPT_THREADS)
             ]
         )
@@ -99,11 +105,13 @@ class CompletionService:
             "running": engine.running,
             "waiting": max(0, len(engine.open) - engine.running),
             "slots": engine.slots,
+            "prompt_tokens_reused_total": engine.reused_tokens,
+            "preemptions_total": engine.preemptions,
             "engine_steps_total": engine.steps,
         }
 
     def event_interval(self) -> float:
-        """Seconds from one event of a stream to the next."""
+        """Return the seconds from one event of a stream to the next."""
         shortest, longest = STREAM_SECONDS
         return max(shortest, min(longest, len(self.engine.open) / STREAM_EVENTS))
 
@@ -128,7 +136,9 @@ class CompletionService:
     def check_queue(self, count: int) -> None:
         room = (self.engine.slots or self.model.engine.max_slots) + self.queue
         if count > room:
-            raise ApiError(400, f"{count} completions at once; this server has room for {room}", param="n")
+            raise ApiError(
+                400, f"the request asks for {count} completions; this server accepts {room} at a time", param="n"
+            )
         if len(self.engine.open) + count > room:
             message = f"{len(self.engine.open)} completions are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
@@ -140,12 +150,22 @@ class CompletionService:
 def pending_completions(request: CompletionRequest, prompts: Sequence[Ints]) -> list[PendingCompletion]:
     changed = asyncio.Event()
     seed = secrets.randbits(63) if request.seed is None else request.seed
+    sampling = replace(request.sampling, stop_texts=(*request.sampling.stop_texts, *request.end_texts))
     return [
         PendingCompletion(
-            GenerationRequest(prompt=prompt, seed=seed_for(seed, place, k), top_logprobs=request.top_logprobs),
-            request.sampling,
+            GenerationRequest(
+                prompt=prompt,
+                seed=seed_for(seed, place, k),
+                top_logprobs=request.top_logprobs,
+                adapter=request.adapter,
+                reuse_prefix=True,
+                constraint=None if request.constraint is None else request.constraint.copy(),
+            ),
+            sampling,
             changed,
             streamed=request.stream,
+            prompt_top=request.top_logprobs if request.echo and request.logprobs else None,
+            generate=request.generate,
         )
         for place, prompt in enumerate(prompts)
         for k in range(request.n)
@@ -165,15 +185,13 @@ class CompletionResponse:
     ) -> None:
         self.service, self.request, self.completions = service, request, completions
         self.prompt_tokens, self.started = prompt_tokens, started
-        self.format = ResponseFormat(request.chat, service.name)
+        format = request.parsing.tools
+        self.format = ResponseFormat(request.chat, request.adapter or service.name, format.id_length if format else 0)
         self.changed = completions[0].changed
         self.closed = self.expired = False
         left = started + service.seconds - time.monotonic()
         self.timer = asyncio.get_running_loop().call_later(left, self.expire)
-        token_texts = service.token_texts if request.logprobs else None
-        self.outputs = [
-            OutputText(service.tokenizer, c.sampling.stop_texts, c.sampling.stop_ids, token_texts) for c in completions
-        ]
+        self.outputs = [ChoiceOutput(service, request, completion) for completion in completions]
 
     async def wait(self) -> None:
         """Wait until there is something new."""
@@ -189,26 +207,26 @@ class CompletionResponse:
         self.changed.set()
 
     async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Wait for all completions and return the response as one JSON object."""
         try:
             while not all(completion.finish for completion in self.completions):
                 await self.wait()
         finally:
             self.close()
         choices = []
-        for index, (completion, output) in enumerate(zip(self.completions, self.outputs, strict=True)):
-            text, logprobs = output.add(completion.tokens, completion.logprobs, completion.top_logprobs)
-            rest, last = output.finish()
-            shown = logprobs + last if self.request.logprobs else None
-            choices.append(self.format.choice(index, text + rest, shown, finish_of(completion, output)))
+        for index, output in enumerate(self.outputs):
+            text, logprobs = output.whole()
+            shown = logprobs if self.request.logprobs else None
+            choices.append(self.format.choice(index, text, shown, output.finish_reason, output.seed))
         return self.format.wrap(choices, usage=self.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Parts of all completions as they are generated; several tokens in one, where the model is fast."""
+        """Yield parts of all completions as they are generated; a part has several tokens if the model is fast."""
         sent = [0] * len(self.completions)  # tokens of each
         ended = [False] * len(self.completions)
         try:
-            yield b"".join(self.chunk(index, "", [], None, first=True) for index in range(len(self.completions)))
+            start = MessageDelta() if self.request.chat else ""
+            yield b"".join(self.chunk(index, start, [], None, first=True) for index in range(len(self.completions)))
             while not all(ended):
                 await self.wait()
                 if not any(sent):
@@ -230,8 +248,10 @@ class CompletionResponse:
     def add_chunks(self, index: int, completion: PendingCompletion, sent: int, chunks: list[bytes]) -> tuple[int, bool]:
         """Append what is new of one completion; return (tokens sent so far, whether it has ended)."""
         output, count = self.outputs[index], len(completion.tokens)
+        if completion.prompt_top is not None and completion.prompt_logprobs is None:
+            return sent, False  # its prompt comes first
         new = slice(sent, count)
-        text, logprobs = output.add(completion.tokens[new], completion.logprobs[new], completion.top_logprobs[new])
+        text, logprobs = output.add(new)
         completion.due = asyncio.get_running_loop().time() + self.service.event_interval()
         if text or logprobs:
             chunks.append(self.chunk(index, text, logprobs, None))
@@ -241,20 +261,29 @@ class CompletionResponse:
                 completion.finish = "stop"
                 self.service.engine.cancel([completion])
             rest, last = output.finish()
-            chunks.append(self.chunk(index, rest, last, finish_of(completion, output)))
+            chunks.append(self.chunk(index, rest, last, output.finish_reason))
         return count, ended
 
     def chunk(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: str | None, *, first: bool = False
+        self,
+        index: int,
+        text: str | MessageDelta,
+        logprobs: Sequence[TokenLogprob],
+        finish: str | None,
+        *,
+        first: bool = False,
     ) -> bytes:
-        choice = self.format.delta(index, text, logprobs if self.request.logprobs else None, finish, first)
+        output = self.outputs[index]
+        before = output.calls - (len(text.calls) if isinstance(text, MessageDelta) else 0)
+        shown = logprobs if self.request.logprobs else None
+        choice = self.format.delta(index, text, shown, finish, first=first, seed=output.seed, calls_before=before)
         return event(self.format.wrap([choice], chunk=True))
 
     def usage(self) -> dict[str, int]:
         return usage_of(self.prompt_tokens, sum(len(completion.tokens) for completion in self.completions))
 
     def close(self) -> None:
-        """Stop what is not finished, because the client has gone or the time is over, and count the rest."""
+        """Cancel what is not finished, because the client disconnected or the time is over, and count the metrics."""
         if self.closed:
             return
         self.closed = True
@@ -267,5 +296,79 @@ class CompletionResponse:
             metrics.count("completions_total", finish=completion.finish or "dropped")
 
 
-def finish_of(completion: PendingCompletion, output: OutputText) -> str:
-    return "stop" if output.stopped else completion.finish
+class ChoiceOutput:
+    """One completion as a client reads it: a message, or the text of /v1/completions, with log-probabilities."""
+
+    def __init__(self, service: CompletionService, request: CompletionRequest, completion: PendingCompletion) -> None:
+        self.service, self.request, self.completion = service, request, completion
+        self.seed = completion.request.seed
+        self.text = self.output_text(request.sampling.stop_texts, request.sampling.stop_ids)
+        self.parser = request.parsing.parser() if request.chat else None
+        self.calls = 0  # tool calls so far
+        self.offset = 0  # characters of the prompt, if the text begins with it
+        self.echoed = not request.echo
+
+    def output_text(self, stop_texts: Sequence[str], stop_ids: Sequence[int]) -> OutputText:
+        token_texts = self.service.token_texts if self.request.logprobs else None
+        return OutputText(self.service.tokenizer, stop_texts, stop_ids, token_texts, self.request.parsing.marks)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text is complete."""
+        return self.text.stopped
+
+    @property
+    def finish_reason(self) -> str:
+        finish = "stop" if self.stopped else self.completion.finish
+        return "tool_calls" if self.calls and finish == "stop" else finish
+
+    def add(self, new: slice) -> tuple[str | MessageDelta, list[TokenLogprob]]:
+        """Return the text or message parts that are certain with these new tokens, and the tokens of the text."""
+        completion = self.completion
+        text, tokens = self.text.add(completion.tokens[new], completion.logprobs[new], completion.top_logprobs[new])
+        if not self.echoed:
+            return self.with_prompt(text, tokens)
+        return self.parsed(text), self.shifted(tokens)
+
+    def finish(self) -> tuple[str | MessageDelta, list[TokenLogprob]]:
+        """Return the rest; raises ApiError if the grammar was not kept."""
+        constraint = self.completion.request.constraint
+        if isinstance(constraint, GrammarConstraint) and constraint.error:
+            where = "tools" if self.request.output.schema is None else "response_format"
+            raise ApiError(400, f"{where}: the grammar could not be followed: {constraint.error}", param=where)
+        text, tokens = self.text.finish()
+        delta = self.parsed(text)
+        if self.parser is not None and isinstance(delta, MessageDelta):
+            rest = self.parser.finish()
+            self.calls += len(rest.calls)
+            delta = delta + rest
+        return delta, self.shifted(tokens)
+
+    def whole(self) -> tuple[str | MessageDelta, list[TokenLogprob]]:
+        (text, tokens), (rest, last) = self.add(slice(None)), self.finish()
+        if isinstance(text, str) or isinstance(rest, str):
+            return str(text) + str(rest), tokens + last
+        return text + rest, tokens + last
+
+    def parsed(self, text: str) -> str | MessageDelta:
+        if self.parser is None:
+            return text
+        delta = self.parser.add(text)
+        self.calls += len(delta.calls)
+        return delta
+
+    def shifted(self, tokens: list[TokenLogprob]) -> list[TokenLogprob]:
+        for token in tokens:
+            token.start += self.offset
+        return tokens
+
+    def with_prompt(self, text: str, tokens: list[TokenLogprob]) -> tuple[str, list[TokenLogprob]]:
+        """Put the prompt before the text; special tokens in it have log-probabilities and no text."""
+        self.echoed = True
+        prompt = self.completion.request.prompt.tolist()
+        logprobs, likeliest = self.completion.prompt_logprobs or ([], [])
+        echo = self.output_text((), ())
+        shown, prompt_tokens = echo.add(prompt, [None, *logprobs], [[], *likeliest])
+        rest, last = echo.finish()
+        self.offset = len(shown + rest)
+        return shown + rest + text, prompt_tokens + last + self.shifted(tokens)

@@ -1,20 +1,22 @@
-"""The one thread that runs the engine. An event loop submits and cancels completions; tokens come back to it."""
+"""The thread that runs the engine. The event loop submits and cancels completions and receives their tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.core.types import Sample
+from posttrain.core.types import Ints, Sample
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.sampling import TopLogprobs
 from posttrain.engines.scheduler import ActiveRequest, BatchScheduler
+from posttrain.nn.forward import next_token_logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +31,15 @@ class PendingCompletion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish: str = ""  # stop or length when it has ended; error when the engine failed
+    prompt_top: int | None = None  # log-probabilities of the prompt are wanted, with this many of the likeliest tokens
+    generate: bool = True  # without it the prompt's log-probabilities are all
+    prompt_logprobs: PromptLogprobs | None = None
     due: float = 0.0  # before this time of the event loop's clock, more tokens alone do not set `changed`
     number: int = -1  # in the engine's scheduler; belongs to the engine's thread
 
 
+PromptLogprobs = tuple[list[float], list[TopLogprobs]]
+"""Of all tokens of a prompt but the first: log-probabilities, and the likeliest tokens."""
 Update = tuple[PendingCompletion, list[int], list[float], list[TopLogprobs], str]
 """New tokens of a completion with their log-probabilities, and how it ended if it did."""
 
@@ -47,12 +54,15 @@ class EngineThread:
         self.steps = 0
         self.running = 0  # completions in the engine's slots after the last step
         self.slots = 0
+        self.reused_tokens = self.preemptions = 0  # since the start
         self.condition = threading.Condition()
         self.submitted: list[PendingCompletion] = []
         self.cancelled: list[PendingCompletion] = []
         self.closing = False
         self.by_number: dict[int, PendingCompletion] = {}  # from here on state of the engine's thread
         self.in_engine: dict[int, ActiveRequest] = {}
+        self.unscored: deque[PendingCompletion] = deque()  # their prompts' log-probabilities are computed first
+        self.last_scored: tuple[Ints, int, PromptLogprobs] | None = None
         self.updates: list[Update] = []
 
     def start(self) -> asyncio.Future[None]:
@@ -86,7 +96,7 @@ class EngineThread:
             self.condition.notify()
 
     def fail_open(self) -> None:
-        """The thread has ended: nothing more will be generated."""
+        """Mark all open completions as failed, after the engine's thread has ended."""
         for completion in self.open:
             completion.finish = "error"
             completion.changed.set()
@@ -111,27 +121,50 @@ class EngineThread:
             scheduler = self.engine.open_scheduler(self.max_length, self.max_tokens, self.on_token)
             self.slots = scheduler.cache.slots
             while self.exchange(scheduler):
+                if self.unscored:
+                    self.score_prompt(scheduler)
                 self.steps += scheduler.busy
                 ended = scheduler.step() if scheduler.busy else {}
                 self.running = len(scheduler.active)
+                self.reused_tokens, self.preemptions = scheduler.reused_tokens, scheduler.preemptions
                 self.send_updates(ended)
         self.engine.sleep()
 
     def exchange(self, scheduler: BatchScheduler) -> bool:
-        """Pass submitted and cancelled completions to the scheduler; wait if it has nothing to do. False: the end."""
+        """Pass submitted and cancelled completions to the scheduler; wait if it is idle. Return False after `close`."""
         with self.condition:
-            while not (self.submitted or self.cancelled or scheduler.busy or self.closing):
+            while not (self.submitted or self.cancelled or scheduler.busy or self.unscored or self.closing):
                 self.condition.wait()
             submitted, self.submitted = self.submitted, []
             cancelled, self.cancelled = self.cancelled, []
         for completion in submitted:
-            completion.number = scheduler.submit(completion.request, completion.sampling)
-            self.by_number[completion.number] = completion
+            if completion.prompt_top is None:
+                self.begin(scheduler, completion)
+            else:
+                self.unscored.append(completion)
         for completion in cancelled:
+            if completion in self.unscored:
+                self.unscored.remove(completion)
             scheduler.cancel(completion.number)
             self.by_number.pop(completion.number, None)
             self.in_engine.pop(completion.number, None)
         return not self.closing
+
+    def begin(self, scheduler: BatchScheduler, completion: PendingCompletion) -> None:
+        completion.number = scheduler.submit(completion.request, completion.sampling)
+        self.by_number[completion.number] = completion
+
+    def score_prompt(self, scheduler: BatchScheduler) -> None:
+        """Compute the log-probabilities of one prompt, and let its completion begin; others go on in between."""
+        completion = self.unscored.popleft()
+        prompt, top = completion.request.prompt, completion.prompt_top or 0
+        if self.last_scored is None or self.last_scored[0] is not prompt or self.last_scored[1] != top:
+            self.last_scored = (prompt, top, next_token_logprobs(self.engine.runner, prompt, top))
+        self.loop.call_soon_threadsafe(setattr, completion, "prompt_logprobs", self.last_scored[2])
+        if completion.generate:
+            self.begin(scheduler, completion)
+        else:
+            self.updates.append((completion, [], [], [], "length"))
 
     def on_token(self, active: ActiveRequest) -> None:
         completion = self.by_number[active.index]

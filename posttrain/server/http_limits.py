@@ -30,7 +30,7 @@ from posttrain.server.errors import ApiError
 
 HEAD_BYTES = 32 * 2**10  # request line and headers
 MAX_CONNECTIONS = 1024
-HEALTH_CONNECTIONS = 64  # beyond the limit, for /health alone: an overloaded server still says that it is alive
+HEALTH_CONNECTIONS = 64  # beyond the limit, for /health alone: an overloaded server still reports that it is alive
 BACKLOG = 512  # connections that the kernel keeps until they are accepted, which may happen all at once
 OTHER_FILES = BACKLOG + 128  # descriptors that the process needs besides connections
 READ_SECONDS = 30.0  # for a request to arrive, from its first byte
@@ -51,11 +51,11 @@ class HttpLimits:
 
     max_body: int  # bytes
     request_seconds: float  # from a complete request to the end of its response; a client that does not read is cut off
-    admit: Callable[[str, Headers], None]  # raises ApiError for a path and headers that may not enter
+    admit: Callable[[str, Headers], None]  # raises ApiError for a path and headers that are not allowed
     max_connections: int = 0  # 0: MAX_CONNECTIONS, or as many as the process may open files for
     open: set[LimitedProtocol] = field(default_factory=set)
     waiting: dict[LimitedProtocol, None] = field(default_factory=dict)
-    """Connections without a complete request, those first that have waited longest: they are closed to make room."""
+    """Connections without a complete request, the longest waiting first; they are closed to make room for new ones."""
 
     def __post_init__(self) -> None:
         self.max_connections = self.max_connections or connections_for_files()
@@ -72,7 +72,7 @@ class HttpLimits:
         connection.transport.abort()
 
     def protocol(self, **uvicorn_arguments: Any) -> LimitedProtocol:
-        """Stands for uvicorn's protocol class (`Config.http`)."""
+        """Create the protocol of a connection; uvicorn calls this in place of a class (`Config.http`)."""
         return LimitedProtocol(self, **uvicorn_arguments)
 
 
@@ -187,7 +187,7 @@ class LimitedProtocol(H11Protocol):
             self.refuse(error)
 
     def check_request(self, request: h11.Request) -> None:
-        """Called for every head that h11 has read, before the application hears of it."""
+        """Check a request whose head h11 has parsed, before the application receives it."""
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         headers = dict(request.headers)
         if path != HEALTH and self.limits.overfull > 0:

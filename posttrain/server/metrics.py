@@ -30,7 +30,7 @@ class ServerMetrics:
         sums[-1] += seconds
 
     def page(self, gauges: dict[str, float]) -> str:
-        """`gauges`: current values, which are kept elsewhere."""
+        """Return all metrics in Prometheus' text format; `gauges`: current values, which are kept elsewhere."""
         lines: list[str] = []
         for name, meaning in self.meanings.items():
             full = f"posttrain_{name}"

@@ -44,7 +44,7 @@ def decoder_name(tokenizer: Any) -> str:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The letters with which byte-level tokenizers write bytes: printable ones stand for themselves."""
+    """Return the byte that each letter of a byte-level tokenizer stands for; printable bytes stand for themselves."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -58,10 +58,16 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: Any, stop_texts: Sequence[str], stop_ids: Sequence[int], token_texts: TokenTexts | None
+        self,
+        tokenizer: Any,
+        stop_texts: Sequence[str],
+        stop_ids: Sequence[int],
+        token_texts: TokenTexts | None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`token_texts`: for log-probabilities; without it there are none."""
-        self.stream, self.stop_texts, self.token_texts = TextStream(tokenizer), stop_texts, token_texts
+        """`token_texts`: for log-probabilities, without it there are none; `shown`: special tokens in the text."""
+        self.stream, self.stop_texts, self.token_texts = TextStream(tokenizer, shown), stop_texts, token_texts
+        self.shown = {str(tokenizer.decode([token])) for token in shown}
         self.stop_ids = frozenset(stop_ids)
         self.held = ""  # text that may be the beginning of a stop text
         self.decoded = 0  # characters that came out of tokens
@@ -71,7 +77,7 @@ class OutputText:
         self.stopped = False  # a stop text is complete
 
     def add(
-        self, tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs]
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], top_logprobs: Sequence[TopLogprobs]
     ) -> tuple[str, list[TokenLogprob]]:
         """Return the text that is certain now, and its tokens."""
         visible = [token for token in tokens if token not in self.stop_ids]
@@ -89,12 +95,12 @@ class OutputText:
         return self.release(text), self.released_tokens()
 
     def place_tokens(self, text: str) -> str:
-        """This text has come out of the tokens without text: find where each one's begins. Return the text."""
+        """Find where the text of each token in `without_text` begins, now that they decode to `text`; return `text`."""
         self.decoded += len(text)
         if text:
             end = len(text)
             for token in reversed(self.without_text):
-                own = "" if token.text.special else token.text.text
+                own = "" if token.text.special and token.text.text not in self.shown else token.text.text
                 if not text[:end].endswith(own):  # a character of several tokens begins with the first
                     break
                 end -= len(own)
@@ -104,7 +110,7 @@ class OutputText:
         return text
 
     def finish(self) -> tuple[str, list[TokenLogprob]]:
-        """Return the rest."""
+        """Return the rest of the text and its tokens."""
         text = self.release(self.place_tokens(self.stream.finish()))
         if not self.stopped:
             text, self.held = text + self.held, ""
@@ -129,7 +135,7 @@ class OutputText:
         return text[:end]
 
     def released_tokens(self) -> list[TokenLogprob]:
-        """Those whose text has begun to be returned."""
+        """Return the tokens whose text has begun to be returned, and forget them."""
         ready = [token for token in self.with_held_text if token.start < self.returned]
         self.with_held_text = self.with_held_text[len(ready) :]
         return ready

@@ -1,4 +1,4 @@
-"""From a request's body to token ids, in a few threads: each has a tokenizer of its own, which is not thread-safe."""
+"""Turns a request's body into token ids, in a few threads. Tokenizers are not thread-safe, so each has its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Ints
 from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.encoding.tokens import whole_tokens
+from posttrain.data.encoding.tool_formats import (
+    FORMATS,
+    THINK,
+    format_of,
+    message_grammar,
+    without_dropped_reasoning,
+    writes_reasoning,
+)
+from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel, encode_conversation
 from posttrain.server.errors import ApiError
-from posttrain.server.protocol import CompletionRequest, read_json
+from posttrain.server.protocol import CompletionRequest, ParseOptions, parse_body
 
-FORGET_AFTER = 10_000  # conversations, whose shapes the encoder remembers until then
+PROMPT_END = 8  # tokens of the prompt's end, in which <think> is looked for
+FORGET_AFTER = 10_000  # conversations after which the encoder's cache of message shapes is dropped
 
 Parse = Callable[[dict[str, Any]], CompletionRequest]
 Prompts = tuple[CompletionRequest, list[Ints]]
@@ -30,26 +41,49 @@ Prompts = tuple[CompletionRequest, list[Ints]]
 class PromptReader:
     """Reads and checks one body after another."""
 
-    def __init__(self, model: InferenceModel, *, name: str, max_tokens: int, max_length: int) -> None:
-        """`max_tokens` of a completion, `max_length` of prompt and completion together."""
+    def __init__(
+        self,
+        model: InferenceModel,
+        *,
+        name: str,
+        max_tokens: int,
+        max_length: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`max_tokens` of a completion, `max_length` of prompt and completion together; `grammars`: may be shared."""
         self.name, self.max_tokens, self.max_length = name, max_tokens, max_length
+        self.adapters = model.adapters
         self.stop_ids, self.vocabulary = model.stop_ids, model.encoder.vocab_size
         self.tokenizer: Any = copy.deepcopy(model.tokenizer)
         self.encoder = Encoder(self.tokenizer, model.encoder.config, "prompt", self.vocabulary)
         self.conversations = 0
+        template = self.tokenizer.chat_template
+        self.grammars = grammars or GrammarCompiler(self.tokenizer, self.vocabulary, self.stop_ids)
+        self.format, self.thinks = format_of(template), writes_reasoning(template)
+        self.special = {
+            token: self.tokenizer.convert_tokens_to_ids(token)
+            for token in whole_tokens(self.tokenizer, control_only=True)
+        }
 
     def read(self, raw: bytes, parse: Parse) -> Prompts:
-        """The request and its prompts as tokens; ApiError if something is wrong with it."""
-        body = read_json(raw)
+        """Return the request and its prompts as tokens; raise ApiError if it is not valid."""
+        body = parse_body(raw)
         asked = body.get("model")
-        if asked is not None and asked != self.name:
-            message = f"there is no model {json.dumps(asked)[:80]} here; there is {self.name}"
+        if asked is not None and asked not in (self.name, *self.adapters):
+            names = ", ".join((self.name, *self.adapters))
+            message = f"unknown model {json.dumps(asked)[:80]}; this server has {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
         request = parse(body)
+        request.adapter = "" if asked in (None, self.name) else asked
+        if request.adapter and request.echo and request.logprobs:
+            message = f"echo with logprobs: log-probabilities of prompts are those of {self.name}, not of its adapters"
+            raise ApiError(400, message, param="echo")
         try:
             prompts = [self.conversation(request)] if request.chat else [self.tokens(p) for p in request.prompts]
         except PosttrainError as error:
             raise ApiError(400, str(error), param="messages" if request.chat else "prompt") from None
+        if request.chat:
+            self.plan_message(request, prompts[0])
         limit = min(self.limit(len(prompt), request) for prompt in prompts)
         stop_ids = () if request.ignore_eos else self.stop_ids
         request.sampling = replace(request.sampling, max_tokens=limit, stop_ids=stop_ids)
@@ -59,10 +93,55 @@ class PromptReader:
         self.conversations += 1
         if self.conversations % FORGET_AFTER == 0:
             self.encoder = Encoder(self.tokenizer, self.encoder.config, "prompt", self.vocabulary)
-        return encode_conversation(self.encoder, request.messages, self.name).tokens
+        messages = without_dropped_reasoning(request.messages, self.tokenizer.chat_template)
+        tools = request.output.tools
+        if tools is not None and self.format is None:
+            supported = ", ".join(format.name for format in FORMATS)
+            raise ApiError(
+                400,
+                f"tools: the chat template of {self.name} writes no tool calls, or in a format that is not known; "
+                f"the formats are {supported}",
+                param="tools",
+            )
+        return encode_conversation(self.encoder, messages, self.name, tools.tools if tools else None).tokens
+
+    def plan_message(self, request: CompletionRequest, prompt: Ints) -> None:
+        """Set how the completion is read as a message, and the grammar that it must follow, if any."""
+        tools, schema = request.output.tools, request.output.schema
+        end = str(self.tokenizer.decode(prompt[-PROMPT_END:])).rstrip()
+        format = self.format if tools else None
+        several = tools is None or tools.several
+        marks = [self.special[mark] for mark in (format.marks if format else ()) if mark in self.special]
+        options = ParseOptions(
+            format, self.thinks, end.endswith(THINK), several, frozenset(marks) - frozenset(self.stop_ids)
+        )
+        request.parsing = options
+        if tools and not several and format and format.end:  # nothing is generated after the first call
+            request.end_texts = (format.end,)
+        free = tools is not None and tools.choice == "auto"
+        if schema is None and (tools is None or (free and not tools.strict)):
+            return
+        grammar = message_grammar(
+            format,
+            tools.callable_tools() if tools else (),
+            literal=self.literal,
+            schema=schema if tools is None or free else None,
+            text=free and schema is None,
+            several=several,
+            in_reasoning=options.in_reasoning,
+        )
+        try:
+            request.constraint = self.grammars.compile(grammar)
+        except UsageError as error:
+            where = "response_format" if schema is not None else "tools"
+            raise ApiError(400, f"{where}: {error}", param=where) from None
+
+    def literal(self, text: str) -> str:
+        """Write a text in a grammar: as a token if it is a special one, as a string otherwise."""
+        return f"<[{self.special[text]}]>" if text in self.special else json.dumps(text, ensure_ascii=False)
 
     def tokens(self, prompt: str | list[int]) -> Ints:
-        """Tokens of a text in which control tokens are control tokens: who sends a text has applied a template."""
+        """Encode a text; control tokens in it count as such, since clients of this API apply the chat template."""
         ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, "the tokenizer has no tokens for the prompt", param="prompt")
@@ -71,8 +150,8 @@ class PromptReader:
         return np.array(ids, dtype=np.int32)
 
     def limit(self, length: int, request: CompletionRequest) -> int:
-        """Tokens that the completion may have; it must fit, together with its prompt of this length."""
-        asked = request.sampling.max_tokens
+        """Return how many tokens the completion may have after a prompt of `length` tokens."""
+        asked = request.sampling.max_tokens if request.generate else 0
         where = "messages" if request.chat else "prompt"
         code = "context_length_exceeded"
         if length >= self.max_length:
@@ -87,7 +166,7 @@ class PromptReader:
 
 
 class PromptThreads:
-    """One thread per reader. A body whose client has gone is skipped; the process can end while a body is read."""
+    """Runs one thread per reader. A body whose client has disconnected is skipped."""
 
     def __init__(self, readers: Sequence[PromptReader]) -> None:
         self.bodies: queue.SimpleQueue[tuple[Future[Prompts], bytes, Parse] | None] = queue.SimpleQueue()
@@ -99,7 +178,7 @@ class PromptThreads:
             thread.start()
 
     async def read(self, raw: bytes, parse: Parse) -> Prompts:
-        """Cancelled, it leaves a body that is still queued unread."""
+        """Read a body in a thread; if the caller is cancelled while it is queued, it is not read."""
         future: Future[Prompts] = Future()
         self.bodies.put((future, raw, parse))
         return await asyncio.wrap_future(future)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -10,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat
 from posttrain.data.reading.examples import Message
 from posttrain.engines.base import Sampling
+from posttrain.engines.grammar import GrammarConstraint
 from posttrain.server.errors import ApiError
+from posttrain.server.tools import Output, read_output
 
 MAX_CHOICES = 128  # completions per request
 MAX_MESSAGES = 1024  # per conversation; the time to encode them grows with their square
@@ -22,22 +26,31 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "stop", "seed"}
 COMMON |= {"stream", "stream_options", "logprobs", "ignore_eos"}
 WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Accepted only with a value that changes nothing: a completion made without them would not be what the client wants.
+# Fields that are accepted only with a value that changes nothing, since they are not implemented.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
+
+
+@dataclass(slots=True, frozen=True)
+class ParseOptions:
+    """How the text of a completion becomes a message; see MessageParser."""
+
+    tools: ToolFormat | None = None
+    thinks: bool = False
+    in_reasoning: bool = False
+    several: bool = True
+    marks: frozenset[int] = frozenset()  # special tokens that are part of the format
+
+    def parser(self) -> MessageParser:
+        return MessageParser(self.tools, thinks=self.thinks, in_reasoning=self.in_reasoning, several=self.several)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class CompletionRequest:
     """The body of a request, read and checked."""
 
     chat: bool
+    adapter: str = ""  # that the field `model` names
     messages: list[Message] = field(default_factory=list)
     prompts: list[str | list[int]] = field(default_factory=list)  # of /v1/completions
     sampling: Sampling  # without stop ids, which are the model's; max_tokens 0: as many as there is room for
@@ -55,9 +69,15 @@ class CompletionRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     ignore_eos: bool = False
+    echo: bool = False  # the response begins with the prompt
+    generate: bool = True  # without it only the prompt's log-probabilities are computed
+    output: Output = field(default_factory=Output)
+    parsing: ParseOptions = field(default_factory=ParseOptions)  # of the model's chat template
+    constraint: GrammarConstraint | None = None
+    end_texts: tuple[str, ...] = ()  # end a completion like stop texts, and are part of it
 
 
-def read_json(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         found = json.loads(raw, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -82,7 +102,7 @@ class Fields:
                 raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
         if unknown := set(self.body) - known - WITHOUT_EFFECT:
             name = min(unknown)
-            message = f"there is no field {name!r}; there are {', '.join(sorted(known))}"
+            message = f"unknown field {name!r}; the fields are {', '.join(sorted(known))}"
             raise ApiError(400, message, param=name, code="unknown_parameter")
 
     def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
@@ -93,13 +113,13 @@ class Fields:
             or not low <= value <= high
             or value == math.inf
         ):
-            raise wrong(name, value, f"a number {bounds(low, high)}")
+            raise wrong(name, value, f"a number {range_text(low, high)}")
         return float(value)
 
     def integer(self, name: str, default: int, low: float, high: float = math.inf) -> int:
         value = self.body.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise wrong(name, value, f"a whole number {bounds(low, high)}")
+            raise wrong(name, value, f"a whole number {range_text(low, high)}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -116,21 +136,26 @@ def wrong(name: str, value: Any, expected: str) -> ApiError:
     )
 
 
-def bounds(low: float, high: float) -> str:
+def range_text(low: float, high: float) -> str:
     if high == math.inf:
         return f"of at least {low:g}" if low > -math.inf else "within 64 bits"
     return f"from {low:g} to {high:g}"
 
 
 def read_chat(body: dict[str, Any]) -> CompletionRequest:
-    fields = Fields(body, COMMON | {"messages", "max_completion_tokens", "top_logprobs"})
+    tools = {"tools", "tool_choice", "parallel_tool_calls", "response_format"}
+    fields = Fields(body, COMMON | tools | {"messages", "max_completion_tokens", "top_logprobs"})
     top_logprobs = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     logprobs = fields.flag("logprobs")
     if top_logprobs and not logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit = "max_completion_tokens" if "max_completion_tokens" in fields.body else "max_tokens"
+    output = read_output(fields)
+    if fields.flag("ignore_eos") and (output.tools or output.schema):
+        raise ApiError(400, "ignore_eos: a message with tools or a response_format has an end", param="ignore_eos")
     return CompletionRequest(
         chat=True,
+        output=output,
         messages=read_messages(fields.body.get("messages")),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -139,10 +164,15 @@ def read_chat(body: dict[str, Any]) -> CompletionRequest:
 
 
 def read_completion(body: dict[str, Any]) -> CompletionRequest:
-    fields = Fields(body, COMMON | {"prompt"})
+    fields = Fields(body, COMMON | {"prompt", "echo"})
     logprobs = "logprobs" in fields.body and fields.body["logprobs"] is not False
+    echo, generate = fields.flag("echo"), fields.body.get("max_tokens") != 0
+    if echo and not generate:
+        del fields.body["max_tokens"]
     return CompletionRequest(
         chat=False,
+        echo=echo,
+        generate=generate,
         prompts=read_prompts(fields.body.get("prompt")),
         logprobs=logprobs,
         top_logprobs=fields.integer("logprobs", 0, 0, MAX_TOP_LOGPROBS) if logprobs else 0,
@@ -178,7 +208,7 @@ def read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise wrong("stop", value, f"a text, or at most {MAX_STOPS} texts")
-    return tuple(read_text(stop, "stop") for stop in stops)
+    return tuple(read_string(stop, "stop") for stop in stops)
 
 
 def read_messages(value: Any, where: str = "messages") -> list[Message]:
@@ -201,14 +231,46 @@ def read_message(message: Any, where: str) -> Message:
         ]
         if None in parts:
             raise ApiError(400, f"{where}.content: this model reads text only", param=f"{where}.content")
-        content = "".join(read_text(part, f"{where}.content", empty=True) for part in parts)
-    if message.get("tool_calls"):
-        raise ApiError(400, f"{where}.tool_calls are not supported by this server", param=f"{where}.tool_calls")
-    return {"role": ROLES[role], "content": read_text(content, f"{where}.content", empty=True)}
+        content = "".join(read_string(part, f"{where}.content", empty=True) for part in parts)
+    calls = message.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    found: Message = {"role": ROLES[role], "content": read_string(content, f"{where}.content", empty=True)}
+    if calls:
+        found["tool_calls"] = read_calls(calls, f"{where}.tool_calls", role)
+    if role == "tool":
+        keys = [key for key in ("tool_call_id", "name") if message.get(key) is not None]
+        found |= {key: read_string(message[key], f"{where}.{key}") for key in keys}
+    reasoning = message.get("reasoning_content")
+    if reasoning and role == "assistant":
+        found["reasoning_content"] = read_string(reasoning, f"{where}.reasoning_content")
+    return found
+
+
+def read_calls(value: Any, where: str, role: str) -> list[dict[str, Any]]:
+    """Read the tool calls of a message; arguments become objects, as chat templates expect them."""
+    if role != "assistant" or not isinstance(value, list):
+        raise ApiError(400, f"{where}: expected a list, in a message of the assistant", param=where)
+    calls: list[dict[str, Any]] = []
+    for place, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ApiError(400, f"{where}[{place}]: expected a function with name and arguments", param=where)
+        name = read_string(function.get("name"), f"{where}[{place}].function.name")
+        text = read_string(function.get("arguments"), f"{where}[{place}].function.arguments")
+        try:
+            arguments = json.loads(text, parse_constant=refuse_constant)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise wrong(f"{where}[{place}].function.arguments", text, "JSON text of an object")
+        with_id = {"id": read_string(call["id"], f"{where}[{place}].id")} if call.get("id") is not None else {}
+        calls.append({**with_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
-    """A text, several, a list of tokens, or several."""
+    """Read `prompt`: a text, a list of token ids, or a list of either."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(is_token(part) for part in value)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -220,7 +282,7 @@ def read_prompts(value: Any) -> list[str | list[int]]:
         if isinstance(prompt, list) and prompt and all(is_token(part) for part in prompt):
             prompts.append(prompt)
         else:
-            prompts.append(read_text(prompt, f"prompt[{place}]"))
+            prompts.append(read_string(prompt, f"prompt[{place}]"))
     return prompts
 
 
@@ -228,7 +290,7 @@ def is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_text(value: Any, where: str, *, empty: bool = False) -> str:
+def read_string(value: Any, where: str, *, empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or empty):
         raise wrong(where, value, "a text" if empty else "a text that is not empty")
     try:
@@ -247,6 +309,7 @@ class ResponseFormat:
 
     chat: bool
     model: str
+    id_length: int = 0  # of ids of tool calls; 0: as OpenAI's
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -256,22 +319,56 @@ class ResponseFormat:
         start = {"id": name, "object": kind, "created": self.created, "model": self.model}
         return {**start, "choices": choices, **more}
 
-    def choice(self, index: int, text: str, tokens: Sequence[TokenLogprob] | None, finish: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str | MessageDelta, tokens: Sequence[TokenLogprob] | None, finish: str, seed: int
+    ) -> dict[str, Any]:
+        """Return one choice of a whole response; `seed`: of the ids of tool calls."""
         logprobs = self.logprobs(tokens)
-        if self.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if isinstance(text, str):
+            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        message: dict[str, Any] = {"role": "assistant", "content": text.content, "refusal": None}
+        if text.reasoning:
+            message["reasoning_content"] = text.reasoning
+        if text.calls:
+            message["content"] = text.content or None
+            message["tool_calls"] = self.calls(text, seed, 0)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
-        self, index: int, text: str, tokens: Sequence[TokenLogprob] | None, finish: str | None, first: bool
+        self,
+        index: int,
+        text: str | MessageDelta,
+        tokens: Sequence[TokenLogprob] | None,
+        finish: str | None,
+        *,
+        first: bool = False,
+        seed: int = 0,
+        calls_before: int = 0,
     ) -> dict[str, Any]:
-        """One choice of a chunk; `first`: of the stream's first event."""
+        """Return one choice of a chunk; `first`: of the stream's first event; `calls_before`: sent already."""
         logprobs = self.logprobs(tokens or None)
-        if self.chat:
-            delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if isinstance(text, str):
+            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if text.content or first:
+            delta["content"] = text.content
+        if text.reasoning:
+            delta["reasoning_content"] = text.reasoning
+        if text.calls:
+            calls = self.calls(text, seed, calls_before)
+            delta["tool_calls"] = [{"index": calls_before + place, **call} for place, call in enumerate(calls)]
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def calls(self, message: MessageDelta, seed: int, before: int) -> list[dict[str, Any]]:
+        """Return tool calls in OpenAI's shape. Ids depend on the completion's seed and the call's number only."""
+        return [
+            {
+                "id": call.id or call_id(seed, before + place, self.id_length),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in enumerate(message.calls)
+        ]
 
     def logprobs(self, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -281,7 +378,12 @@ class ResponseFormat:
         return {
             "tokens": [token.text.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{other.text: logprob for other, logprob in token.top_logprobs} for token in tokens],
+            "top_logprobs": [
+                {other.text: logprob for other, logprob in reversed(token.top_logprobs)}  # the likelier of equal texts
+                if token.logprob is not None
+                else None
+                for token in tokens
+            ],
             "text_offset": [token.start for token in tokens],
         }
 
@@ -300,7 +402,7 @@ class TokenLogprob:
     """A generated token with its log-probability, and the likeliest tokens at its position."""
 
     text: TokenText
-    logprob: float
+    logprob: float | None  # None: no token comes before it
     top_logprobs: list[tuple[TokenText, float]]
     start: int  # where its text begins, in characters
 
@@ -312,12 +414,17 @@ class TokenLogprob:
         return {**shown[0], "top_logprobs": shown[1:]}
 
 
+def call_id(seed: int, number: int, length: int) -> str:
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest()
+    return digest[:length] if length else f"call_{digest}"
+
+
 def usage_of(prompt: int, completions: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completions, "total_tokens": prompt + completions}
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from posttrain.inference.completion_files import CompletionExample
-from posttrain.inference.score import InferenceRewardModel
+from posttrain.data.reading.examples import LabelledExample
 from posttrain.models.loading import read_config
 from posttrain.models.paths import resolve_path
 from posttrain.server.app import Handler
 from posttrain.server.errors import ApiError
 from posttrain.server.metrics import ServerMetrics
-from posttrain.server.protocol import read_json, read_messages, read_text
+from posttrain.server.protocol import parse_body, read_messages, read_string
+from posttrain.train.reward_model import RewardModel
 
 MAX_COMPLETIONS = 1024  # of one request
 METRICS = {
@@ -34,12 +34,10 @@ def has_score_head(path: str) -> bool:
 class ScoreService:
     """Serves one reward model; requests are scored one after another."""
 
-    def __init__(
-        self, model: InferenceRewardModel, *, name: str, queue: int, seconds: float, metrics: ServerMetrics
-    ) -> None:
+    def __init__(self, model: RewardModel, *, name: str, queue: int, seconds: float, metrics: ServerMetrics) -> None:
         """`queue`: completions that may wait."""
         self.model, self.name, self.queue, self.seconds, self.metrics = model, name, queue, seconds, metrics
-        self.plain = not model.learner.tokenizer.chat_template
+        self.names: tuple[str, ...] = (name,)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self.waiting = 0
         self.routes: dict[str, Handler] = {"/v1/score": self.score}
@@ -56,7 +54,7 @@ class ScoreService:
         return {"waiting": self.waiting}
 
     async def score(self, request: HttpRequest) -> Response:
-        completions = self.read(read_json(await request.body()))
+        completions = self.read(parse_body(await request.body()))
         if self.waiting and self.waiting + len(completions) > self.queue:
             message = f"{self.waiting} completions are waiting already; try again later"
             raise ApiError(429, message, code="queue_full")
@@ -64,7 +62,7 @@ class ScoreService:
         try:
             async with asyncio.timeout(self.seconds):
                 loop = asyncio.get_running_loop()
-                verdicts = await loop.run_in_executor(self.thread, self.model.verdicts, completions)
+                verdicts = await loop.run_in_executor(self.thread, self.model.score, completions)
         except TimeoutError:
             message = f"the request took longer than {self.seconds:g} s, the server's limit"
             raise ApiError(504, message, code="timeout") from None
@@ -77,8 +75,8 @@ class ScoreService:
         reasons = [verdict.reason for verdict in verdicts]
         return JSONResponse({"model": self.name, "rewards": rewards, "reasons": reasons})
 
-    def read(self, body: dict[str, Any]) -> list[CompletionExample]:
-        """Either `completions`, which posttrain sends, or the lists `query` and `prompts` of OpenRLHF."""
+    def read(self, body: dict[str, Any]) -> list[LabelledExample]:
+        """Read either `completions`, which posttrain sends, or the lists `query` and `prompts` of OpenRLHF."""
         found = body.get("completions")
         if found is None and isinstance(body.get("query"), list):
             found = split_queries(body)
@@ -88,22 +86,20 @@ class ScoreService:
             raise ApiError(400, f"{len(found)} completions; one request may have {MAX_COMPLETIONS}")
         return [self.completion(value, f"completions[{place}]") for place, value in enumerate(found)]
 
-    def completion(self, value: Any, where: str) -> CompletionExample:
+    def completion(self, value: Any, where: str) -> LabelledExample:
         if not isinstance(value, dict):
             raise ApiError(400, f"{where}: expected an object with messages and text", param=where)
-        text = read_text(value.get("text"), f"{where}.text", empty=True)
+        text = read_string(value.get("text"), f"{where}.text", empty=True)
         messages = read_messages(
             value.get("messages") or [{"role": "user", "content": value.get("prompt")}], f"{where}.messages"
         )
         if len(messages) > 1 and messages[-1]["role"] == "assistant":  # the whole conversation
             text = str(messages.pop()["content"])
-        if self.plain:
-            messages = [{"role": "user", "content": "".join(str(message["content"]) for message in messages)}]
-        return CompletionExample(prompt=messages, plain=self.plain, text=text, row={}, origin=where)
+        return self.model.completion(messages, text, finish=str(value.get("finish", "")), origin=where)
 
 
 def split_queries(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each query is a prompt and its completion in one text."""
+    """Split each query, a prompt and its completion in one text, into the two."""
     queries, prompts = body["query"], body.get("prompts")
     if not isinstance(prompts, list) or len(prompts) != len(queries):
         raise ApiError(400, "prompts: expected a list as long as query", param="prompts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, generate_rollouts
 from posttrain.rollout.scoring import RolloutScorer
+from posttrain.train.callbacks import MetricFunctions, add_custom_metrics
 
 CORRECT_ABOVE = 0.5  # a completion whose first reward is above this counts as correct
 SEED_OF_EVALUATION = 0xE7A1  # keeps its random numbers apart from those of training
@@ -32,16 +34,21 @@ class HeldOutEval:
         scorer: RolloutScorer,
         tokenizer: Any,
         episodes: Callable[[Generator, Sampling], EpisodeRunner | None] = lambda *_: None,
+        metric_functions: MetricFunctions = MappingProxyType({}),
     ) -> None:
-        """`episodes`: returns what runs episodes with a generator, where there is an environment."""
+        """`episodes`: returns what runs episodes with a generator, where there is an environment.
+
+        `metric_functions`: custom metrics by name, functions of the scored rollouts.
+        """
+        self.metric_functions = metric_functions
         self.config, self.scorer, self.tokenizer, self.episodes = config.eval, scorer, tokenizer, episodes
         self.prompts, self.seed = prompts[: config.eval.max_examples or None], config.seed ^ SEED_OF_EVALUATION
         self.sampling = replace(sampling, temperature=config.eval.temperature, top_p=1.0, top_k=0, min_p=0.0)
 
     def run(self, generator: Generator) -> dict[str, float]:
         n = self.config.samples_per_prompt
-        prompts = [(place, prompt) for place, prompt in enumerate(self.prompts) for _ in range(n)]
-        seeds = [seed_for(self.seed, place, k) for place in range(len(self.prompts)) for k in range(n)]
+        prompts = [(index, prompt) for index, prompt in enumerate(self.prompts) for _ in range(n)]
+        seeds = [seed_for(self.seed, index, k) for index in range(len(self.prompts)) for k in range(n)]
         episodes = self.episodes(generator, self.sampling)
         if episodes is not None:
             rollouts = episodes.play(prompts, seeds)
@@ -69,6 +76,7 @@ class HeldOutEval:
             found[f"pass@{k}"] = float(np.mean(passed))
             found[f"pass@{k}_interval"] = half_width(passed)
             k *= 2
+        add_custom_metrics(self.metric_functions, scored, found)
         return found
 
     def is_correct(self, rollout: Rollout) -> bool:

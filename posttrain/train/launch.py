@@ -13,6 +13,7 @@ from posttrain.cluster import launched, worker
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.errors import UsageError, WorkerError
+from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.run import Result
 from posttrain.train.setup import open_offline, open_online
 
@@ -24,19 +25,24 @@ def train(verb: str, /, **options: Any) -> Result:
     return train_from(verb, from_mapping(verb, ALGORITHMS[verb], options))
 
 
-def train_from(verb: str, config: Config) -> Result:
-    """Trains until all steps are done; restarts after a lost worker, up to cluster.max_restarts times."""
+def refuse_in_worker() -> None:
+    """Raises UsageError in a worker process, which imports the script that started it."""
     if worker.is_worker:
         raise UsageError(
             "a worker process imported the script that it was started from, and that script trains when imported. Put "
             'the call of posttrain under `if __name__ == "__main__":`'
         )
+
+
+def train_from(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> Result:
+    """Trains until all steps are done; restarts after a lost worker, up to cluster.max_restarts times."""
+    refuse_in_worker()
     if launched.is_launched_worker():
         launched.serve_controller()
         return Result(Path(config.output_dir), 0, {})
     for restarts_left in range(config.cluster.max_restarts, -1, -1):
         try:
-            return run_loop(verb, config)
+            return run_loop(verb, config, inputs)
         except WorkerError as error:
             if not (restarts_left and error.lost and error.folder is not None):
                 raise
@@ -49,9 +55,9 @@ def train_from(verb: str, config: Config) -> Result:
     raise AssertionError("the last attempt returns or raises")
 
 
-def run_loop(verb: str, config: Config) -> Result:
+def run_loop(verb: str, config: Config, inputs: RunInputs) -> Result:
     if isinstance(config, OnlineConfig):
-        with open_online(verb, config) as online:
+        with open_online(verb, config, inputs) as online:
             return online.train()
-    with open_offline(verb, config) as offline:
+    with open_offline(verb, config, inputs) as offline:
         return offline.train()

@@ -11,8 +11,10 @@ samples of its own. A process with fewer micro-batches than another runs dummy b
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,7 +27,9 @@ from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.host import peak_memory_gib
 from posttrain.core.types import (
+    ExpertUse,
     Floats,
     ForwardRequest,
     Head,
@@ -37,7 +41,7 @@ from posttrain.core.types import (
     WeightVersion,
 )
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
-from posttrain.data.packing import collate, pack_into_micro_batches
+from posttrain.data.packing import collate, pack_into_micro_batches, pack_padded
 from posttrain.engines.base import LOCAL, BetweenSteps, EngineSpec, GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe_sample
@@ -56,7 +60,7 @@ from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 from posttrain.train.local_generator import LocalGenerator
-from posttrain.train.metric_sums import LARGEST, MetricSums, Sums
+from posttrain.train.metric_sums import LARGEST, OUT_OF_MEMORY, MetricSums, Sums
 
 PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
@@ -73,7 +77,7 @@ class Learner:
     def __init__(
         self,
         model: ModelConfig,
-        update: TrainConfig,
+        train_config: TrainConfig,
         *,
         head: Head = "token",
         trainable: bool = True,
@@ -85,12 +89,15 @@ class Learner:
         seed: int = 0,
         layout: ParallelLayout | None = ParallelLayout(),  # noqa: B008  frozen
     ) -> None:
-        """`value_head`: the model is its own critic; `sampler_copy`: it generates with weights of their own.
+        """Loads the model and everything it needs for the given purpose.
 
-        `engine`: what generates; vLLM always has weights of its own.
+        `head`: token (a language model) or score (a reward model or critic); `value_head`: adds a head for values to
+        a language model, which is then its own critic.
+        `engine`: what generates; `sampler_copy`: generation uses a copy of the weights, made by `update_generator`,
+        so that training can change the model meanwhile. vLLM always has a copy.
         `layout`: how the processes of a group share the model; None: each process has a whole model.
         """
-        self.config, self.update, self.head = model, update, head
+        self.config, self.train_config, self.head = model, train_config, head
         self.device = default_device()
         self.dtype = compute_dtype(model, self.device)
         self.shards = ModelShards.create(layout, self.device, self.dtype) if layout and layout.is_sharded() else None
@@ -115,11 +122,37 @@ class Learner:
             check_teacher(self.runner, self.teacher)
         self.reshard()
         self.runner.value_head = values
+        offload = layout.offload if layout else frozenset()
+        self.generator = self.make_generator(engine, meta_model, sampler_copy, frees_copy="engine" in offload)
+        self.optimizer = None
+        if trainable:
+            host_moments = "moments" in offload
+            self.optimizer = Optimizer(self.parameters(), train_config, self.shards, host_moments=host_moments)
+        shares_memory = engine.name == "vllm" or bool(offload - {"moments"})  # CUDA graphs would keep theirs
+        if trainable and self.shards is None and not shares_memory:
+            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, train_config.micro_batch_tokens)
+        LEARNERS.add(self)
+        self.dropout_seed = seed if model.lora_dropout and trainable else None
+        self.passes = 0  # calls of forward_backward since the last step
+        if sampler_copy and self.shards is not None and engine.name == "local":
+            self.generator.update(0)
+
+    def make_runner(self, model: Any) -> ModelRunner:
+        """Returns what runs forward passes of the model, after comparing it with the model's own code."""
+        runner = self.with_full_parameters(ModelRunner.from_model, model)
+        if self.shards is not None and self.shards.context is not None:
+            runner.context = self.shards.context
+        self.with_full_parameters(verify_against_stock, runner)
+        return runner
+
+    def make_generator(
+        self, engine: EngineSpec, meta_model: Any, sampler_copy: bool, *, frees_copy: bool
+    ) -> LocalGenerator:
         replica = None
         if engine.name == "vllm":
-            options, trainer = engine.vllm_options, (self.weights, self.logprobs)
-            replica = VllmReplica(options, self.model, self.tokenizer, self.dtype, *trainer)
-        self.generator = LocalGenerator(
+            trainer = self.weights, self.logprobs
+            replica = VllmReplica(engine.vllm_options, self.model, self.tokenizer, self.dtype, *trainer)
+        return LocalGenerator(
             self.runner,
             self.tokenizer,
             shards=self.shards,
@@ -127,25 +160,8 @@ class Learner:
             replica=replica,
             own_weights=sampler_copy,
             reserved_bytes=training_memory_bytes,
+            frees_copy=frees_copy,
         )
-        self.optimizer = Optimizer(self.parameters(), update, self.shards) if trainable else None
-        lends_memory = engine.name == "vllm" or bool(layout and layout.offload)  # in some phases
-        if trainable and self.shards is None and not lends_memory:
-            self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, update.micro_batch_tokens)
-        LEARNERS.add(self)
-        self.dropout_seed = seed if model.lora_dropout and trainable else None
-        self.passes = 0  # calls of forward_backward since the last step
-        if sampler_copy and self.shards is not None and replica is None:
-            self.generator.update(0)
-
-    def make_runner(self, model: Any) -> ModelRunner:
-        """Returns what runs forward passes of the model, after comparing it with the model's own code."""
-        runner = self.with_full_parameters(ModelRunner.from_model, model)
-        if self.shards is not None and self.shards.context is not None:
-            self.shards.context.check(model.config.get_text_config(), self.shards.layout.tensor_parallel)
-            runner.context = self.shards.context
-        self.with_full_parameters(verify_against_stock, runner)
-        return runner
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns what is trained, by name."""
@@ -157,15 +173,34 @@ class Learner:
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         """Adds the gradient of (sum of losses) / denominator; returns the sums of loss and metrics.
 
-        `tokens`: of the whole step, for the balance loss of a router.
+        `tokens`: of the whole step, for the balance loss of a router. If the device or the host runs out of memory,
+        the only sum is OUT_OF_MEMORY: the size to repeat the step with, after `discard`; 0 if none is smaller.
         """
+        try:
+            return self.add_gradients(samples, objective, denominator, tokens)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+        # Outside of the handler, where the failed pass is not referenced any more.
+        return self.recover_memory(samples, objective.group_size, reason)
+
+    def add_gradients(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
+        """Does what `forward_backward` describes, where memory suffices."""
         assert self.optimizer is not None, "this learner was loaded for inference"
+        if objective.request.experts == "replay" and any(sample.experts is None for sample in samples):
+            raise UsageError(
+                f"rollout.router_replay: the engine has recorded no experts of {type(self.model).__name__}. It is for "
+                "mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3. Leave it out."
+            )
         self.generator.release_memory()
         self.optimizer.keep_gradients = self.runner.graphs is not None and self.runner.graphs.alive
         self.optimizer.restore_gradients()
         metrics = MetricSums()
         with self.seeded_dropout():
-            for batch in self.micro_batches(samples, objective.group_size):
+            for batch, last in mark_last(self.micro_batches(samples, objective.group_size)):
+                if self.shards is not None:
+                    self.shards.set_last_micro_batch(last)
                 self.with_full_parameters(self.scaled_loss, batch, objective, denominator, tokens, metrics).backward()
         sums = metrics.read()
         error, _ = sums.pop(GRADIENT_ERROR, (0.0, None))
@@ -175,6 +210,32 @@ class Learner:
                 f"tokens: gradients would be wrong by {error:.2g} of their size. Set `separable = False` in its class."
             )
         return sums
+
+    def recover_memory(self, samples: Sequence[Sample], group_size: int, reason: str) -> Sums:
+        """Frees what a failed pass holds, and returns the size of micro-batches with which it can be repeated."""
+        micro_batches = self.pack(samples, group_size)
+        largest = max(micro_batches, key=lambda indices: sum(len(samples[i]) for i in indices))
+        tokens = min(self.train_config.micro_batch_tokens, sum(len(samples[i]) for i in largest))
+        if self.shards is not None and self.shards.size > 1:
+            raise PosttrainError(
+                f"out of memory on rank {self.shards.rank} in a micro-batch of {tokens:,} tokens: {reason}. The ranks "
+                f"of a sharded model cannot repeat a pass one by one: set --train.micro_batch_tokens {tokens // 2} or "
+                "--model.gradient_checkpointing"
+            )
+        self.runner.graphs = None  # CUDA graphs keep the memory of the largest pass
+        assert self.optimizer is not None
+        self.optimizer.kept_gradients = {}
+        self.optimizer.clear_gradients()
+        self.reshard()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        smaller = tokens // 2 if any(len(indices) > group_size for indices in micro_batches) else 0
+        return {OUT_OF_MEMORY: (float(smaller), None)}
+
+    def limit_micro_batches(self, tokens: int) -> None:
+        """Makes micro-batches smaller from now on; the results of steps do not depend on it."""
+        self.train_config = replace(self.train_config, micro_batch_tokens=tokens)
 
     def scaled_loss(
         self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, metrics: MetricSums
@@ -194,6 +255,8 @@ class Learner:
         if out.router_loss is not None:
             scaled = scaled + objective.request.router_loss * out.router_loss / (tokens / scale)
             metrics.add("router_balance", out.router_loss, torch.tensor(len(batch.tokens), device=self.device))
+        if out.rerouted is not None:
+            metrics.add("tokens_rerouted", out.rerouted.sum(), torch.tensor(len(batch.counted), device=self.device))
         metrics.add("loss", loss.total)
         metrics.add_all(loss.metrics)
         return scaled if self.shards is None else anchor_outputs(scaled, out)
@@ -226,6 +289,10 @@ class Learner:
         self.passes = 0
         return {"skipped": 1.0}
 
+    def peak_memory_gib(self) -> float:
+        """Returns the most memory that this process's device has held so far."""
+        return peak_memory_gib()
+
     # Forward passes without gradients
 
     @torch.no_grad()
@@ -245,10 +312,15 @@ class Learner:
         return metrics.read()
 
     def logprobs(
-        self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
+        self,
+        samples: Sequence[Sample],
+        *,
+        adapters: bool = True,
+        distribution: SamplingDistribution = PLAIN,
+        experts: ExpertUse = "ignore",
     ) -> list[Floats]:
         """Returns the log-probability of each counted token, 0 elsewhere; without `adapters`, of the base model."""
-        request = ForwardRequest(names=frozenset({"logprobs"}), distribution=distribution)
+        request = ForwardRequest(names=frozenset({"logprobs"}), distribution=distribution, experts=experts)
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.token_streams(samples, request, lambda out: out.logprobs)
 
@@ -311,19 +383,21 @@ class Learner:
     def pack(self, samples: Sequence[Sample], group_size: int = 1) -> list[list[int]]:
         """Divides the samples into micro-batches; returns their indices."""
         ranks = 1 if self.shards is None else self.shards.layout.context_parallel  # which divide each micro-batch
-        budget = self.update.micro_batch_tokens * ranks
+        budget = self.train_config.micro_batch_tokens * ranks
+        if not (self.runner.packed and (self.teacher is None or self.teacher.packed)):
+            return pack_padded(samples, budget, group_size)
         return pack_into_micro_batches(samples, budget, group_size, self.min_shared_prefix)
 
     @property
     def min_shared_prefix(self) -> int:
-        """From how many tokens on a prefix that neighbours share is computed once; 0: a model here cannot do that."""
+        """Neighbours that share a prefix of at least this many tokens compute it once; 0: not with this model."""
         able = self.runner.shares_prefixes and (self.teacher is None or self.teacher.shares_prefixes)
         return MIN_SHARED_PREFIX if able else 0
 
     def dummy_batch(self) -> MicroBatch:
-        """Keeps ranks in step; contributes zero."""
-        two_tokens = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
-        return collate([two_tokens], self.device)
+        """Returns a batch for a rank without samples: it joins the collectives of a pass and contributes zero."""
+        shortest = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
+        return collate([shortest], self.device)
 
     # Sharded models
 
@@ -351,13 +425,13 @@ class Learner:
         between_steps: BetweenSteps | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        """See LocalGenerator.generate."""
+        """Generates one sample per request; see LocalGenerator.generate."""
         return self.generator.generate(
             requests, sampling, current=current, between_steps=between_steps, on_completion=on_completion
         )
 
     def update_generator(self, version: WeightVersion) -> None:
-        """Generate with the current weights from now on, which are of this version."""
+        """Makes generation use the current weights from now on; `version` is recorded in the samples."""
         self.generator.update(version)
 
     def stop_ids(self) -> list[int]:
@@ -372,7 +446,7 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors under their names in Hugging Face files, adapters merged, always in the same order.
 
-        In the dtype that the model computes in. All processes that hold the model iterate together.
+        Tensors have the dtype that the model computes in. All processes that hold the model iterate together.
         """
         yield from export_tensors(self.model, self.dtype)
 
@@ -416,17 +490,18 @@ class Learner:
     # Host memory
 
     def offload(self, part: Part) -> None:
-        """Moves a part to host memory until `onload`; on a CPU it is there already."""
+        """Moves a part to host memory until `onload`; on a CPU nothing moves."""
         self.move(part, torch.device("cpu"))
 
     def onload(self, part: Part) -> None:
+        """Moves a part back to the device."""
         self.move(part, self.device)
 
     def move(self, part: Part, device: torch.device) -> None:
         in_host_memory = self.shards is not None and "parameters" in self.shards.layout.offload
         if self.device.type == "cpu" or in_host_memory:
             return
-        self.runner.graphs = None  # they would keep memory
+        self.runner.graphs = None  # CUDA graphs would keep device memory
         if self.optimizer is not None:
             self.optimizer.kept_gradients = {}
         if part == "model":
@@ -438,16 +513,35 @@ class Learner:
 LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
 
 
+def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yields each item with whether it is the last one."""
+    waiting: list[T] = []
+    for item in items:
+        if waiting:
+            yield waiting.pop(), False
+        waiting.append(item)
+    yield from ((item, True) for item in waiting)
+
+
 def training_memory_bytes() -> int:
     """Returns the bytes that training will allocate besides what it holds: gradients, Adam's moments, one full pass."""
-    trained = [learner for learner in LEARNERS if learner.optimizer is not None]
-    passes = [memory.max_pass_bytes(one.config, one.head, one.dtype, one.update.micro_batch_tokens) for one in trained]
-    missing = [one.optimizer.missing_bytes(one.device) for one in trained if one.optimizer]
-    return sum(missing) + max(0, max(passes, default=0) - training_graphs.graph_memory_bytes())
+    missing = largest_pass = 0
+    for learner in LEARNERS:
+        if learner.optimizer is not None:
+            tokens = learner.train_config.micro_batch_tokens
+            missing += learner.optimizer.missing_bytes(learner.device)
+            one_pass = memory.max_pass_bytes(learner.config, learner.head, learner.dtype, tokens)
+            largest_pass = max(largest_pass, one_pass)
+    return missing + max(0, largest_pass - training_graphs.graph_memory_bytes())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or of the host was missing; PyTorch raises a RuntimeError for the host's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
-    """Two distributions can be compared only over the same tokens."""
+    """Raises UsageError unless both have the same vocabulary, over which distributions are compared."""
     if student.vocabulary_size != teacher.vocabulary_size:
         raise UsageError(
             f"algo.teacher: its vocabulary has {teacher.vocabulary_size} tokens, the student's "

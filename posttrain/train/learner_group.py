@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
-from posttrain.core.types import Floats, Objective, Sample, SamplingDistribution, WeightVersion
+from posttrain.core.types import ExpertUse, Floats, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.train.learner import PLAIN, Part
 from posttrain.train.metric_sums import Sums, add_sums
@@ -25,26 +25,43 @@ class LearnerGroup:
     def __init__(self, workers: Workers, ranks_per_sample: int = 1) -> None:
         assert workers.size % ranks_per_sample == 0, f"{workers.size} workers in groups of {ranks_per_sample}"
         self.workers, self.ranks_per_sample = workers, ranks_per_sample
+        self.micro_batch_tokens = 0  # of `limit_micro_batches`; 0: as configured
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         return add_sums(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
 
     def step(self, learning_rate: float) -> dict[str, float]:
-        return self.workers.call("step", learning_rate)[0]
+        return self.with_memory(self.workers.call("step", learning_rate)[0])
 
     def discard(self) -> dict[str, float]:
-        return self.workers.call("discard")[0]
+        return self.with_memory(self.workers.call("discard")[0])
+
+    def with_memory(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds the peak memory of the device that has used the most; that of this process is logged anyway."""
+        if isinstance(self.workers, LocalWorkers):
+            return metrics
+        return metrics | {"memory_gib": round(max(self.workers.call("peak_memory_gib")), 3)}
+
+    def limit_micro_batches(self, tokens: int) -> None:
+        self.micro_batch_tokens = tokens
+        self.workers.call("limit_micro_batches", tokens)
 
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
         return add_sums(self.spread("evaluate", samples, objective.group_size, objective))
 
     def logprobs(
-        self, samples: Sequence[Sample], *, adapters: bool = True, distribution: SamplingDistribution = PLAIN
+        self,
+        samples: Sequence[Sample],
+        *,
+        adapters: bool = True,
+        distribution: SamplingDistribution = PLAIN,
+        experts: ExpertUse = "ignore",
     ) -> list[Floats]:
-        return joined(self.spread("logprobs", samples, adapters=adapters, distribution=distribution))
+        how: dict[str, Any] = {"adapters": adapters, "distribution": distribution, "experts": experts}
+        return concatenate(self.spread("logprobs", samples, **how))
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        return joined(self.spread("values", samples))
+        return concatenate(self.spread("values", samples))
 
     def generate(
         self,
@@ -58,7 +75,7 @@ class LearnerGroup:
         options: dict[str, Any] = {"current": current}
         if isinstance(self.workers, LocalWorkers):  # other workers return all samples at once
             options["on_completion"] = on_completion
-        return joined(self.workers.scatter("generate", shards, sampling, **options))
+        return concatenate(self.workers.scatter("generate", shards, sampling, **options))
 
     def update_generator(self, version: WeightVersion) -> None:
         self.workers.call("update_generator", version)
@@ -76,7 +93,7 @@ class LearnerGroup:
         self.workers.call("onload", part)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        return joined(self.spread("scores", samples))
+        return concatenate(self.spread("scores", samples))
 
     def annotate(self, entries: dict[str, Any]) -> None:
         self.workers.call("annotate", entries)
@@ -111,5 +128,5 @@ class CurrentWeights:
         return self.policy.generate(requests, sampling, current=True)
 
 
-def joined(parts: Sequence[list[Any]]) -> list[Any]:
+def concatenate(parts: Sequence[list[Any]]) -> list[Any]:
     return [item for part in parts for item in part]

@@ -9,13 +9,14 @@ sharded model           whole models, gathered from the shards          a replic
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from posttrain.core.types import Sample, WeightVersion
-from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling, check_samples
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.tensors import module_tensors
@@ -25,7 +26,7 @@ from posttrain.parallel.shards import full_tensor, local_shard
 
 
 class LocalGenerator:
-    """Generates with the weights of the last `update`, or with the current ones."""
+    """Generates with the weights of the last `update`, or with the trainer's current weights."""
 
     def __init__(
         self,
@@ -37,21 +38,25 @@ class LocalGenerator:
         replica: VllmReplica | None,
         own_weights: bool,
         reserved_bytes: Callable[[], int],
+        frees_copy: bool = False,
     ) -> None:
         """`own_weights`: keep the weights of the last `update` while the trainer's change.
 
-        `meta_model`: a sharded language model without its weights; `reserved_bytes`: that engines
-        must leave free.
+        `frees_copy`: free the whole model that is gathered from shards while the trainer works.
+        `meta_model`: the model on the meta device, if it is sharded; `reserved_bytes`: memory that engines leave free.
         """
         self.runner, self.tokenizer, self.shards, self.meta_model = runner, tokenizer, shards, meta_model
         self.replica, self.own_weights, self.reserved_bytes = replica, own_weights, reserved_bytes
+        self.frees_copy = frees_copy and not own_weights
         self.version: WeightVersion = 0
         self.unsharded: dict[str, ModelRunner] = {}  # whole models, by use: `ahead` or `current`
         self.up_to_date: set[str] = set()  # those of them that hold the current weights
         self.engines: dict[int, LocalEngine] = {}
-        self.copy = runner
+        self.sampler = runner  # the model that generates: the trainer's, or a copy of it
         if own_weights and replica is None and shards is None:
-            self.copy = ModelRunner.from_model(copy.deepcopy(runner.model).requires_grad_(False))
+            self.sampler = ModelRunner.from_model(
+                copy.deepcopy(runner.model).requires_grad_(False), packed=runner.packed
+            )
 
     def generate(
         self,
@@ -66,34 +71,39 @@ class LocalGenerator:
 
         `on_completion` may be called with some samples before all are finished.
         """
-        if self.replica is not None and not (current and self.own_weights):  # then it is busy with another batch
+        replica_is_busy = current and self.own_weights  # with a batch in flight
+        if self.replica is not None and not replica_is_busy:
             if current or not self.replica.has_weights:
                 self.replica.refresh(self.version)
-            return self.replica.generate(requests, sampling)
+            samples = self.replica.generate(requests, sampling)
+            check_samples(requests, samples, sampling, self.runner.vocabulary_size, "vLLM")
+            return samples
         if self.shards is None:
-            runner = self.runner if current else self.copy
+            runner = self.runner if current else self.sampler
         elif self.own_weights and not current:
             runner = self.unsharded["ahead"]
         else:
             runner = self.gather("current")
         if id(runner) not in self.engines:
-            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, reserved_bytes=self.reserved_bytes)
+            how: dict[str, Any] = {"reserved_bytes": self.reserved_bytes, "record_experts": True}
+            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, **how)
         return self.engines[id(runner)].generate(
             requests, sampling, between_steps=between_steps, on_completion=on_completion
         )
 
     @torch.no_grad()
     def update(self, version: WeightVersion) -> None:
-        """Generate with the trainer's current weights from now on, which are of this version."""
+        """Makes generation use the trainer's current weights from now on; `version`: their version."""
         self.version = version
+        self.weights_of_engines_changed()
         if self.replica is not None:
             self.replica.refresh(version)
             return
         if self.shards is not None:
             self.gather("ahead" if self.own_weights else "current")
-        if self.copy is self.runner:
+        if self.sampler is self.runner:
             return
-        ours, theirs = self.runner.model.state_dict(), self.copy.model.state_dict()
+        ours, theirs = self.runner.model.state_dict(), self.sampler.model.state_dict()
         for name, tensor in theirs.items():
             tensor.copy_(ours[name])
 
@@ -103,7 +113,7 @@ class LocalGenerator:
         assert self.shards is not None and self.meta_model is not None, "a model with a score head does not generate"
         if name not in self.unsharded:
             model = materialize(self.meta_model, self.shards.device, self.shards.dtype)
-            self.unsharded[name] = ModelRunner.from_model(model)
+            self.unsharded[name] = ModelRunner.from_model(model, packed=self.runner.packed)
         if name not in self.up_to_date:
             theirs = module_tensors(self.unsharded[name].model)
             for key, live in module_tensors(self.runner.model).items():
@@ -112,15 +122,33 @@ class LocalGenerator:
         return self.unsharded[name]
 
     def weights_changed(self) -> None:
-        """The trainer's weights have changed: what was gathered is out of date."""
+        """Marks the gathered models as out of date, after the trainer's weights have changed."""
         self.up_to_date.clear()
+        self.weights_of_engines_changed()
+
+    def weights_of_engines_changed(self) -> None:
+        """Makes engines drop keys and values that they keep for later requests."""
+        for engine in self.engines.values():
+            engine.weights_changed()
 
     def release_memory(self) -> None:
-        """Frees the replica's device memory for training, unless it generates meanwhile."""
+        """Frees the replica's or the copy's device memory for training, unless it generates meanwhile."""
         if self.replica is not None and not self.own_weights:
             self.replica.sleep()
+        if self.frees_copy and self.unsharded:
+            self.free_copies()
+
+    def free_copies(self) -> None:
+        """Frees the models that were gathered from shards, and the engines with their caches; `gather` makes new."""
+        for runner in self.unsharded.values():
+            self.engines.pop(id(runner), None)
+        self.unsharded.clear()
+        self.up_to_date.clear()
+        gc.collect()
+        if self.shards is not None and self.shards.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def close(self) -> None:
-        """Ends the engine that does not end with this process's objects."""
+        """Ends vLLM, whose processes are not freed with this object."""
         if self.replica is not None:
             self.replica.close()

@@ -9,6 +9,7 @@ import torch
 from posttrain.core.types import Metrics
 
 LARGEST = "largest_"
+OUT_OF_MEMORY = "out_of_memory"  # instead of all sums: the tokens that a micro-batch may have when it is repeated
 """Metrics with this prefix are the largest of all micro-batches and ranks, not sums."""
 
 Sums = dict[str, tuple[float, float | None]]

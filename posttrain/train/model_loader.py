@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from posttrain.algorithms import Algorithm, OnlineAlgorithm
 from posttrain.algorithms.base import CriticSettings
 from posttrain.cluster.worker_host import RoleRef
-from posttrain.config.sections import ModelConfig, OnlineConfig
-from posttrain.engines.base import EngineSpec
-from posttrain.models.loading import read_config
-from posttrain.models.paths import resolve_path
+from posttrain.config.sections import DataConfig, ModelConfig, OnlineConfig
+from posttrain.core.errors import UsageError
+from posttrain.data.encoding.encoder import Encoder
+from posttrain.engines.base import EngineSpec, check_samples
+from posttrain.models.loading import read_config, vocabulary_size
+from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
-from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.critic import Critic
+from posttrain.train.layout_check import layout_of
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.reference import ReferenceModel
-from posttrain.train.reward_model import RolloutRewardModel
+from posttrain.train.reward_model import RewardModel
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run import Run
+
+REWARD_DATA = DataConfig(max_length=2**31 - 1)  # data.max_length and rollout.max_tokens limit rollouts already
 
 
 class ModelLoader:
@@ -36,12 +41,12 @@ class ModelLoader:
         model, path = self.run.model, self.algorithm.teacher_path()
         options: dict[str, Any] = {}
         if isinstance(self.config, OnlineConfig):
-            apart = self.run.placement.rollouts_apart
-            options["sampler_copy"] = bool(self.config.rollout.ahead) and not apart
+            separate = self.run.placement.has_rollout_devices
+            options["sampler_copy"] = bool(self.config.rollout.ahead) and not separate
             options["value_head"] = "values" in self.algorithm.outputs()
-            if not apart:
+            if not separate:
                 options["engine"] = engine_of(self.config)
-        return self.load(
+        policy = self.load(
             model,
             role="actor",
             trainable=True,
@@ -50,9 +55,11 @@ class ModelLoader:
             template=self.config.data.chat_template,
             **options,
         )
+        self.offloader.policy = policy
+        return policy
 
     def reference(self, policy: LearnerGroup) -> ReferenceModel | None:
-        """Loads the reference, if the algorithm needs one and the policy without its adapters is not it."""
+        """Loads the reference, if the algorithm needs one; with LoRA it is the policy without its adapters."""
         if "ref_logprobs" not in self.algorithm.needs():
             return None
         algorithm, path = self.algorithm, self.algorithm.reference_path()
@@ -67,7 +74,12 @@ class ModelLoader:
         )
 
     def frozen(self, path: str) -> LearnerGroup:
-        """Loads a language model that is not trained; the initial policy if there is no path."""
+        """Loads a language model that is not trained; without a path, the initial policy."""
+        if path and (theirs := vocabulary_size(ModelConfig(path=path))) != (ours := vocabulary_size(self.run.model)):
+            raise UsageError(
+                f"{path} has a vocabulary of {theirs:,} tokens, {self.run.model.path} of {ours:,}: probabilities of "
+                "the same tokens can only be compared in one vocabulary. Choose a model of the same family."
+            )
         model = replace(self.run.model, path=path or self.run.model.path, lora_rank=0, router_aux_loss_coef=0.0)
         return self.load(model, role="reference", head="token", trainable=False)
 
@@ -80,18 +92,26 @@ class ModelLoader:
         learners = self.load(model, role="critic", head="score", trainable=True)
         return Critic(learners, settings, self.offloader, router_loss)
 
-    def reward_model(self, path: str, place: int, *, normalize: bool) -> RolloutRewardModel:
-        """Loads a reward model; `place`: its index among the run's rewards."""
+    def reward_model(self, path: str, index: int, *, normalize: bool) -> RewardModel:
+        """Loads a reward model; `index`: its number among the run's rewards."""
         model = replace(self.run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_aux_loss_coef=0.0)
-        tokenizer: Any = load_tokenizer(model)
-        same_tokens = tokenizer.get_vocab() == self.run.tokenizer.get_vocab()
-        learners = self.load(model, role=f"reward-{place}", head="score", trainable=False)
-        return RolloutRewardModel(learners, tokenizer, self.offloader, same_tokens=same_tokens, normalize=normalize)
+        vocabulary = int(read_config(model.path, "score").get_text_config().vocab_size)
+        encoder = Encoder(load_tokenizer(model), REWARD_DATA, "labelled", vocabulary)
+        learners = self.load(model, role=f"reward-{index}", head="score", trainable=False)
+        reward_model = RewardModel(
+            learners,
+            encoder,
+            policy_tokenizer=self.run.tokenizer,
+            statistics=learners.score_statistics() if normalize else (0.0, 1.0),
+            on_device=partial(self.offloader.on_device, "reward", learners),
+        )
+        self.offloader.offload("reward", learners)
+        return reward_model
 
     def rollout_workers(self) -> RolloutWorkers | None:
         """Starts engines on devices of their own, which receive the policy's weights; None: the policy generates."""
         placement = self.run.placement
-        if not placement.rollouts_apart:
+        if not placement.has_rollout_devices:
             return None
         assert isinstance(self.config, OnlineConfig)
         model = replace(self.run.model, lora_rank=0, router_aux_loss_coef=0.0)  # adapters arrive merged
@@ -101,23 +121,20 @@ class ModelLoader:
         slots = placement.rollout_slots(
             lambda pool: pool.start("rollout", RolloutWorker, model, engine, template, seed, inflight)
         )
-        return RolloutWorkers(slots, sender, placement.rendezvous)
+        path = base_model_path(resolve_path(model.path))
+        vocabulary = int(read_config(path, "token").get_text_config().vocab_size)
+        check = partial(check_samples, vocabulary=vocabulary, engine="a rollout worker")
+        return RolloutWorkers(slots, sender, placement.rendezvous, check)
 
     def load(self, model: ModelConfig, *, role: str, **options: Any) -> LearnerGroup:
         """Starts a learner on every device of the role; `options`: of Learner."""
-        cluster, update = self.config.cluster, self.config.train
-        found = cluster.of(role)
-        layout = ParallelLayout(
-            found.tensor_parallel,
-            found.zero,
-            frozenset(cluster.offload),
-            context_parallel=found.context_parallel,
-            expert_parallel=found.expert_parallel,
-        )
+        layout = layout_of(self.config, role)
         pool = self.run.placement.pool(role)
         self.run.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
         with self.run.log.phase("load"):
-            workers = pool.start(role, Learner, model, update, seed=self.config.seed, layout=layout, **options)
+            workers = pool.start(
+                role, Learner, model, self.config.train, seed=self.config.seed, layout=layout, **options
+            )
         return LearnerGroup(workers, layout.ranks_per_sample)
 
 

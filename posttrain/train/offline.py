@@ -7,14 +7,24 @@ from dataclasses import dataclass
 
 from posttrain.algorithms import Algorithm
 from posttrain.core.errors import DivergedError
-from posttrain.core.types import Objective, Sample, count
+from posttrain.core.types import Floats, Objective, Sample, count_units
 from posttrain.data.dataset import ExampleStream
+from posttrain.train.callbacks import add_custom_metrics
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.metric_sums import Sums, add_sums, averages
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import closing_message
 from posttrain.train.update import stop_if_diverged, update
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Prediction:
+    """An evaluation sample and what the policy computes for it; passed to custom metrics of offline trainers."""
+
+    sample: Sample  # tokens, mask, group (the two sides of a pair share it), label, origin
+    logprobs: Floats | None = None  # of each counted token, 0 elsewhere; language models
+    score: float | None = None  # reward models
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -26,12 +36,13 @@ class OfflineLoop:
     objective: Objective
     policy: LearnerGroup
     streams: StreamFiller
-    step: int = 0  # steps that are done
+    step: int = 0  # number of finished steps
 
     def train(self) -> Result:
         """Trains until all steps are done."""
         run, config, steps, metrics = self.run, self.run.config, self.run.data.steps, dict[str, float]()
-        while self.step < steps:
+        run.callbacks.call("on_start", self.step)
+        while self.step < steps and not run.callbacks.stop_reason:
             metrics = self.train_step(self.next_batch())
             if run.data.eval and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"):
@@ -39,19 +50,27 @@ class OfflineLoop:
             if self.step == steps and self.algorithm.head == "score":
                 with run.log.phase("eval"):
                     self.policy.annotate(self.score_statistics())
-            run.log.step(self.step, metrics)
+            run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
             stop_if_diverged(run, self.policy, self.step)
+            run.finish_save(wait=False)
             if due(self.step, config.save.every_steps, steps) or run.progress.best_step == self.step:
                 with run.log.phase("save"):
-                    run.save(self.step, self.policy)
-            run.stop_if_asked(self.step, self.policy)
+                    run.save(self.step, self.policy, wait=False)
+            run.stop_if_signalled(self.step, self.policy)
+        run.finish_save()
+        if run.callbacks.stop_reason and self.step < steps:
+            if self.algorithm.head == "score":  # the checkpoint of this step has no statistics yet
+                self.policy.annotate(self.score_statistics())
+                run.saved_step = 0
+            if run.saved_step != self.step:
+                run.save(self.step, self.policy)
         if run.progress.skipped == steps:
             raise DivergedError(
                 f"loss or gradient was not finite in any of the {steps} steps: nothing was learnt. "
-                f"The batches are in {run.folder.bad_batches}."
+                f"The batches are in {run.directory.bad_batches}."
             )
-        run.log.done(closing_message(run, metrics))
-        return Result(run.folder.path, steps, metrics)
+        run.log.done(closing_message(run, self.step, metrics))
+        return run.result(self.step, metrics)
 
     def next_batch(self) -> list[Sample]:
         """Takes the examples of the next step, fills what the algorithm needs and assigns credit."""
@@ -68,33 +87,46 @@ class OfflineLoop:
         data = self.run.data
         with self.run.log.phase("train"):
             metrics = update(self.run, self.policy, samples, self.objective, self.step)
-            metrics["epoch"] = data.examples_after[self.step] / data.stream.rows_per_epoch
+            metrics["epoch"] = data.examples_after[self.step] / data.stream.examples_per_epoch
         return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Returns metrics on the evaluation examples, and remembers the best step by loss."""
         run, algorithm = self.run, self.algorithm
         assert run.data.eval is not None
-        rows, size = run.data.eval.rows, run.config.train.batch_size
+        rows, size = run.data.eval.examples, run.config.train.batch_size
         sums: list[Sums] = []
         denominator = 0
         stream = ExampleStream(rows, size, seed=0, shuffle=False, strata=[algorithm.stratum(row[0]) for row in rows])
-        chunks = max(1, len(rows) // size)
+        chunks = max(1, len(rows) // size)  # of nearly equal size, so that none is very small
         for c in range(chunks):
             samples = algorithm.prepare(stream.take(len(rows) * (c + 1) // chunks - len(rows) * c // chunks))
             self.streams.fill(samples, keep=True)
             samples = algorithm.assign_credit(samples)
             sums.append(self.policy.evaluate(samples, self.objective))
-            denominator += count(samples, self.objective.unit)
+            denominator += count_units(samples, self.objective.unit)
         means = averages(add_sums(sums), denominator)
         if math.isfinite(means["loss"]) and (run.progress.best is None or means["loss"] < run.progress.best):
             run.progress.best, run.progress.best_step = means["loss"], self.step
-        return {f"eval/{name}": value for name, value in means.items()}
+        if run.metric_functions:
+            add_custom_metrics(run.metric_functions, self.predictions(), means)
+        metrics = {f"eval/{name}": value for name, value in means.items()}
+        run.callbacks.call("on_evaluate", self.step, metrics)
+        return metrics
+
+    def predictions(self) -> list[Prediction]:
+        """Returns what the policy computes for each evaluation sample, for custom metrics."""
+        assert self.run.data.eval is not None
+        samples = [sample for row in self.run.data.eval.examples for sample in row]
+        if self.algorithm.head == "score":
+            return [Prediction(sample, score=x) for sample, x in zip(samples, self.policy.scores(samples), strict=True)]
+        streams = self.policy.logprobs(samples)
+        return [Prediction(sample, logprobs=stream) for sample, stream in zip(samples, streams, strict=True)]
 
     def score_statistics(self, most_examples: int = 1000) -> dict[str, float]:
         """Returns mean and standard deviation of a reward model's scores; saved with it for later normalisation."""
         data = self.run.data
-        rows = (data.eval or data.train).rows[:most_examples]
+        rows = (data.eval or data.train).examples[:most_examples]
         scores = self.policy.scores([sample for row in rows for sample in row])
         mean = sum(scores) / len(scores)
         variance = sum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 
 from posttrain.train.learner_group import LearnerGroup
 
+OTHERS = ("reference", "critic", "reward")  # roles that work while the policy can be away
+
 
 class Offloader:
     """Moves the roles that cluster.offload names to host memory, and to the device while they are used."""
 
     def __init__(self, roles: Collection[str]) -> None:
-        """`roles`: reference, critic, reward, optimizer (that of the policy)."""
+        """`roles`: reference, critic, reward, optimizer (that of the policy), policy (its weights and optimizer)."""
         self.roles = roles
+        self.policy: LearnerGroup | None = None  # set when it is loaded
+        self.training = False  # whether the policy's optimizer is in use
 
     def offload(self, role: str, model: LearnerGroup) -> None:
         if role in self.roles:
@@ -21,10 +25,28 @@ class Offloader:
 
     @contextmanager
     def on_device(self, role: str, model: LearnerGroup) -> Iterator[None]:
-        """Keeps the model on the device within the block."""
+        """Keeps the model on the device within the block, and the policy away from it while another role works."""
+        away = role in OTHERS and "policy" in self.roles and self.policy is not None
+        before, self.training = self.training, self.training or role == "optimizer"
+        if away:
+            self.move_policy_away()
         if role in self.roles:
             model.onload("optimizer" if role == "optimizer" else "model")
         try:
             yield
         finally:
+            self.training = before
             self.offload(role, model)
+            if away:
+                self.bring_policy_back()
+
+    def move_policy_away(self) -> None:
+        assert self.policy is not None
+        self.policy.offload("model")  # with its optimizer
+
+    def bring_policy_back(self) -> None:
+        """Brings the policy back, its optimizer only if that is in use or never leaves."""
+        assert self.policy is not None
+        self.policy.onload("model")
+        if not self.training:
+            self.offload("optimizer", self.policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import numpy as np
 from posttrain.algorithms import OnlineAlgorithm
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
-from posttrain.core.types import Objective, Sample, WeightVersion, count
+from posttrain.core.types import Objective, Sample, WeightVersion, count_units
 from posttrain.engines.base import Generator
 from posttrain.rollout import records
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
+from posttrain.sandbox.supervisor import RunStoppedError
+from posttrain.train.callbacks import add_custom_metrics
 from posttrain.train.critic import Critic
 from posttrain.train.held_out_eval import HeldOutEval
 from posttrain.train.learner_group import CurrentWeights, LearnerGroup
@@ -38,7 +41,7 @@ LOSS_NOTE = (
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class OnlineLoop:
-    """The loop and the objects it uses; setup.py builds them. Python callers may also call the steps one by one."""
+    """The loop and the objects it uses; setup.py builds them. Its steps may also be called one by one."""
 
     run: Run
     config: OnlineConfig
@@ -54,8 +57,8 @@ class OnlineLoop:
     rollout_workers: RolloutWorkers | None
     held_out: HeldOutEval | None
     pretraining: PretrainingMix | None
-    step: WeightVersion = 0  # steps that are done
-    record: records.RolloutWriter = field(init=False)
+    step: WeightVersion = 0  # number of finished steps
+    writer: records.RolloutWriter = field(init=False)
 
     def resume(self) -> None:
         """Restores everything from the newest checkpoint, if the run is a resumed one."""
@@ -65,28 +68,38 @@ class OnlineLoop:
         if self.rollouts.recorded is not None:
             for _ in range(self.step):
                 next(self.rollouts.recorded, None)
-        self.record = records.RolloutWriter(run.folder.path, self.step)
+        self.writer = records.RolloutWriter(run.directory.path, self.step)
 
     def train(self) -> Result:
         """Trains until all steps are done."""
         run, config, steps, metrics = self.run, self.config, self.run.data.steps, dict[str, float]()
-        if self.step == 0:
+        if self.step == 0 and self.algorithm.config.needs_reward():
             run.log.message(LOSS_NOTE)
-        while self.step < steps:
-            metrics = self.train_step(self.make_experience())
+        run.callbacks.call("on_start", self.step)
+        while self.step < steps and not run.callbacks.stop_reason:
+            try:
+                experience = self.make_experience()
+            except RunStoppedError:
+                run.stop_if_signalled(self.step, self.policy)
+                raise
+            metrics = self.train_step(experience)
             if self.held_out is not None and due(self.step, config.eval.every_steps, steps):
-                with run.log.phase("eval"):
+                with run.log.phase("eval"), suppress(RunStoppedError):  # the stop follows below
                     metrics |= self.evaluate()
-            run.log.step(self.step, metrics)
+            run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
             self.check_mismatch(metrics)
             stop_if_diverged(run, self.policy, self.step)
+            run.finish_save(wait=False)
             if due(self.step, config.save.every_steps, steps) or run.progress.best_step == self.step:
                 with run.log.phase("save"):
-                    run.save(self.step, self.policy)
-            run.stop_if_asked(self.step, self.policy)
-        self.record.flush()
-        run.log.done(closing_message(run, metrics))
-        return Result(run.folder.path, steps, metrics)
+                    run.save(self.step, self.policy, wait=False)
+            run.stop_if_signalled(self.step, self.policy)
+        run.finish_save()
+        if run.callbacks.stop_reason and run.saved_step != self.step:
+            run.save(self.step, self.policy)
+        self.writer.flush()
+        run.log.done(closing_message(run, self.step, metrics))
+        return run.result(self.step, metrics)
 
     # Before the update: rollouts with rewards, log-probabilities, values and advantages
 
@@ -100,6 +113,9 @@ class OnlineLoop:
         except RewardError as error:
             raise self.with_recorded_completions(error) from None
         samples = scored_samples(rollouts, self.step + 1)
+        for rollout in rollouts:
+            if not rollout.failure:
+                rollout.sample.reward_terms = self.scorer.terms(rollout)
         with self.run.log.phase("logprobs"):
             self.streams.fill(samples)
         self.algorithm.assign_credit(samples)
@@ -109,13 +125,13 @@ class OnlineLoop:
         """Records the completions that could not be scored and adds how to inspect them; a resume drops them."""
         if not error.rollouts:
             return error
-        self.record.add(error.rollouts, self.step + 1)
-        self.record.flush()
-        folder = self.run.folder.path
+        self.writer.add(error.rollouts, self.step + 1)
+        self.writer.flush()
+        folder = self.run.directory.path
         rewards = " ".join(self.config.reward.functions)
         return RewardError(
-            f"{error}\n\nthe completions: posttrain samples {folder} --failed\n"
-            f"score them again: posttrain rewards check {folder / records.FILE} --reward {rewards}"
+            f"{error}\n\nInspect the completions: posttrain samples {folder} --failed\n"
+            f"Score them again: posttrain rewards check {folder / records.FILE} --reward {rewards}"
         )
 
     # The update: mini-batches, each an optimizer step of the critic and of the policy
@@ -124,20 +140,33 @@ class OnlineLoop:
         """Trains on a batch of rollouts and returns its metrics."""
         self.step += 1
         samples = scored_samples(rollouts, self.step)
+        for sample in samples:
+            sample.staleness = float(self.step - 1 - sample.version)
         metrics = rollout_metrics(rollouts, self.step - 1)
         if self.config.rollout.inflight_updates:
             metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.offloader.on_device("optimizer", self.policy):
-            metrics |= self.update(samples)
+            metrics |= self.update(self.trained_samples(samples))
         self.algorithm.after_step(metrics, len(samples))
-        metrics["epoch"] = self.run.data.stream.position / self.run.data.stream.rows_per_epoch
+        metrics["epoch"] = self.rollouts.position / self.run.data.stream.examples_per_epoch
         metrics["tokens"] = float(sum(len(sample) for sample in samples))
         if self.rollout_workers is not None:
             transfer = self.rollout_workers.last_transfer
             metrics |= {"sync_bytes": float(transfer.bytes), "sync_seconds": transfer.seconds}
+        add_custom_metrics(self.run.metric_functions, [r for r in rollouts if not r.failure], metrics)
         with self.run.log.phase("record"):
-            self.record.add(rollouts, self.step)
+            self.writer.add(rollouts, self.step)
         return metrics
+
+    def trained_samples(self, samples: list[Sample]) -> list[Sample]:
+        """Returns the samples that count in the loss."""
+        trained = [sample for sample in samples if self.algorithm.is_trained_on(sample)]
+        if not trained:
+            self.run.log.warn(
+                f"step {self.step}: all completions were truncated, so nothing was trained "
+                "(algo.mask_truncated_completions): raise rollout.max_tokens"
+            )
+        return trained
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Makes an optimizer step for each mini-batch and returns the average metrics."""
@@ -160,15 +189,17 @@ class OnlineLoop:
         return {f"critic/{name}": value for name, value in metrics.items() if name != "tokens"}
 
     def update_policy(self, samples: list[Sample]) -> dict[str, float]:
-        """Leaves out samples without a gradient; the denominator is that of all."""
-        trained, whole = self.with_gradient(samples), count(samples, self.objective.unit)
+        """Makes one optimizer step; samples without a gradient are not computed, but count in the denominator."""
+        trained, denominator = self.with_gradient(samples), count_units(samples, self.objective.unit)
         auxiliary = self.pretraining.next_losses() if self.pretraining else []
         if not trained and not auxiliary:
             return {}
-        return update(self.run, self.policy, trained, self.objective, self.step, denominator=whole, auxiliary=auxiliary)
+        return update(
+            self.run, self.policy, trained, self.objective, self.step, denominator=denominator, auxiliary=auxiliary
+        )
 
     def with_gradient(self, samples: list[Sample]) -> list[Sample]:
-        """Leaves out samples without a gradient, for example those of a group with equal rewards."""
+        """Returns the samples that have a gradient; those of a group with equal rewards, for example, have none."""
         if self.config.model.router_aux_loss_coef:  # every token contributes to it
             return samples
         return [sample for sample in samples if self.algorithm.has_gradient(sample)]
@@ -187,15 +218,20 @@ class OnlineLoop:
         metrics, progress = self.held_out.run(generator), self.run.progress
         if progress.best is None or metrics["reward"] > progress.best:
             progress.best, progress.best_step = metrics["reward"], self.step
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        metrics = {f"eval/{name}": value for name, value in metrics.items()}
+        self.run.callbacks.call("on_evaluate", self.step, metrics)
+        return metrics
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
         """Stops the run if the sampler's and the trainer's log-probabilities differ too much for several steps.
 
-        The gradient would be that of another distribution than the one that was sampled from.
+        The gradient would be that of another distribution than the one that was sampled from. Completions of older
+        weights are left out: there the difference is what the policy has learned since (`policy_drift`).
         """
         limit, progress = self.config.rollout.max_mismatch, self.run.progress
-        found = metrics.get("sampler_kl", 0.0)
+        if "sampler_kl" not in metrics:
+            return
+        found = metrics["sampler_kl"]
         if self.config.rollout.replay or not limit or found < limit / 10:
             progress.mismatched_in_a_row = 0
             return
@@ -209,22 +245,22 @@ class OnlineLoop:
             self.run.save(self.step, self.policy)
             raise DivergedError(
                 f"sampler and trainer differed by more than rollout.max_mismatch = {limit:g} (KL per token) in "
-                f"{MISMATCHES_ALLOWED} steps in a row: what is trained is not what was sampled. Lower "
-                f"train.learning_rate or rollout.ahead, or use model.dtype float32. "
+                f"{MISMATCHES_ALLOWED} steps in a row: what is trained is not what was sampled. The weights "
+                f"were the same, so the engine computes them differently: use model.dtype float32 or another engine. "
                 f"Resume: {self.run.resume_command()}"
             )
 
     # What a checkpoint holds besides weights
 
     def save(self, folder: Path) -> None:
-        self.record.flush()
+        self.writer.flush()
         pending = self.rollouts.state()  # first: batches that are still being generated change the state of the scorer
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
         (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
         state = {
             "algo": self.algorithm.state(),
             "pretraining": self.pretraining.position if self.pretraining else [],
-            "judge": self.scorer.state(),
+            "judge": self.scorer.state(),  # the key of earlier versions
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -242,7 +278,7 @@ def scored_samples(rollouts: list[Rollout], step: int) -> list[Sample]:
     """Returns the samples of the completions that could be scored."""
     samples = [rollout.sample for rollout in rollouts if not rollout.failure]
     if not samples:
-        raise PosttrainError(f"step {step}: no completion could be scored; the first: {rollouts[0].failure}")
+        raise PosttrainError(f"step {step}: no completion could be scored. The first failure: {rollouts[0].failure}")
     return samples
 
 
@@ -250,7 +286,7 @@ def mini_batches(
     samples: list[Sample], config: OnlineAlgorithm.Config, seed: tuple[int, ...]
 ) -> Iterator[list[Sample]]:
     """Yields `epochs_per_batch` passes over the samples in parts of `mini_batch_size`, in an order set by the seed."""
-    size = config.mini_batch_size or len(samples)
+    size = config.mini_batch_size or len(samples) or 1
     for epoch in range(config.epochs_per_batch):
         order = np.arange(len(samples))
         if config.shuffle_mini_batch and size < len(samples):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from posttrain.algorithms import OnlineAlgorithm
-from posttrain.config.renames import split_weights
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import ForwardRequest, Objective
@@ -20,14 +19,11 @@ class PretrainingMix:
     """Yields the loss of plain text or conversations that is added to every step (arXiv:2203.02155, eq. 2)."""
 
     def __init__(self, run: Run, algorithm: OnlineAlgorithm) -> None:
-        names, weights = split_weights(algorithm.pretrain_files())
-        parts: list[tuple[tuple[str, ...], float]] = (
-            [((name,), weight) for name, weight in zip(names, weights, strict=True)] if weights else []
-        )
+        sources = algorithm.pretrain_sources()
         self.streams, self.objectives = [], []
-        for files, weight in parts or [(tuple(names), 1.0)]:
+        for files, weight in sources:
             data = replace(run.config.data, train=files, eval=(), map_keys={})
-            size = max(1, run.config.train.batch_size // max(1, len(parts)))
+            size = max(1, run.config.train.batch_size // len(sources))
             self.streams.append(ExampleStream(load_examples(files, data, run.tokenizer), size, run.config.seed))
             loss = partial(algorithm.pretrain_loss, weight=weight)
             self.objectives.append(Objective(request=ForwardRequest(), loss=loss, unit="token", separable=True))
@@ -49,9 +45,9 @@ class PretrainingMix:
 def load_examples(files: tuple[str, ...], data: DataConfig, tokenizer: Any) -> Any:
     """Reads texts, or else conversations; if the files hold neither, the error is about texts."""
     try:
-        return load_dataset(files, Encoder(tokenizer, data, "text", len(tokenizer))).rows
+        return load_dataset(files, Encoder(tokenizer, data, "text", len(tokenizer))).examples
     except DataError as not_text:
         try:
-            return load_dataset(files, Encoder(tokenizer, data, "chat", len(tokenizer))).rows
+            return load_dataset(files, Encoder(tokenizer, data, "chat", len(tokenizer))).examples
         except DataError:
             raise not_text from None

@@ -29,9 +29,9 @@ class ReferenceModel:
         sync_steps: int,
         load: Callable[[str], LearnerGroup],
     ) -> None:
-        """`model` None: the reference is the policy without its adapters, which start as the identity.
+        """`model`: the frozen model; None: the reference is the policy without its adapters.
 
-        `sync_steps`: it is replaced by the current policy every N steps (0: never), which `load` loads from its path.
+        `sync_steps`: the reference is replaced by the current policy every N steps (0: never); `load` loads a model.
         """
         self.run, self.policy, self.model, self.offloader = run, policy, model, offloader
         self.distribution, self.sync_steps, self.load = distribution, sync_steps, load
@@ -57,8 +57,8 @@ class ReferenceModel:
         self.run.log.message("computing the reference's log-probabilities of all examples")
         datasets = [data.train, data.eval] if data.eval else [data.train]
         for dataset in datasets:
-            dataset.rows.hold()
-        self.fill([sample for dataset in datasets for row in dataset.rows for sample in row])
+            dataset.examples.hold()
+        self.fill([sample for dataset in datasets for row in dataset.examples for sample in row])
         self.precomputed = True
         if self.model is not None:
             self.model.workers.close()
@@ -70,39 +70,49 @@ class ReferenceModel:
         Its weights are kept in the run directory, copied from that step's checkpoint, so that a resumed run has the
         same reference.
         """
-        run, every = self.run, self.sync_steps
+        every = self.sync_steps
         wanted = step // every * every if every else 0
         if wanted == self.step:
             return
-        kept = run.folder.path / "reference"
-        checkpoint.remove_temporaries(kept)
-        for other in checkpoint.list_checkpoints(kept):
-            if checkpoint.step_of(other) > step:  # written by a run that got further and was then resumed from earlier
-                shutil.rmtree(other)
-        folder = kept / f"step-{wanted:08d}"
-        if not checkpoint.is_valid(folder):
-            if wanted == step and run.saved_step != step:
-                run.save(step, self.policy)
-            source = run.folder.checkpoints / folder.name / "model"
-            if not source.is_dir():
-                raise CheckpointError(
-                    f"{folder}: the reference of step {wanted} is missing, so the run cannot continue"
-                )
-
-            def write(place: Path) -> None:
-                shutil.copytree(source, place / "model", copy_function=link_or_copy)
-
-            checkpoint.write_checkpoint(kept, wanted, write)
-        assert self.model is not None, "a reference without adapters does not change"
+        directory = self.run.directory.path / "reference"
+        saved = self.save_reference(directory, wanted, step)
+        assert self.model is not None, "with adapters the reference is the base model, which does not change"
         self.model.workers.close()
-        self.model = self.load(str((folder / "model").absolute()))
+        self.model = self.load(str((saved / "model").absolute()))
         self.offload()
         self.step = wanted
-        oldest = min(map(checkpoint.step_of, checkpoint.list_checkpoints(run.folder.checkpoints)), default=step)
-        for other in checkpoint.list_checkpoints(kept):
-            if checkpoint.step_of(other) < oldest // every * every:  # no checkpoint needs it any more
+        checkpoints = checkpoint.list_checkpoints(self.run.directory.checkpoints)
+        oldest = min(map(checkpoint.step_of, checkpoints), default=step)
+        for other in checkpoint.list_checkpoints(directory):
+            if checkpoint.step_of(other) < oldest // every * every:  # no checkpoint of the run needs it any more
                 shutil.rmtree(other)
-        run.log.message(f"the reference is now the policy of step {wanted}")
+        self.run.log.message(f"the reference is now the policy of step {wanted}")
+
+    def save_reference(self, directory: Path, wanted: int, step: int) -> Path:
+        """Copies the policy of step `wanted` into `directory`, unless it is there; returns the copy."""
+        run = self.run
+        checkpoint.remove_temporaries(directory)
+        for other in checkpoint.list_checkpoints(directory):
+            if checkpoint.step_of(other) > step:  # written by a run that got further and was then resumed from earlier
+                shutil.rmtree(other)
+        saved = checkpoint.checkpoint_path(directory, wanted)
+        if checkpoint.is_valid(saved):
+            return saved
+        run.finish_save()
+        if wanted == step and run.saved_step != step:
+            run.save(step, self.policy)
+        source = run.directory.checkpoints / saved.name / "model"
+        if not source.is_dir():
+            raise CheckpointError(
+                f"{saved}: the reference is the policy of step {wanted}, but its weights are missing, so the run "
+                "cannot be resumed"
+            )
+
+        def write(folder: Path) -> None:
+            shutil.copytree(source, folder / "model", copy_function=link_or_copy)
+
+        checkpoint.write_checkpoint(directory, wanted, write)
+        return saved
 
     def offload(self) -> None:
         if self.model is not None:

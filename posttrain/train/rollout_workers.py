@@ -1,12 +1,14 @@
-"""Rollout workers on devices of their own: engines that receive the learners' weights. A lost one is replaced."""
+"""Rollout workers on devices of their own: engines that receive the learners' weights. A lost one is replaced.
+
+controller          RolloutWorkers: sends weights, divides requests, replaces lost workers
+learner processes   WeightSender: broadcasts the weights
+rollout processes   RolloutWorker: receives the weights and generates
+"""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +26,206 @@ from posttrain.models.loading import compute_dtype, read_config
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.parallel.weight_transfer import Rendezvous, TransferResult, WeightTransfer
 from posttrain.train.learner import Learner
+from posttrain.train.model_lock import ModelLock, agree_by_all_reduce
 
-log = logging.getLogger("posttrain")
+
+class RolloutWorkers(ReplaceableWorkers):
+    """All rollout workers as one generator with the weights of the last `update`.
+
+    With in-flight updates, weights may be sent while another thread waits for completions.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[WorkerSlot],
+        sender: Workers,
+        rendezvous: Callable[[int], Rendezvous],
+        check_samples: Callable[[Sequence[GenerationRequest], Sequence[Sample], Sampling], None] = lambda *_: None,
+    ) -> None:
+        """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form.
+
+        `check_samples` raises an error for samples that no policy can have generated.
+        """
+        super().__init__(slots)
+        self.sender, self.rendezvous, self.check_samples = sender, rendezvous, check_samples
+        self.connected = False
+        self.version: WeightVersion = -1  # before the first update
+        self.last_transfer = TransferResult(0, 0.0)
+
+    # Weights
+
+    def update(self, version: WeightVersion) -> None:
+        """Send the learners' current weights to all workers as `version`; lost workers are replaced first."""
+        with self.lock:
+            self.version = version
+            for attempt in range(1, ATTEMPTS + 1):
+                if any(slot.workers is None for slot in self.slots):
+                    self.connected = False
+                    self.start()
+                problem = "" if self.connected else self.connect()
+                problem = problem or self.send()
+                if not problem:
+                    return
+                if attempt == ATTEMPTS:
+                    raise WorkerError(
+                        f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {problem}", lost=True
+                    )
+
+    def connect(self) -> str:
+        """Form a new transfer group; returns what went wrong, or an empty text."""
+        sizes = [slot.workers.size if slot.workers else 1 for slot in self.slots]
+        rendezvous = self.rendezvous(sum(sizes) + 1)
+        first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
+        pending = [
+            (slot, slot.submit("connect", rendezvous, first))
+            for first, slot in zip(first_ranks, self.slots, strict=True)
+        ]
+        sending = self.sender.submit("connect", rendezvous)
+        problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
+        self.connected = not problem
+        return problem
+
+    def send(self) -> str:
+        """Send weights to all workers and check that they arrived; returns what went wrong, or an empty text."""
+        pending = [(slot, slot.submit("receive", self.version)) for slot in self.slots]
+        sending = self.sender.submit("send")
+        problem = self.first_problem(pending)
+        result: TransferResult = sending.result()[0]
+        problem = problem or result.failure or self.check(result.probe)
+        self.connected = self.connected and not problem
+        if not problem:
+            self.last_transfer = TransferResult(result.bytes * len(self.slots), result.seconds)
+        return problem
+
+    def check(self, probe: list[Floats]) -> str:
+        """Check that all workers have the weights that were sent; returns what is missing, or an empty text.
+
+        Raises if weights arrived and the log-probabilities differ: completions would not show it.
+        """
+        pending = [(slot, slot.submit("check", probe)) for slot in self.slots]
+        problem = ""
+        for number, (slot, call) in enumerate(pending):
+            try:
+                version, found = call.result()[0]
+            except WorkerError as error:
+                self.discard(slot, slot.workers, error)
+                problem = problem or str(error)
+                continue
+            if version != self.version:
+                dropped = f"rollout worker {number} of {len(self.slots)} still has the weights of version {version}"
+                problem = problem or f"{dropped}, not {self.version}"
+            elif found:
+                raise PosttrainError(
+                    f"rollout worker {number} of {len(self.slots)}: after the update to version {self.version} its "
+                    f"log-probabilities differ from the learners' {found}. Either the weights did not arrive as they "
+                    "were sent, or its engine computes this model differently (--rollout.engine local computes as the "
+                    "learners do)"
+                )
+        return problem
+
+    def first_problem(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
+        """Wait for all calls and empty the slots of lost workers; returns the first problem, or an empty text."""
+        first = ""
+        for slot, call in pending:
+            try:
+                problem: str = call.result()[0]
+                first = first or problem
+            except WorkerError as error:
+                self.discard(slot, slot.workers, error)
+                first = first or str(error)
+        return first
+
+    def discard(self, slot: WorkerSlot, workers: Workers | None, error: WorkerError) -> None:
+        with self.lock:
+            if slot.workers is workers:
+                self.connected = False
+            super().discard(slot, workers, error)
+
+    # Generation
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        *,
+        current: bool = False,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Sample]:
+        """Generate one sample per request, in order; the requests are divided among the workers."""
+        with self.lock:
+            slots = self.filled_slots()
+            shards = split_evenly(range(len(requests)), len(slots))
+            calls = [
+                (shard, SlotCall(slot, "generate", ([requests[i] for i in shard], sampling)))
+                for slot, shard in zip(slots, shards, strict=True)
+                if shard
+            ]
+        samples: dict[int, Sample] = {}
+        for shard, call in calls:
+            generated = self.result(call)
+            self.check_samples([requests[i] for i in shard], generated, sampling)
+            found = dict(zip(shard, generated, strict=True))
+            samples |= found
+            if on_completion is not None:
+                for index, sample in found.items():
+                    on_completion(index, sample)
+        return [samples[i] for i in range(len(requests))]
+
+    def filled_slots(self) -> list[WorkerSlot]:
+        """Return the slots that have a worker; if none has, all workers are replaced and receive the weights again."""
+        if all(slot.workers is None for slot in self.slots):
+            self.update(self.version)
+        return [slot for slot in self.slots if slot.workers is not None]
+
+    def slot_for_retry(self, slot: WorkerSlot) -> WorkerSlot:
+        """Return the next slot that has a worker: a new worker gets its weights only with the next update."""
+        filled = self.filled_slots()
+        index = self.slots.index(slot)
+        return next(other for other in [*self.slots[index:], *self.slots[:index]] if other in filled)
+
+
+# In the worker processes
+
+
+class WeightSender:
+    """Runs in the learners' processes. All processes that share the model take part; the first one sends."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.transfer: WeightTransfer | None = None
+        self.is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+    def connect(self, rendezvous: Rendezvous) -> str:
+        """Join the group of sender and receivers; returns why that failed, or an empty text."""
+        self.transfer = None
+        if self.is_first:
+            try:
+                self.transfer = WeightTransfer(rendezvous, 0)
+            except RuntimeError as error:  # a receiver is gone; the controller replaces it
+                return first_line(error)
+        return ""
+
+    @torch.no_grad()
+    def send(self) -> TransferResult:
+        """Send the current weights, and compute the log-probabilities of the probe with them.
+
+        A receiver that is lost does not stop the learners.
+        """
+        started = time.monotonic()
+        weights = iter(self.learner.weights())
+        sent, failure = 0, ""
+        if self.is_first:
+            assert self.transfer is not None, "connect comes first"
+            try:
+                sent = self.transfer.send(weights)
+                if self.learner.device.type != "cpu":
+                    torch.accelerator.synchronize()
+            except RuntimeError as error:
+                failure = first_line(error)
+                self.transfer = None  # closes the connection, so that the other receivers do not wait for the rest
+        for _ in weights:  # the other processes need this one's part of each tensor
+            pass
+        return TransferResult(sent, time.monotonic() - started, failure, self.learner.probe_logprobs())
 
 
 class RolloutWorker:
@@ -79,13 +279,16 @@ class RolloutWorker:
             self.version, self.lock.incomplete = version, False
         return ""
 
-    def check(self, expected: list[Floats]) -> str:
-        """Compare log-probabilities of the probe with the learners'; returns the difference, if it is too large."""
+    def check(self, expected: list[Floats]) -> tuple[WeightVersion, str]:
+        """Compare log-probabilities of the probe with the learners'.
+
+        Returns the version of the weights, and the difference if it is too large.
+        """
         with self.lock.update():
             generator: Any = self.learner or self.engine
             found = mean_difference([self.probe], generator.logprobs([self.probe]), expected)
         allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
-        return "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
+        return self.version, "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
         generator: Any = self.learner or self.engine
@@ -100,261 +303,10 @@ class RolloutWorker:
         return self.version
 
 
-class WeightSender:
-    """Runs in the learners' processes. All processes that share the model take part; the first one sends."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-        self.transfer: WeightTransfer | None = None
-        self.is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-    def connect(self, rendezvous: Rendezvous) -> str:
-        """Join the group of sender and receivers; returns why that failed, or an empty text."""
-        self.transfer = None
-        if self.is_first:
-            try:
-                self.transfer = WeightTransfer(rendezvous, 0)
-            except RuntimeError as error:  # a receiver is gone; the controller replaces it
-                return first_line(error)
-        return ""
-
-    @torch.no_grad()
-    def send(self) -> TransferResult:
-        """Send the current weights, and compute the log-probabilities of the probe with them.
-
-        A receiver that is lost does not stop the learners.
-        """
-        started = time.monotonic()
-        weights = iter(self.learner.weights())
-        sent, failure = 0, ""
-        if self.is_first:
-            assert self.transfer is not None, "connect comes first"
-            try:
-                sent = self.transfer.send(weights)
-                if self.learner.device.type == "cuda":
-                    torch.cuda.synchronize()
-            except RuntimeError as error:
-                failure = first_line(error)
-                self.transfer = None  # closes the connection, so that the other receivers do not wait for the rest
-        for _ in weights:  # the other processes need this one's part of each tensor
-            pass
-        return TransferResult(sent, time.monotonic() - started, failure, self.learner.probe_logprobs())
-
-    def abort(self) -> None:
-        if self.transfer is not None:
-            self.transfer.abort()
-
-
-class ModelLock:
-    """Alternates between generation and weight updates, which use one model. Updates run between decode steps.
-
-    Updates are counted and made by one thread. Processes that hold a model together must stop at the same step: they
-    agree on how many updates run before the next one.
-    """
-
-    def __init__(self, agree: Callable[[int], int] = lambda number: number) -> None:
-        """`agree`: returns the largest of the numbers that these processes pass, each in its turn."""
-        self.agree = agree
-        self.changed = threading.Condition()
-        self.generating = False
-        self.requested = self.finished = self.admitted = 0  # updates; up to `admitted` may run during generation
-        self.incomplete = False  # an update failed halfway: another one must run before the next step
-
-    @contextmanager
-    def generate(self) -> Iterator[None]:
-        """Hold the model for decode steps; updates wait for `let_updates_run`."""
-        with self.changed:
-            self.generating = True
-        try:
-            self.let_updates_run()
-            yield
-        finally:
-            with self.changed:
-                self.generating = False
-                self.changed.notify_all()
-
-    def let_updates_run(self) -> None:
-        """Let all requested updates run now; returns at once if there are none."""
-        while True:
-            with self.changed:
-                missing = self.incomplete and self.requested == self.finished
-                wanted = self.requested + missing
-            number = self.agree(wanted)
-            if number == self.admitted:
-                return
-            with self.changed:
-                self.admitted = number
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self.finished >= self.admitted)
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Hold the model for an update; waits until no decode step runs."""
-        with self.changed:
-            self.requested += 1
-            self.changed.wait_for(lambda: not self.generating or self.requested <= self.admitted)
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.finished += 1
-                self.changed.notify_all()
-
-
-def agree_by_all_reduce() -> Callable[[int], int]:
-    """Return a function that gives the largest of the numbers that all processes of the default group pass."""
-    group = torch.distributed.new_group(backend="gloo")  # a group of its own: the default one is in use meanwhile
-
-    def agree(number: int) -> int:
-        largest = torch.tensor(number)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        return int(largest)
-
-    return agree
-
-
 def rank_in_engine() -> int:
-    """Rank among the processes that hold one engine together."""
+    """Return the rank among the processes that hold one engine together."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class RolloutWorkers(ReplaceableWorkers):
-    """All rollout workers as one generator with the weights of the last `update`.
-
-    With in-flight updates, weights may be sent while another thread waits for completions.
-    """
-
-    def __init__(self, slots: Sequence[WorkerSlot], sender: Workers, rendezvous: Callable[[int], Rendezvous]) -> None:
-        """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form."""
-        super().__init__(slots)
-        self.sender, self.rendezvous = sender, rendezvous
-        self.connected = False
-        self.version: WeightVersion = -1  # before the first update
-        self.last_transfer = TransferResult(0, 0.0)
-
-    # Weights
-
-    def update(self, version: WeightVersion) -> None:
-        """Send the learners' current weights to all workers as `version`; lost workers are replaced first."""
-        with self.lock:
-            self.version = version
-            for attempt in range(1, ATTEMPTS + 1):
-                if any(slot.workers is None for slot in self.slots):
-                    self.connected = False
-                    self.start()
-                problem = "" if self.connected else self.connect()
-                problem = problem or self.send()
-                if not problem:
-                    return
-                if attempt == ATTEMPTS:
-                    raise WorkerError(
-                        f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {problem}", lost=True
-                    )
-
-    def connect(self) -> str:
-        """Form a new transfer group; returns what went wrong, or an empty text."""
-        sizes = [slot.workers.size if slot.workers else 1 for slot in self.slots]
-        rendezvous = self.rendezvous(sum(sizes) + 1)
-        first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
-        pending = [
-            (slot, slot.submit("connect", rendezvous, first))
-            for first, slot in zip(first_ranks, self.slots, strict=True)
-        ]
-        sending = self.sender.submit("connect", rendezvous)
-        problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
-        self.connected = not problem
-        return problem
-
-    def send(self) -> str:
-        """Send weights to all workers and check that they arrived; returns what went wrong, or an empty text."""
-        pending = [(slot, slot.submit("receive", self.version)) for slot in self.slots]
-        sending = self.sender.submit("send")
-        problem = self.first_problem(pending)
-        result: TransferResult = sending.result()[0]
-        problem = problem or result.failure or self.check(result.probe)
-        self.connected = self.connected and not problem
-        if not problem:
-            self.last_transfer = TransferResult(result.bytes * len(self.slots), result.seconds)
-        return problem
-
-    def check(self, probe: list[Floats]) -> str:
-        """Check that all workers have the weights that were sent; raises if not: completions would not show it."""
-        pending = [(slot, slot.submit("check", probe)) for slot in self.slots]
-        problem = ""
-        for number, (slot, call) in enumerate(pending):
-            try:
-                found: str = call.result()[0]
-            except WorkerError as error:
-                problem = problem or str(error)
-                self.discard(slot, slot.workers, error)
-                continue
-            if found:
-                raise PosttrainError(
-                    f"rollout worker {number} of {len(self.slots)}: after the update to version {self.version} its "
-                    f"log-probabilities differ from the learners' {found}. Either the weights did not arrive as they "
-                    "were sent, or its engine computes this model differently (--rollout.engine local computes as the "
-                    "learners do)"
-                )
-        return problem
-
-    def first_problem(self, pending: Sequence[tuple[WorkerSlot, PendingCall]]) -> str:
-        """Wait for all calls and empty the slots of lost workers; returns the first problem, or an empty text."""
-        first = ""
-        for slot, call in pending:
-            try:
-                problem: str = call.result()[0]
-                first = first or problem
-            except WorkerError as error:
-                first = first or str(error)
-                self.discard(slot, slot.workers, error)
-        return first
-
-    def discard(self, slot: WorkerSlot, workers: Workers | None, error: WorkerError) -> None:
-        with self.lock:
-            if slot.workers is workers:
-                self.connected = False
-            super().discard(slot, workers, error)
-
-    # Generation
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        sampling: Sampling,
-        *,
-        current: bool = False,
-        on_completion: OnCompletion | None = None,
-    ) -> list[Sample]:
-        """Generate one sample per request, in order; the requests are divided among the workers."""
-        with self.lock:
-            slots = self.filled_slots()
-            shards = split_evenly(range(len(requests)), len(slots))
-            calls = [
-                (shard, SlotCall(slot, "generate", ([requests[i] for i in shard], sampling)))
-                for slot, shard in zip(slots, shards, strict=True)
-                if shard
-            ]
-        samples: dict[int, Sample] = {}
-        for shard, call in calls:
-            found = dict(zip(shard, self.result(call), strict=True))
-            samples |= found
-            if on_completion is not None:
-                for index, sample in found.items():
-                    on_completion(index, sample)
-        return [samples[i] for i in range(len(requests))]
-
-    def filled_slots(self) -> list[WorkerSlot]:
-        """Slots that have a worker; if none has, all workers are replaced and get the weights again."""
-        if all(slot.workers is None for slot in self.slots):
-            self.update(self.version)
-        return [slot for slot in self.slots if slot.workers is not None]
-
-    def slot_for_retry(self, slot: WorkerSlot) -> WorkerSlot:
-        """The next slot that has a worker: a new worker gets its weights only with the next update."""
-        filled = self.filled_slots()
-        index = self.slots.index(slot)
-        return next(other for other in [*self.slots[index:], *self.slots[:index]] if other in filled)

@@ -3,42 +3,74 @@
 from __future__ import annotations
 
 import gc
-import hashlib
+import json
 import shlex
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from transformers import PreTrainedModel
 
 from posttrain.algorithms import Algorithm
 from posttrain.checkpoints import checkpoint, random_state
 from posttrain.cluster.placement import Placement
 from posttrain.config import sections as configs
+from posttrain.config.compare import changed_options, flat
+from posttrain.config.renames import renamed_settings
 from posttrain.config.sections import Config, ModelConfig
+from posttrain.core import accelerators
 from posttrain.core import logging as logs
-from posttrain.core.errors import CheckpointError, Stopped, UsageError, WorkerError
+from posttrain.core.errors import CheckpointError, PosttrainError, Stopped, UsageError, WorkerError
 from posttrain.core.files import read_json, write_json
 from posttrain.core.metrics_sinks import check_sinks
 from posttrain.core.types import Sample
+from posttrain.models.export import load_trained_model
 from posttrain.models.loading import vocabulary_size
-from posttrain.models.paths import resolve_path
+from posttrain.models.paths import model_fingerprint, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
+from posttrain.train.callbacks import CallbackRunner, MetricFunctions, TrainingState
+from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
 from posttrain.train.run_directory import RunDirectory, StopSignals
+
+RESUMED_KEYS = ("step", "position", "progress", "fingerprints", "rng", "config")  # of a checkpoint's state.json
+ORDER_OPTIONS = ("seed", "data.shuffle")  # with other values of these, the stream has other examples at a position
+DATA_FINGERPRINTS = ("data", "evaluation data")
+WORKER_MODULES = ("posttrain.train.rollout_workers",)  # imports what learners and rollout workers need
+UNCOMPARED = ("output_dir", "resume", "allow_changed_data", "quiet")  # options that do not change what is computed
+
+
+def changes_since(before: dict[str, Any], config: Config) -> dict[str, str]:
+    """Describes the options that differ from those of a checkpoint, maybe of the previous version, by name."""
+    now = flat(json.loads(json.dumps(configs.as_mapping(config))))
+    saved = flat(renamed_settings(before, now))
+    compared = {name: value for name, value in now.items() if name in saved and name not in UNCOMPARED}
+    return changed_options(saved, compared, {})
 
 
 @dataclass(slots=True)
 class Result:
     """What a finished run returns to Python."""
 
-    folder: Path
+    output_dir: Path  # the run directory
     steps: int
     metrics: dict[str, float]  # of the last step
+    stopped_early: str = ""
+    """Why a callback stopped the run before its last step; empty: all steps are done."""
+
+    @property
+    def folder(self) -> Path:
+        """The name of `output_dir` in version 0.1."""
+        return self.output_dir
+
+    def model(self) -> PreTrainedModel:
+        """Loads the trained model from the newest checkpoint, with adapters merged into it."""
+        return load_trained_model(str(self.output_dir))
 
 
 class CheckpointPart(Protocol):
@@ -51,52 +83,89 @@ class CheckpointPart(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """What a run remembers from step to step besides weights."""
+    """Counters that a checkpoint saves besides the weights."""
 
-    best: float | None = None
+    best: float | None = None  # lowest evaluation loss (offline) or highest evaluation reward (online) so far
     best_step: int | None = None
     skipped_in_a_row: int = 0
     skipped: int = 0
-    mismatched_in_a_row: int = 0
+    micro_batch_tokens: int = 0  # of smaller micro-batches, since the run was out of memory; 0: as configured
+    mismatched_in_a_row: int = 0  # steps whose sampler and trainer differ too much; see OnlineLoop.check_mismatch
+
+
+class SaveInProgress:
+    """A thread that completes the checkpoint of a step, whose files are written."""
+
+    def __init__(self, step: int, complete: Callable[[], Path]) -> None:
+        self.step, self.complete = step, complete
+        self.outcome: Path | BaseException | None = None
+        self.thread = threading.Thread(target=self.work, name="save", daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        try:
+            self.outcome = self.complete()
+        except BaseException as error:
+            self.outcome = error  # raised by `result` in the thread of the loop
+            if not isinstance(error, Exception):
+                raise
+
+    def result(self) -> Path:
+        """Waits for the checkpoint, and raises the error of a save that failed."""
+        self.thread.join()
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
 
 
 @dataclass(slots=True)
 class Run:
-    """Opened by `Run.open`; closed by leaving the `with`."""
+    """One training run. `Run.open` is a context manager: leaving it closes workers, log and directory."""
 
     verb: str
     config: Config
     model: ModelConfig  # as configured, with its path resolved once: a run directory's newest checkpoint may change
-    folder: RunDirectory
+    directory: RunDirectory
     signals: StopSignals
     log: logs.Log
     tokenizer: Any
     data: RunData
     fingerprints: dict[str, str]
     placement: Placement
+    algorithm: Algorithm
+    callbacks: CallbackRunner
+    metric_functions: MetricFunctions
+    from_python: bool = False
     progress: Progress = field(default_factory=Progress)
     parts: dict[str, CheckpointPart] = field(default_factory=dict)
-    saved_step: int = 0
+    saved_step: int = 0  # of the newest checkpoint
+    saving: SaveInProgress | None = None  # of a checkpoint that is being synced and sealed beside training
+    data_changes: list[dict[str, Any]] = field(default_factory=list)  # that allow_changed_data let pass, by step
 
     @classmethod
     @contextmanager
-    def open(cls, verb: str, config: Config, algorithm: Algorithm) -> Iterator[Run]:
-        """Reads and checks everything that needs no model."""
+    def open(cls, verb: str, config: Config, algorithm: Algorithm, inputs: RunInputs = NO_INPUTS) -> Iterator[Run]:
+        """Opens the run directory, reads and encodes all data, and makes every check that needs no weights."""
         check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
         logs.quiet_libraries()
         with ExitStack() as stack:
+            folder: RunDirectory | None = None
+            if inputs.has_objects:
+                folder = stack.enter_context(RunDirectory.open(config.output_dir, verb, config.resume))
+                config = inputs.write(config, folder)
             models = {"model": resolve_path(config.model.path)} | helper_model_paths(algorithm)
             model = config.model if config.model.path == "pico" else replace(config.model, path=models["model"])
             tokenizer = load_tokenizer(model)
-            folder = stack.enter_context(RunDirectory.open(config.output_dir, verb, config.resume))
+            folder = folder or stack.enter_context(RunDirectory.open(config.output_dir, verb, config.resume))
             vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
             data = load_data(config, algorithm, tokenizer, vocabulary, folder.path)
             too_long = check_lengths(models["model"], data, config)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
-            fingerprints |= {name: fingerprint(path) for name, path in models.items()}
+            fingerprints |= {name: model_fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
                 fingerprints["evaluation data"] = data.eval.fingerprint
-            newest = checkpoint.newest_valid(folder.checkpoints) if config.resume else None
+            newest = checkpoint.checkpoint_to_resume(folder.checkpoints) if config.resume else None
             start = checkpoint.step_of(newest) if newest else 0
             log = logs.Log(
                 folder.path,
@@ -104,6 +173,9 @@ class Run:
                 quiet=config.quiet,
                 tensorboard="tensorboard" in config.log.report_to,
                 wandb=config.log.wandb_project,
+                wandb_name=config.log.wandb_name,
+                wandb_dir=config.log.wandb_dir,
+                tensorboard_dir=config.log.tensorboard_dir,
                 config=configs.as_mapping(config),
                 start_step=start if config.resume else None,
             )
@@ -113,60 +185,134 @@ class Run:
             if too_long:
                 log.warn(too_long)
             signals = stack.enter_context(StopSignals())
-            placement = Placement(config.cluster, folder.logs)
+            placement = Placement(config.cluster, folder.logs, WORKER_MODULES)
             stack.callback(placement.close)
             stack.callback(gc.unfreeze)
-            run = cls(verb, config, model, folder, signals, log, tokenizer, data, fingerprints, placement)
+            state = TrainingState(folder.path, start, data.steps)
+            run = cls(
+                verb=verb,
+                config=config,
+                model=model,
+                directory=folder,
+                signals=signals,
+                log=log,
+                tokenizer=tokenizer,
+                data=data,
+                fingerprints=fingerprints,
+                placement=placement,
+                algorithm=algorithm,
+                callbacks=CallbackRunner(inputs.callbacks, state),
+                metric_functions=inputs.metrics,
+                from_python=inputs.from_python,
+            )
             try:
                 yield run
+                run.finish_save()
             except WorkerError as error:
+                run.finish_save_after(error)
                 raise run.with_resume_hint(error) from None
+            except BaseException as error:
+                run.finish_save_after(error)
+                raise
 
     def resume(self, policy: LearnerGroup) -> int:
         """Restores everything from the newest valid checkpoint; returns the step it was written after, or 0."""
-        if torch.cuda.is_initialized():
+        if accelerators.is_in_use():
             gc.collect()  # frees what loading has left on the device
         gc.freeze()  # a full garbage-collection pass over library objects costs more than a short step
         random_state.seed_everything(self.config.seed)
-        newest = checkpoint.newest_valid(self.folder.checkpoints) if self.config.resume else None
+        newest = checkpoint.checkpoint_to_resume(self.directory.checkpoints) if self.config.resume else None
         if newest is None:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
             else:
-                first = [entry for row in self.data.train.rows[:3] for entry in row]
+                first = [entry for row in self.data.train.examples[:3] for entry in row]
                 self.log.samples(0, [preview(self.tokenizer, entry) for entry in first])
             self.write_config()
             return 0
         state = read_json(newest / "state.json")
-        for name, value in self.fingerprints.items():
-            if state["fingerprints"].get(name) != value:
-                raise CheckpointError(
-                    f"{newest}: the {name} changed since this run was started, so it cannot be resumed. "
-                    f"Restore the {name} it was started with, or start a new run with another --output_dir."
-                )
+        if missing := [key for key in RESUMED_KEYS if key not in state]:
+            raise CheckpointError(f"{newest / 'state.json'}: has no {', '.join(missing)}; it was not written by a run")
+        changed = changes_since(state["config"], self.config)
+        self.check_unchanged(newest, state, changed)
         policy.load(newest)
         for name, part in self.parts.items():
             part.load(newest / name)
         self.progress = Progress(**state["progress"])
+        if self.progress.micro_batch_tokens:
+            policy.limit_micro_batches(self.progress.micro_batch_tokens)
         self.data.stream.position = state["position"]
         random_state.restore_rng(state["rng"])
         self.saved_step = state["step"]
+        self.data_changes = state.get("data_changes", []) + self.data_changes
         self.write_config()
         self.log.message(f"resuming from step {state['step']} ({newest})")
+        if deleted := self.delete_old_checkpoints(
+            newest, self.progress.best_step
+        ):  # a process that was killed may not have done it
+            names = ", ".join(path.name for path in deleted)
+            self.log.message(f"deleted checkpoints beyond save.max_checkpoints or save.max_gigabytes: {names}")
+        if changed:
+            self.log.message(f"changed since then: {'; '.join(changed.values())}")
         return state["step"]
 
-    def write_config(self) -> None:
-        """Called once all models are loaded, so that a start that failed does not block the next.
+    def check_unchanged(self, newest: Path, state: dict[str, Any], changed: dict[str, str]) -> None:
+        """Raises CheckpointError if the examples, their order or a model changed since the checkpoint `newest`.
 
-        On resume too: options may have changed, and a later resume without options must know them.
+        With `allow_changed_data` changed examples and their order are a warning, and recorded in the checkpoints.
         """
-        self.folder.write_config(configs.as_yaml(self.verb, replace(self.config, resume=False)))
+        order = " and ".join(text for name, text in changed.items() if name in ORDER_OPTIONS)
+        if order:
+            held_out = " and which of them are held out" if self.config.data.eval_fraction else ""
+            self.refuse_changed_data(
+                f"{newest}: {order}, which changes the order of the examples{held_out}: some would be used twice and "
+                "others not at all. Use the earlier value",
+                state["step"],
+            )
+        for name, value in self.fingerprints.items():
+            if state["fingerprints"].get(name) == value:
+                continue
+            if name not in DATA_FINGERPRINTS:
+                raise CheckpointError(
+                    f"{newest}: the {name} changed since this run was started, so it cannot be resumed. "
+                    f"Restore the {name} it was started with, or start a new run with another --output_dir."
+                )
+            if order and self.config.data.eval_fraction:  # a consequence of what is reported above
+                continue
+            options = "; ".join(text for option, text in changed.items() if option.startswith("data."))
+            why = f" ({options})" if options else ": the content of its files differs"
+            self.refuse_changed_data(
+                f"{newest}: the {name} changed since this run was started{why}. Restore the {name} it was started with",
+                state["step"],
+            )
 
-    def save(self, step: int, policy: LearnerGroup) -> Path:
-        """Writes a checkpoint and deletes those that save.max_checkpoints no longer covers."""
+    def refuse_changed_data(self, what: str, step: int) -> None:
+        """Raises CheckpointError, or warns and records the change if allow_changed_data is set."""
+        if not self.config.allow_changed_data:
+            raise CheckpointError(
+                f"{what}, or start a new run from this one with --model {self.directory.path} and another "
+                "--output_dir. --allow_changed_data resumes nevertheless and records the change."
+            )
+        self.log.warn(f"{what.rpartition('. ')[0]}. Resuming nevertheless (allow_changed_data)")
+        self.data_changes.append({"step": step, "change": what.rpartition(". ")[0]})
+
+    def write_config(self) -> None:
+        """Writes config.yaml, once all models are loaded: a directory whose start failed can be used again.
+
+        A resumed run writes it again, because options may have changed and a later resume reads them from there.
+        """
+        config = replace(self.config, resume=False, allow_changed_data=False)
+        self.directory.write_config(configs.as_yaml(self.verb, config))
+
+    def save(self, step: int, policy: LearnerGroup, *, wait: bool = True) -> Path:
+        """Writes a checkpoint, returns its path and deletes those that save.max_checkpoints no longer covers.
+
+        Without `wait` its files are written, and a thread syncs and seals them while training goes on. `finish_save`
+        ends that; until then the checkpoint before it is the newest one.
+        """
 
         def write(folder: Path) -> None:
-            for name, part in self.parts.items():  # first: one of them may wait for what advances the position
+            for name, part in self.parts.items():  # first: saving one may wait for a batch, which advances the position
                 (folder / name).mkdir()
                 part.save(folder / name)
             policy.save(folder)
@@ -179,43 +325,92 @@ class Run:
                     "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
                     "fingerprints": self.fingerprints,
                     "rng": random_state.rng_state(),
-                    "config": configs.as_mapping(self.config),
+                    "config": configs.as_mapping(replace(self.config, allow_changed_data=False)),
+                    **({"data_changes": self.data_changes} if self.data_changes else {}),
                 },
             )
 
-        path = checkpoint.write_checkpoint(self.folder.checkpoints, step, write)
+        self.finish_save()
+        seal = checkpoint.start_checkpoint(self.directory.checkpoints, step, write)
+        best_step = self.progress.best_step
+
+        def complete() -> Path:
+            path = seal()
+            self.delete_old_checkpoints(path, best_step)
+            return path
+
+        self.saving = SaveInProgress(step, complete)
+        self.finish_save(wait=wait or self.callbacks.expects_saves)
+        return checkpoint.checkpoint_path(self.directory.checkpoints, step)
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Waits for the save in progress, if there is one; without `wait` only if its thread has ended."""
+        if self.saving is None or (not wait and self.saving.thread.is_alive()):
+            return
+        saving, self.saving = self.saving, None
+        path = saving.result()
+        self.saved_step = saving.step
+        self.callbacks.call("on_save", saving.step, path)
+
+    def finish_save_after(self, error: BaseException) -> None:
+        """Waits for the save in progress when a run ends with an error, which is more important than one of the save.
+
+        A second interrupt does not wait: the checkpoint before stays the newest one.
+        """
+        saving, self.saving = self.saving, None
+        if saving is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        try:
+            saving.result()
+        except CheckpointError as failed:
+            self.log.warn(str(failed))
+
+    def delete_old_checkpoints(self, newest: Path, best_step: int | None) -> list[Path]:
+        """Deletes and returns the checkpoints before `newest` that save.max_checkpoints and others do not cover."""
         save = self.config.save
-        checkpoint.delete_old_checkpoints(
-            self.folder.checkpoints, save.max_checkpoints, save.max_gigabytes, self.progress.best_step, newest=path
+        return checkpoint.delete_old_checkpoints(
+            self.directory.checkpoints, save.max_checkpoints, save.max_gigabytes, best_step, newest
         )
-        self.saved_step = step
-        return path
 
     def with_resume_hint(self, error: WorkerError) -> WorkerError:
         """Adds to the message how to resume from the last checkpoint."""
-        error.folder = self.folder.path
-        saved = checkpoint.newest_valid(self.folder.checkpoints)
+        error.folder = self.directory.path
+        saved = checkpoint.newest_valid(self.directory.checkpoints)
         if saved is not None:
             error.args = (f"{error} Resume from step {checkpoint.step_of(saved)}: {self.resume_command()}",)
         return error
 
-    def stop_if_asked(self, step: int, policy: LearnerGroup) -> None:
+    def stop_if_signalled(self, step: int, policy: LearnerGroup) -> None:
         """Saves and exits with the signal's code if one arrived; called after a step."""
         number = self.signals.received
         if number is None:
             return
+        self.finish_save()
         if self.saved_step != step:
             self.save(step, policy)
         name = signal.Signals(number).name
         raise Stopped(f"stopped by {name} after step {step}; saved. Resume: {self.resume_command()}", number)
 
-    def resume_command(self) -> str:
-        return f"posttrain {self.verb} --output_dir {shlex.quote(str(self.folder.path))} --resume"
+    def result(self, step: int, metrics: dict[str, float]) -> Result:
+        """Returns what the calling Python code is given at the end."""
+        early = self.callbacks.stop_reason if step < self.data.steps else ""
+        return Result(self.directory.path, step, metrics, early)
 
-    def keep_batch(self, step: int, samples: list[Sample]) -> Path:
-        """Writes the samples of a step whose loss or gradient is not finite to a file."""
+    def resume_command(self, steps: str = "") -> str:
+        """Returns what resumes the run, on the command line or in Python; `steps`: its new number of steps."""
+        path = str(self.directory.path)
+        if self.from_python:
+            return f"posttrain.load_run({path!r}).resume({f'max_steps={steps}' if steps else ''})"
+        more = f" --train.max_steps {steps}" if steps else ""
+        return f"posttrain {self.verb} --output_dir {shlex.quote(path)} --resume{more}"
+
+    def save_bad_batch(self, step: int, samples: list[Sample]) -> str:
+        """Writes the samples of a step whose loss or gradient is not finite to a file; returns where they are."""
         rows = [{"origin": s.origin, "tokens": s.tokens.tolist(), "mask": s.mask.tolist()} for s in samples]
-        return self.folder.write_bad_batch(step, rows)
+        try:
+            return f"is in {self.directory.write_bad_batch(step, rows)}"
+        except (OSError, PosttrainError) as error:
+            return f"is lost: {error}"
 
 
 def helper_model_paths(algorithm: Algorithm) -> dict[str, str]:
@@ -233,21 +428,5 @@ def helper_model_paths(algorithm: Algorithm) -> dict[str, str]:
 
 
 def due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens `every` N steps (0: never), and after the last step, happens after this one."""
     return step == last or bool(every and step % every == 0)
-
-
-def fingerprint(folder: str) -> str:
-    """Returns a hash of a model's files: names, sizes and content (of large files: at 64 places)."""
-    path = Path(folder)
-    if not path.is_dir():
-        return folder  # a hub name
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*config.json")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}\n".encode())
-        block = 2**20
-        with file.open("rb") as stream:
-            for place in range(0, size, max(block, size // 64)):
-                stream.seek(place)
-                digest.update(stream.read(block))
-    return digest.hexdigest()

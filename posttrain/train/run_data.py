@@ -45,8 +45,14 @@ def load_data(
     quarantine = folder / "quarantine.jsonl" if folder else None
     if quarantine:
         quarantine.unlink(missing_ok=True)  # of an earlier start of this run
-    kind, placeholder = algorithm.example_kind, algorithm.placeholder()
-    encoder = Encoder(tokenizer, config.data, kind, vocab_size=vocabulary, placeholder=placeholder)
+    encoder = Encoder(
+        tokenizer,
+        config.data,
+        algorithm.example_kind,
+        vocab_size=vocabulary,
+        placeholder=algorithm.placeholder(),
+        needs_margin=algorithm.needs_margin(),
+    )
     train = load_dataset(
         config.data.train,
         encoder,
@@ -61,21 +67,21 @@ def load_data(
     elif config.data.eval_fraction:
         train, evaluation = split_examples(train, config.data.eval_fraction, config.seed)
     if evaluation is not None:
-        evaluation.rows.hold()  # what the reference model writes into these is used again at the next evaluation
-    strata = [algorithm.stratum(row[0]) for row in train.rows]
+        evaluation.examples.hold()  # what the reference model writes into these is used again at the next evaluation
+    strata = [algorithm.stratum(row[0]) for row in train.examples]
     size = config.train.batch_size
-    stream = ExampleStream(train.rows, size, config.seed, config.data.shuffle, strata, train.mixture)
-    edges = count_examples_after(config, stream.rows_per_epoch, algorithm.min_batch_size)
+    stream = ExampleStream(train.examples, size, config.seed, config.data.shuffle, strata, train.mixture)
+    edges = count_examples_after(config, stream.examples_per_epoch, algorithm.min_batch_size)
     smallest = min(after - before for before, after in pairwise(edges))
     if smallest < algorithm.min_batch_size:
         raise UsageError(
             f"{algorithm.name} needs at least {algorithm.min_batch_size} examples per step, but a step has {smallest}: "
-            f"train.batch_size is {size}, and there are {stream.rows_per_epoch} examples."
+            f"train.batch_size is {size}, and there are {stream.examples_per_epoch} examples."
         )
-    if evaluation is not None and len(evaluation.rows) < algorithm.min_batch_size:
+    if evaluation is not None and len(evaluation.examples) < algorithm.min_batch_size:
         raise UsageError(
             f"{algorithm.name} needs at least {algorithm.min_batch_size} examples to evaluate on, but there are "
-            f"{len(evaluation.rows)}."
+            f"{len(evaluation.examples)}."
         )
     return RunData(train, evaluation, stream, edges)
 
@@ -106,7 +112,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
     limit = getattr(described, "max_position_embeddings", None)
     if limit is None:
         return ""
-    longest = max(int(part.rows.lengths().max()) for part in (data.train, data.eval) if part)
+    longest = max(int(part.examples.lengths().max()) for part in (data.train, data.eval) if part)
     completion = config.rollout.max_tokens if isinstance(config, OnlineConfig) else 0
     if hasattr(described, "rope_parameters"):
         if longest + completion <= limit:
@@ -122,7 +128,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
                 f"{limit} positions: lower rollout.max_tokens, or data.max_length with data.on_overlong drop"
             )
         return ""
-    too_long = [part.rows for part in (data.train, data.eval) if part and part.rows.lengths().max() > limit]
+    too_long = [part.examples for part in (data.train, data.eval) if part and part.examples.lengths().max() > limit]
     for sample in (sample for rows in too_long for row in rows for sample in row):
         if len(sample) > limit:
             raise DataError(
@@ -134,8 +140,8 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
 
 def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
     """Yields lines that state what the run will do: its data, the size of a step, the number of steps."""
-    examples, counts = len(data.train.rows), data.train.counts
-    lengths, trained = data.train.rows.lengths(), data.train.rows.counted()
+    examples, counts = len(data.train.examples), data.train.counts
+    lengths, trained = data.train.examples.lengths(), data.train.examples.counted()
     notable = ("truncated", "dropped", "quarantined")
     changed = ", ".join(f"{counts[name]:,} {name}" for name in notable if counts[name])
     size = f"{examples:,} examples, {len(lengths):,} samples, {lengths.sum():,} tokens of which {trained:,} count"
@@ -144,13 +150,13 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
     yield f"data: {size}" + (f" ({changed})" if changed else "")
     if data.eval is not None:
         aside = data.eval.counts["quarantined"] if config.data.eval else 0
-        yield f"evaluation: {len(data.eval.rows):,} examples" + (f" ({aside:,} quarantined)" if aside else "")
+        yield f"evaluation: {len(data.eval.examples):,} examples" + (f" ({aside:,} quarantined)" if aside else "")
     if counts["quarantined"] or (data.eval is not None and data.eval.counts["quarantined"]):
         yield f"examples that cannot be used are in {folder / 'quarantine.jsonl'}"
     if data.train.mixture is not None:
         shares = zip(data.train.mixture.counts, data.train.mixture.sizes, strict=True)
         yield "an epoch mixes " + ", ".join(f"{count:,} of {size:,} examples" for count, size in shares)
-    epochs = data.examples_after[-1] / data.stream.rows_per_epoch
+    epochs = data.examples_after[-1] / data.stream.examples_per_epoch
     if isinstance(config, OnlineConfig):
         completions = config.train.batch_size * config.rollout.samples_per_prompt
         updates = -(-completions // (config.algo.mini_batch_size or completions)) * config.algo.epochs_per_batch

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 from posttrain.checkpoints.checkpoint import is_run_directory, remove_temporaries
 from posttrain.core.errors import UsageError
 from posttrain.core.files import atomic_write_text, sync_folder
+from posttrain.core.parent import STOP_SIGNALS
 
 RUNS = Path("runs")
 
@@ -59,9 +61,11 @@ class RunDirectory:
         return folder
 
     def close(self) -> None:
-        """Releases the lock. Removes the directory again if the start failed before anything was written."""
-        lock = self.path / "lock"
-        if list(self.path.iterdir()) == [lock]:
+        """Releases the lock. Removes the directory again if the start failed before a run was there."""
+        lock, inputs = self.path / "lock", (self.path / "data", self.path / "initial_model", self.path / "tokenizer")
+        if {lock} <= set(self.path.iterdir()) <= {lock, *inputs}:
+            for written in inputs:  # given in memory: see inputs.py
+                shutil.rmtree(written, ignore_errors=True)
             lock.unlink()
             self.path.rmdir()
         self._lock.close()
@@ -109,7 +113,10 @@ class RunDirectory:
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM sets a stop flag, `received`; a second signal exits immediately."""
+    """The first SIGINT, SIGTERM or SIGHUP sets a stop flag, `received`; a second signal exits immediately.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -117,11 +124,17 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOP_SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts back the handlers of before."""
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()

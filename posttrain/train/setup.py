@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.algorithms import ALGORITHMS, Algorithm, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import Config, OnlineConfig
+from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Objective, SamplingDistribution
 from posttrain.engines.base import Generator, Sampling
@@ -24,6 +25,9 @@ from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
 from posttrain.train.held_out_eval import HeldOutEval
+from posttrain.train.inputs import NO_INPUTS, RunInputs
+from posttrain.train.layout_check import check_layouts
+from posttrain.train.memory_plan import StepSize, fit_to_memory
 from posttrain.train.model_loader import ModelLoader
 from posttrain.train.offline import OfflineLoop
 from posttrain.train.online import OnlineLoop
@@ -34,11 +38,15 @@ from posttrain.train.streams import StreamFiller
 
 
 @contextmanager
-def open_offline(verb: str, config: Config) -> Iterator[OfflineLoop]:
+def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> Iterator[OfflineLoop]:
     """Builds an offline loop with its models loaded, at the step it starts or resumes from."""
     algorithm = ALGORITHMS[verb](config.algo)
-    with Run.open(verb, config, algorithm) as run:
+    with Run.open(verb, config, algorithm, inputs) as run:
+        if run.metric_functions and run.data.eval is None:
+            raise UsageError(f"metrics of {verb} are computed on evaluation data: give eval_data, or data.eval")
         objective = make_objective(run, algorithm)
+        check_layouts(run.config, algorithm)
+        fit_step_to_memory(run, algorithm)
         models = ModelLoader(run, algorithm)
         policy = models.policy()
         policy.annotate(algorithm.annotations())
@@ -57,7 +65,7 @@ def open_offline(verb: str, config: Config) -> Iterator[OfflineLoop]:
 
 
 @contextmanager
-def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
+def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) -> Iterator[OnlineLoop]:
     """Builds an online loop with its models loaded, at the step it starts or resumes from; cheap checks come first."""
     algorithm = make_online_algorithm(verb, config)
     with ExitStack() as stack:
@@ -70,24 +78,32 @@ def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
         environments = make_environments(config)
         if environments is not None:
             stack.enter_context(environments).check()
-        run = stack.enter_context(Run.open(verb, config, algorithm))
-        rewards.check(sorted(run.data.train.rows[0][0].columns))  # the data's columns are known now
+        run = stack.enter_context(Run.open(verb, config, algorithm, inputs))
+        check_layouts(run.config, algorithm)
+        fit_step_to_memory(run, algorithm)
+        assert isinstance(run.config, OnlineConfig)
+        config = run.config  # data and functions that were given in memory are files now, which it names
+        for child_processes in (rewards, environments):
+            if child_processes is not None:
+                child_processes.stop_when(lambda: run.signals.received is not None)
+        rewards.check(sorted(run.data.train.examples[0][0].columns))  # the data's columns are known now
         objective = make_objective(run, algorithm)
 
         models = ModelLoader(run, algorithm)
         policy = models.policy()
         reference = models.reference(policy)
         normalize = config.reward.normalize == "saved"
-        reward_models = {place: models.reward_model(path, place, normalize=normalize) for place, path in rewards.models}
+        reward_models = {index: models.reward_model(path, index, normalize=normalize) for index, path in rewards.models}
+        model_scorers = {index: model.score_rollouts for index, model in reward_models.items()}
         settings = algorithm.critic()
         first_reward_model = next((path for _, path in rewards.models), "")
         critic = models.critic(settings, first_reward_model) if settings is not None else None
         streams = StreamFiller(algorithm, policy, reference, critic)
 
-        sampling = make_sampling(config, policy.stop_ids())
+        sampling = Sampling.of(config.rollout, policy.stop_ids())
         rollout_workers = models.rollout_workers()
         generator: Generator = rollout_workers or policy
-        scorer = RolloutScorer(rewards, dict(reward_models), config, run.tokenizer)
+        scorer = RolloutScorer(rewards, model_scorers, config, run.tokenizer)
         episodes = partial(make_episodes, run, config, environments)
         rollouts = Rollouts(
             generator,
@@ -104,8 +120,8 @@ def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
         )
         held_out = None
         if run.data.eval is not None:
-            prompts = [row[0] for row in run.data.eval.rows]
-            held_out = HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes)
+            prompts = [row[0] for row in run.data.eval.examples]
+            held_out = HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes, run.metric_functions)
 
         loop = OnlineLoop(
             run=run,
@@ -121,22 +137,44 @@ def open_online(verb: str, config: OnlineConfig) -> Iterator[OnlineLoop]:
             rollouts=rollouts,
             rollout_workers=rollout_workers,
             held_out=held_out,
-            pretraining=PretrainingMix(run, algorithm) if algorithm.pretrain_files() else None,
+            pretraining=PretrainingMix(run, algorithm) if algorithm.pretrain_sources() else None,
         )
         loop.resume()
-        stack.callback(loop.record.wait)  # before another process may write to the run directory
+        stack.callback(loop.writer.close)  # before another process may write to the run directory
         yield loop
-        loop.record.flush()
+        loop.writer.flush()
+
+
+def fit_step_to_memory(run: Run, algorithm: Algorithm) -> None:
+    """Makes the run's micro-batches smaller, or recomputes activations, if a step would not fit into device memory."""
+    device = default_device()
+    if device.type == "cpu" or not run.config.train.fit_memory:
+        return
+    fitted = fit_to_memory(run.config, algorithm, device, run.data, device_memory(device)[1])
+    if fitted is run.config:
+        return
+    before = run.config.train.micro_batch_tokens
+    options = StepSize.of(fitted).options(run.config)
+    run.log.message(f"memory: a step with micro-batches of {before:,} tokens does not fit; using {' '.join(options)}")
+    checkpointing = fitted.model.gradient_checkpointing
+    run.config, run.model = fitted, replace(run.model, gradient_checkpointing=checkpointing)
 
 
 def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
-    """Constructs the algorithm with its options and with what the run decides about completions."""
+    """Constructs the algorithm with its options and with the sampling settings of the run."""
     cls, rollout = ALGORITHMS[verb], config.rollout
     assert issubclass(cls, OnlineAlgorithm), f"{verb} does not generate"
     distribution = SamplingDistribution(
-        temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        min_p_first=rollout.engine == "vllm",
     )
-    algorithm = cls(config.algo, RolloutSettings(max_completion_tokens=rollout.max_tokens, distribution=distribution))
+    settings = RolloutSettings(
+        max_completion_tokens=rollout.max_tokens, distribution=distribution, router_replay=rollout.router_replay
+    )
+    algorithm = cls(config.algo, settings)
     if rollout.samples_per_prompt < algorithm.min_samples_per_prompt():
         raise UsageError(
             f"rollout.samples_per_prompt is {rollout.samples_per_prompt}, but {verb} compares the completions of a "
@@ -144,8 +182,8 @@ def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
         )
     if algorithm.reference_sync_steps() and config.model.lora_rank:
         raise UsageError(
-            f"algo.reference is {config.algo.reference}, but with model.lora_rank the reference is the policy without "
-            "its adapters, which does not change: leave one of them out"
+            f"algo.reference_sync_steps is {algorithm.reference_sync_steps()}, but with model.lora_rank the reference "
+            "is the policy without its adapters, which does not change: leave one of them out"
         )
     return algorithm
 
@@ -156,9 +194,14 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
     def token_id(text: str) -> int:
         ids = run.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            raise UsageError(f"algo.reward_tokens: {text!r} is {len(ids)} tokens in this tokenizer; it must be one.")
+            raise UsageError(
+                f"{text!r} is {len(ids)} tokens in this tokenizer; algo.positive_token and algo.negative_token must be "
+                "one token each."
+            )
         if ids[0] == run.tokenizer.unk_token_id:
-            raise UsageError(f"algo.reward_tokens: this tokenizer does not know {text!r}.")
+            raise UsageError(
+                f"This tokenizer does not know {text!r}; choose another algo.positive_token or algo.negative_token."
+            )
         return ids[0]
 
     return algorithm.objective(
@@ -167,47 +210,37 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
 
 
 def make_rewards(config: OnlineConfig) -> Rewards:
-    limits = config.reward
+    reward = config.reward
     return Rewards(
-        limits.functions,
-        limits.weights,
-        timeout_seconds=limits.timeout_seconds,
-        memory_gib=limits.memory_gib,
-        workers=limits.workers,
-        max_failure_rate=limits.max_failure_rate,
+        reward.functions,
+        reward.weights,
+        timeout_seconds=reward.timeout_seconds,
+        memory_gib=reward.memory_gib,
+        workers=reward.workers,
+        max_failure_rate=reward.max_failure_rate,
+        env=reward.env,
+        allow_unprotected_code=reward.allow_unprotected_code,
     )
 
 
 def make_environments(config: OnlineConfig) -> Environments | None:
-    limits = config.reward
+    reward = config.reward
     if not config.rollout.environment:
         return None
     return Environments(
         config.rollout.environment,
-        workers=limits.workers,
-        timeout_seconds=limits.timeout_seconds,
-        memory_gib=limits.memory_gib,
-        max_failure_rate=limits.max_failure_rate,
+        workers=reward.workers,
+        timeout_seconds=reward.timeout_seconds,
+        memory_gib=reward.memory_gib,
+        max_failure_rate=reward.max_failure_rate,
+        env=reward.env,
     )
 
 
 def make_episodes(
     run: Run, config: OnlineConfig, environments: Environments | None, generator: Generator, sampling: Sampling
 ) -> EpisodeRunner | None:
-    """Returns what runs episodes of a generator with the environment; None: completions have one turn."""
+    """Returns a runner of multi-turn episodes; None without an environment: completions have one turn."""
     if environments is None:
         return None
     return EpisodeRunner(environments, generator, config, sampling, run.tokenizer)
-
-
-def make_sampling(config: OnlineConfig, stop_ids: list[int]) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop_ids=tuple(stop_ids),
-        stop_texts=rollout.stop,
-    )

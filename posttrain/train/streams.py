@@ -1,4 +1,4 @@
-"""The per-token streams that an algorithm needs besides the examples: log-probabilities and values."""
+"""Fills the per-token streams that an algorithm needs besides the examples: log-probabilities and values."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ class StreamFiller:
         self.policy, self.reference, self.critic = policy, reference, critic
 
     def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
-        """`keep` does not recompute ref_logprobs that an earlier call wrote.
+        """Computes the streams and writes them into the samples.
 
-        That is right only if the same samples always come together: sums are rounded differently in another
-        micro-batch, so that values kept from another batch would make a resumed run differ in the last digits.
+        With `keep`, ref_logprobs that an earlier call wrote are not computed again. That is right only if the same
+        samples always come together: sums are rounded differently in another micro-batch, so values kept from another
+        batch would make a resumed run differ in the last digits.
         """
         if self.reference is not None:
             self.reference.fill([s for s in samples if s.ref_logprobs is None] if keep else samples)
         for name in ("logprobs", "old_logprobs"):
             if name in self.needs:
                 wanted = [sample for sample in samples if self.algorithm.is_needed(name, sample)]
-                streams = self.policy.logprobs(wanted, distribution=self.algorithm.distribution)
+                streams = self.policy.logprobs(
+                    wanted, distribution=self.algorithm.distribution, experts=self.algorithm.experts
+                )
                 for sample, stream in zip(wanted, streams, strict=True):
                     setattr(sample, name, stream)
         if self.critic is not None:

@@ -13,15 +13,15 @@ from posttrain.rollout.rollouts import by_group, has_signal
 from posttrain.train.run import Run
 
 OFFLINE_METRICS = ("loss", "eval/loss", "accuracy", "eval/accuracy")
-ONLINE_METRICS = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl")
+ONLINE_METRICS = ("reward", "eval/reward", "eval/accuracy", "length", "entropy", "kl", "divergence")
 
 
 def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Averages the metrics of a step's updates; takes the largest of `largest_...` and the sum of `skipped`."""
+    """Averages the metrics of a step's updates; takes the largest of `largest_...` and memory, the sum of `skipped`."""
     reduced: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
-        if name.startswith("largest_"):
+        if name.startswith("largest_") or name.endswith("memory_gib"):
             reduced[name] = max(values)
         else:
             reduced[name] = sum(values) / (1 if name.endswith("skipped") else len(values))
@@ -43,8 +43,13 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
     }
     if groups:  # with one completion per prompt there is nothing to compare
         metrics["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
+    if preemptions := sum(rollout.sample.preemptions for rollout in rollouts):
+        metrics["preemptions"] = float(preemptions)
+    if any(rollout.sample.reused for rollout in rollouts):
+        metrics["prefix_hits"] = float(np.mean([rollout.sample.reused for rollout in rollouts]))
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        metrics[f"rewards/{name}"] = float(np.mean([r.rewards[name] for r in scored if name in r.rewards]))
+        # A part that a completion does not have, such as the penalty of an overlong one, is 0 in its sum.
+        metrics[f"rewards/{name}"] = float(np.mean([rollout.rewards.get(name, 0.0) for rollout in scored]))
     return metrics
 
 
@@ -53,14 +58,17 @@ def mixed_versions(samples: list[Sample]) -> float:
     return float(np.mean([sample.newest > sample.version for sample in samples]))
 
 
-def closing_message(run: Run, metrics: dict[str, float]) -> str:
+def closing_message(run: Run, step: int, metrics: dict[str, float]) -> str:
     """Returns what a finished run prints: its last metrics, and commands for what usually comes next."""
     online = isinstance(run.config, OnlineConfig)
     shown = ", ".join(f"{k} {metrics[k]:.4g}" for k in (ONLINE_METRICS if online else OFFLINE_METRICS) if k in metrics)
     skipped = f", {run.progress.skipped} skipped" if run.progress.skipped else ""
-    folder = shlex.quote(str(run.folder.path))
+    folder = shlex.quote(str(run.directory.path))
+    done = f"done: {run.data.steps} steps"
+    if step < run.data.steps:
+        done = f"stopped early after {step} of {run.data.steps} steps: {run.callbacks.stop_reason}"
     samples = f"completions: posttrain samples {folder}    " if online else ""
     return (
-        f"done: {run.data.steps} steps{skipped}; {shown or 'nothing left to do'}. Run directory: {run.folder.path}\n"
-        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command()} --train.max_steps N"
+        f"{done}{skipped}; {shown or 'nothing left to do'}. Run directory: {run.directory.path}\n"
+        f"{samples}export: posttrain export {folder} OUT    train more: {run.resume_command('N')}"
     )

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from posttrain.algorithms.sft import SFT
-from posttrain.checkpoints.checkpoint import is_run_directory, list_checkpoints, newest_valid, verify
+from posttrain.checkpoints.checkpoint import is_run_directory, newest_valid, verify
 from posttrain.checkpoints.tensor_files import load_tensors
 from posttrain.core.files import read_json
-from posttrain.core.logging import Log
 from posttrain.core.types import Loss
+from posttrain.train.run import Run
 from tests.e2e.commands import PATIENCE, command, rows_of, start
 from tests.e2e.rows import write_rows
 from tests.e2e.test_resume import bytes_of
@@ -73,7 +73,11 @@ LONG = {"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant"
 NULL = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": None}]}
 ROWS = {
     "a missing column": ([GOOD, {"mesages": GOOD["messages"]}], (), ["d.jsonl:2: messages: missing column"]),
-    "no column that is known": ([{"foo": 1}], (), ["d.jsonl:1: no known format has the columns foo", "chat: messages"]),
+    "no column that is known": (
+        [{"foo": 1}],
+        (),
+        ["d.jsonl:1: no known format has the columns foo", "docs/data.md lists all formats"],
+    ),
     "a null": ([GOOD, NULL], (), ["d.jsonl:2: messages[1].content: null"]),
     "a null column": ([GOOD, GOOD, {"messages": None}], (), ["d.jsonl:3: messages: null"]),
     "an empty file": ([], (), ["d.jsonl: the file has no examples"]),
@@ -134,7 +138,7 @@ def test_missing_files(refused):
 
 
 def test_pairs_are_wanted(refused):
-    words = ["chat.jsonl:1: the format is chat", "Formats for reward, dpo"]
+    words = ["chat.jsonl:1: the format is chat", "Usual formats for reward, dpo"]
     refused(1, words, "dpo", "--model.path", "pico", "--data.train", "chat.jsonl", "--output_dir", "run")
 
 
@@ -204,9 +208,9 @@ def test_reward_tokens_that_are_none(model, words, tmp_path, monkeypatch, capsys
     path = "pico" if model == "pico" else tiny_folder("llama", tmp_path)
     monkeypatch.setattr("posttrain.train.learner.load_model", None)
     argv = ("prm", "--model.path", path, "--data.train", "stepwise.jsonl", "--output_dir", "run")
-    assert command(*argv, "--algo.reward_tokens", "✓", "✗") == 2
+    assert command(*argv, "--algo.positive_token", "✓", "--algo.negative_token", "✗") == 2
     said = capsys.readouterr().err
-    assert "algo.reward_tokens: " in said and words in said and not is_run_directory(tmp_path / "run")
+    assert "algo.positive_token" in said and words in said and not is_run_directory(tmp_path / "run")
 
 
 # The command line and the file
@@ -268,9 +272,10 @@ def test_files(case, refused, tmp_path):
         (sft("--model.dtype", "float8"), ["--model.dtype", "'float8'", "'bfloat16'"]),
         (("sft", "--resume"), ["no run to resume in runs/sft-*", "--output_dir"]),
         (("sft", "--resume", "--output_dir", "nowhere"), ["nowhere: no run to resume"]),
-        (("export",), ["source"]),
+        (("export",), ["SOURCE is not set", "Example: posttrain export runs/sft my-model"]),
         (("export", "nowhere", "out"), ["nowhere"]),
-        (("plan", "c.yaml"), ["c.yaml"]),
+        (("plan", "c.yaml"), ["c.yaml: no such configuration file"]),
+        (("plan",), ["VERB or CONFIG.yaml is not set", "Example: posttrain plan sft"]),
     ],
     ids=lambda value: "-".join(map(str, value[:1] + value[7:])) if isinstance(value, tuple) else "",
 )
@@ -292,13 +297,21 @@ CONFLICTS = [
 ]
 ALGORITHMS = [
     ("dpo", ("--algo.beta", 0), ["algo.beta is 0.0", "above 0"]),
-    ("dpo", ("--algo.loss", "hinge", "--algo.label_smoothing", 0.1), ["algo.label_smoothing 0.1", "algo.loss hinge"]),
-    ("dpo", ("--algo.loss", "ipo", "--algo.label_smoothing", 0.1), ["algo.label_smoothing 0.1", "algo.loss ipo"]),
+    (
+        "dpo",
+        ("--algo.loss_type", "hinge", "--algo.label_smoothing", 0.1),
+        ["algo.label_smoothing 0.1", "algo.loss_type hinge"],
+    ),
+    (
+        "dpo",
+        ("--algo.loss_type", "ipo", "--algo.label_smoothing", 0.1),
+        ["algo.label_smoothing 0.1", "algo.loss_type ipo"],
+    ),
     ("dpo", ("--algo.label_smoothing", 0.7), ["algo.label_smoothing is 0.7", "at most 0.5"]),
-    ("dpo", ("--algo.loss", "robust", "--algo.label_smoothing", 0.5), ["label_smoothing is 0.5", "below 0.5"]),
+    ("dpo", ("--algo.loss_type", "robust", "--algo.label_smoothing", 0.5), ["label_smoothing is 0.5", "below 0.5"]),
     ("simpo", ("--algo.beta", -1), ["algo.beta is -1.0"]),
     ("cpo", ("--algo.beta", -1), ["algo.beta is -1.0"]),
-    ("orpo", ("--algo.odds_weight", -1), ["algo.odds_weight is -1.0"]),
+    ("orpo", ("--algo.odds_ratio_coef", -1), ["algo.odds_ratio_coef is -1.0"]),
     ("kto", ("--algo.beta", 0), ["algo.beta is 0.0"]),
     ("kto", ("--algo.precompute_reference",), ["algo.precompute_reference", "algo.variant kto"]),
     ("kto", ("--train.batch_size", 1), ["kto needs at least 2 examples per step", "train.batch_size is 1"]),
@@ -307,9 +320,17 @@ ALGORITHMS = [
     ("distill", (), ["algo.teacher is not set"]),
     ("distill", ("--algo.teacher", "pico", "--algo.jsd_beta", 1), ["algo.jsd_beta is 1.0", "reverse_kl"]),
     ("distill", ("--algo.teacher", "pico", "--algo.temperature", 0), ["algo.temperature is 0.0"]),
-    ("prm", ("--algo.reward_tokens", "+"), ["algo.reward_tokens is ['+']", "two different"]),
-    ("prm", ("--algo.reward_tokens", "+", "+"), ["algo.reward_tokens is ['+', '+']", "two different"]),
-    ("prm", ("--algo.placeholder", "+"), ["algo.placeholder '+'", "algo.reward_tokens ['+', '-']"]),
+    (
+        "prm",
+        ("--algo.reward_tokens", "+"),
+        ["algo.reward_tokens is '+'; use algo.positive_token and algo.negative_token"],
+    ),
+    (
+        "prm",
+        ("--algo.negative_token", "+"),
+        ["algo.positive_token and algo.negative_token are both '+'", "two different"],
+    ),
+    ("prm", ("--algo.placeholder", "+"), ["algo.placeholder '+'", "algo.positive_token"]),
 ]
 KINDS = {"kto": "labelled", "distill": "chat", "prm": "stepwise"}
 
@@ -481,15 +502,16 @@ def full(*_args, **_options):
 def test_a_disk_that_is_full_costs_one_save(broken, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     assert command(*training("--output_dir", "whole", save=2)) == 0
-    plain = Log.step
+    plain = Run.save
 
-    def logged(self, step, metrics):
-        plain(self, step, metrics)
+    def save(self, step, policy, **options):
         if step == 4:
+            self.finish_save()  # the checkpoint of step 2 is complete before the disk is full
             patch.setattr(broken, full)
+        return plain(self, step, policy, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "step", logged)
+        patch.setattr(Run, "save", save)
         assert command(*training(save=2)) == 1
     said = capsys.readouterr().err
     assert "checkpoint of step 4 was not saved" in said and "No space left" in said and "run/checkpoints" in said
@@ -506,7 +528,7 @@ def test_a_disk_that_is_full_at_other_times(what, tmp_path, monkeypatch, capsys)
     if what == "bad batch":
         monkeypatch.setattr("posttrain.train.run.Run.write_config", lambda run: None)
         spoil(monkeypatch, {2}, "nan")
-    assert command(*training()) == 1
+    assert command(*training()) == (what == "config")
     said = capsys.readouterr().err
-    assert "No space left" in said and "Traceback" not in said and said.startswith("posttrain: ")
-    assert len(list_checkpoints(tmp_path / "run/checkpoints")) == (what == "bad batch")
+    assert "No space left" in said and "Traceback" not in said
+    assert said.startswith("posttrain: " if what == "config" else "warning: step 2: loss or gradient is not finite")

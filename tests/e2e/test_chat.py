@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     update = {"learning_rate": 3e-3, "rows_per_step": 3, "schedule": "constant"}
     options = {"model": {"path": "pico"}, "data": {"train": [str(folder / "rows.jsonl")]}, "update": update}
-    return train("sft", out=str(folder / "run"), steps=120, quiet=True, **options).folder
+    return train("sft", out=str(folder / "run"), steps=120, quiet=True, **options).output_dir
 
 
 def piped(*argv, text, env=None):
@@ -77,7 +77,7 @@ def test_side_by_side(run, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["pico", "pico"], "named twice"),
+        (["pico", "pico"], "given twice"),
         (["a", "b", "c"], "one model, or two"),
         (["pico", "--top_p", 2], "top_p"),
         (["pico", "--template", "chatnl"], "chatml"),
@@ -97,7 +97,7 @@ def test_ctrl_c_at_the_prompt_does_not_leave(monkeypatch, capsys):
 
     monkeypatch.setattr("builtins.input", interrupted)
     assert command("chat", "pico") == 0
-    assert capsys.readouterr().out == "\nexit leaves\n" and next(typed, None) is None
+    assert capsys.readouterr().out == "\nexit ends the chat\n" and next(typed, None) is None
 
 
 class Terminal:
@@ -158,7 +158,7 @@ def terminal(request):
 def test_in_a_terminal(terminal):
     """Ctrl-C stops the answer, not the chat; what cut an answer off is said."""
     chat = terminal("pico", "--greedy", "--max_tokens", 100_000)  # untrained it never comes to an end
-    chat.wait_for("exit leaves.*You >> ")
+    chat.wait_for("exit ends the chat.*You >> ")
     chat.type("talk\r")
     chat.wait_for("talk\r\n.{20}")
     chat.type("\x03")

@@ -51,7 +51,7 @@ def test_help_of_a_trainer_names_every_option(verb, capsys):
         assert f"--{key}" in said, key
     assert "CONFIG.yaml" in said and ALGORITHMS[verb].help[1:40] in " ".join(said.split())
     assert command(verb, "--help") == 0
-    assert len(capsys.readouterr().out.splitlines()) < len(said.splitlines()) <= 400
+    assert len(capsys.readouterr().out.splitlines()) < len(said.splitlines())
 
 
 @pytest.mark.parametrize("verb", TOOLS)
@@ -91,7 +91,7 @@ def test_typed_beats_file_beats_algorithm_beats_default(tmp_path):
     assert command("dpo", "c.yaml", *typed) == 0
     found = resolved(tmp_path / "run")
     assert found["verb"] == "dpo" and found["train"]["max_steps"] == 1 and found["seed"] == 7
-    assert found["algo"]["beta"] == 0.5 and found["algo"]["loss"] == "sigmoid"
+    assert found["algo"]["beta"] == 0.5 and found["algo"]["loss_type"] == "sigmoid"
     assert found["train"]["learning_rate"] == 5e-7 and found["train"]["batch_size"] == 32
     assert len(rows_of(tmp_path / "run/metrics.jsonl")) == 1
 
@@ -176,7 +176,7 @@ def test_without_a_terminal_there_are_no_control_characters(tmp_path, capfd):
     assert not re.search(r"[^\n\x20-\U0010ffff]", said.out + said.err)
     assert "data: 7 examples, 7 samples" in said.out and "steps: 3 of 3 examples" in said.out and "run: run" in said.out
     last = next(line for line in said.out.splitlines() if line.startswith("step 3/3"))
-    assert re.search(r"loss \d+\.\d+ .*tokens/s .*eta 0:00 .* GiB", last)
+    assert re.search(r"eta 0:00  loss \d+\.\d+ .*tokens/s .* GiB", last)
     assert "eval/loss" in said.out and not said.err
 
 
@@ -222,7 +222,7 @@ def test_python_is_the_same_as_the_command(tmp_path):
     assert metrics_of(tmp_path / "python") == metrics_of(tmp_path / "command")
     assert bytes_of(tmp_path / "python") == bytes_of(tmp_path / "command")
     last = metrics_of(tmp_path / "python")[-1]
-    assert str(result.folder) == "python" and result.steps == 3
+    assert str(result.output_dir) == "python" == str(result.folder) and result.steps == 3
     assert result.metrics["loss"] == last["loss"] and result.metrics["eval/loss"] == last["eval/loss"]
     with pytest.raises(AttributeError, match="no attribute 'sftt'"):
         posttrain.sftt  # noqa: B018

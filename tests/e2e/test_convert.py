@@ -75,6 +75,19 @@ def test_a_reward_models_head_travels(tmp_path):
     same(folder, tmp_path / "back")
 
 
+def test_a_reward_models_head_travels_in_mindspeeds_spelling(llama, tmp_path):
+    """--orm: on the way back the configuration is that of the language model, as in MindSpeed-LLM's scripts."""
+    folder = tiny_folder("llama", tmp_path, head="score")
+    flags = ("--use-mcore-models", "--orm", "--model-type-hf", "llama2")
+    there = ("--load-model-type", "hf", "--save-model-type", "mg", "--target-tensor-parallel-size", 2)
+    assert command("convert", *flags, *there, "--load-dir", folder, "--save-dir", tmp_path / "core") == 0
+    (tmp_path / "core/config.json").unlink()
+    back = ("--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", tmp_path / "core")
+    assert command("convert", *flags, *back, "--original", llama, "--save-dir", tmp_path / "back") == 0
+    same(folder, tmp_path / "back")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "back").config.num_labels == 1
+
+
 def test_a_run_is_a_source_and_a_target(tmp_path):
     options = ["--model.path", "pico", "--data.train", "examples/data/chat.jsonl", "--steps", 1, "--quiet"]
     assert command("sft", *options, "--model.lora_rank", 2, "--out", tmp_path / "run") == 0
@@ -255,14 +268,22 @@ def test_distributed_checkpoints_are_refused_with_a_way_out(llama, tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "two folders are needed"),
-        (["SRC", "OUT"], "--to: say what to write"),
-        (["nowhere", "OUT", "--to", "hf"], "there is no folder nowhere"),
-        (["SRC", "OUT", "--to", "mcore", "--tp", "3"], "--tp 3 does not divide"),
-        (["SRC", "OUT", "--to", "mcore", "--verify", "logits", "--dtype", "bf16"], "leave --dtype and --lora out"),
+        ([], "SOURCE is not set. Directory to read"),
+        (["SRC"], "OUTPUT_DIR is not set. Directory to write"),
+        (["SRC", "OUT"], "--target_format is not set. Format to write: Hugging Face, Megatron core"),
+        (["SRC", "OUT", "--target_format", "ggml"], "it must be one of"),
+        (["nowhere", "OUT", "--to", "hf"], "nowhere: no such directory"),
+        (["SRC", "OUT", "--to", "mcore", "--tp", "3"], "--tensor_parallel_size 3 does not divide"),
+        (["SRC", "OUT", "--to", "mcore", "--pp", "0"], "pipeline_parallel_size is 0; it must be at least 1"),
+        (["SRC", "OUT", "--to", "mcore", "--noop-layers", "1,x"], "noop_layers is '1 x'; it must be a list of whole"),
+        (["SRC", "OUT", "--to", "mcore", "--verify", "logits", "--dtype", "bf16"], "leave out --dtype and --lora"),
         (["EMPTY", "OUT", "--to", "hf"], "neither a Hugging Face folder"),
-        (["SRC", "OUT", "--to", "hf", "--tp", "2"], "--to hf: is not cut"),
-        (["SRC", "OUT", "--to", "mcore", "--tp", "2", "--moe-tp-extend-ep"], "use --ep alone"),
+        (["SRC", "OUT", "--to", "hf", "--tp", "2"], "--target_format hf is not divided into ranks"),
+        (["SRC", "OUT", "--to", "mcore", "--orm"], "the source is a language model, it has no score head"),
+        (
+            ["SRC", "OUT", "--to", "mcore", "--tp", "2", "--moe-tp-extend-ep"],
+            "--tp_extend_ep: the model has no experts",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments, complaint, llama, tmp_path, capsys):

@@ -11,19 +11,22 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import option_keys, verb_of_file
 from posttrain.config.sections import DataConfig, ModelConfig, with_algorithm
 from posttrain.config.verbs import PIPELINES, TOOLS
+from posttrain.core.errors import DataError
 from posttrain.data.dataset import Encoder
 from posttrain.data.reading.formats import FORMATS, SourceFormat, recognise
 from posttrain.data.reading.records import Record
 from posttrain.models.loading import vocabulary_size
 from posttrain.models.tokenizers import load_tokenizer
-from posttrain.pipelines.settings import start_of
+from posttrain.pipelines.settings import pipeline_defaults
 from tests.e2e.commands import PATIENCE, command, rows_of, start
+from tests.unit.data.reading.test_schemas import TEMPLATE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -31,8 +34,8 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "AGENTS.md",
     "CHANGELOG.md",
-    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
-]
+    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md")) if file.parent.name != "zh"),
+]  # pages in Chinese have the commands of those in English: test_chinese.py
 SAVED_AS = re.compile(r"Save this[\w\s]* as `(\w+\.py)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -179,7 +182,10 @@ def write_stand_ins(folder):
         file.writelines(json.dumps({"chosen": f"{said}Hi {n}", "rejected": f"{said}{n}"}) + "\n" for n in numbers)
 
 
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "bash", "console", "python")])
+RUN_HERE = [name for name in DOCUMENTS if name != "README.md"]  # which test_readme.py runs, without shortening
+
+
+@pytest.mark.parametrize("document", [name for name in RUN_HERE if blocks(name, "bash", "console", "python")])
 def test_everything_shown_runs(document, workplace, servers):
     names = iter(file_names(document, "python"))
     for language, body in blocks(document, "bash", "console", "python"):
@@ -232,6 +238,15 @@ def test_the_custom_algorithm_is_sft_when_its_option_says_so(workplace):
     assert [row["weight"] for row in custom] == [1, 1]
 
 
+def test_the_variant_of_grpo_assigns_ranks(workplace, monkeypatch):
+    monkeypatch.setattr("posttrain.algorithms.base.ALGORITHMS", dict(ALGORITHMS))  # what it registers is removed again
+    variant = runpy.run_path("examples/rank_grpo.py", run_name="examples.rank_grpo")["RankGRPO"]
+    advantages = variant(variant.Config()).group_advantages(np.array([0.5, 100.0, 0.5, 0.0]))
+    assert advantages.tolist() == [0, 1, 0, -1]
+    (shown,) = [body for _, body in blocks("docs/rl.md", "py")]
+    assert shown in Path("examples/rank_grpo.py").read_text(encoding="utf-8")
+
+
 def test_the_python_example_runs(workplace, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_from_python.py", "runs/example"])
     runpy.run_path("examples/train_from_python.py", run_name="__main__")
@@ -248,8 +263,21 @@ def test_the_example_of_a_pipeline_goes_on(workplace, monkeypatch, capsys):
     assert len(set(kept)) == len(kept) and Path("runs/example/student/config.json").is_file()
 
 
+SPECIAL_TEMPLATE = (  # a template that writes tools and reasoning
+    "xLAM",
+    "glaive-v2",
+    "s1K",
+    "OpenThoughts, reasoning apart",
+    "GeneralThought",
+    "input, reasoning and content",
+    "medical-o1",
+)
+REFUSED = ("s1K-1.1", "oasst messages", "LeetCodeDataset")
+
+
 def test_rows_in_the_data_page_are_what_their_headings_say():
-    parts = re.split(r"^### (.+)$", text_of("docs/data.md"), flags=re.MULTILINE)[1:]
+    formats = "".join(re.findall(r"^## Formats.*?(?=^## )", text_of("docs/data.md"), flags=re.MULTILINE | re.DOTALL))
+    parts = re.split(r"^### (.+)$", formats, flags=re.MULTILINE)[1:]
     shown = {}
     for name, text in zip(parts[0::2], parts[1::2], strict=True):
         shown[name] = [
@@ -257,13 +285,18 @@ def test_rows_in_the_data_page_are_what_their_headings_say():
         ]
     assert set(shown) == {form.name for form in FORMATS} and all(shown.values())
     model = ModelConfig(path="pico")
-    tokenizer, vocabulary = load_tokenizer(model), vocabulary_size(model)
+    vocabulary = vocabulary_size(model)
     for name, rows in shown.items():
         kind = next(form.kind for form in FORMATS if form.name == name)
-        encoder = Encoder(tokenizer, DataConfig(), kind, vocab_size=vocabulary)
+        template = TEMPLATE.replace("<|im_end|>", "{{ eos_token }}") if name in SPECIAL_TEMPLATE else ""
+        encoder = Encoder(load_tokenizer(model), DataConfig(chat_template=template), kind, vocab_size=vocabulary)
         for number, values in enumerate(rows, start=1):
             row = Record(values, f"docs/data.md, {name}, row {number}")
             assert recognise(row, kind).name == name
+            if name in REFUSED:
+                with pytest.raises(DataError):
+                    SourceFormat(kind, encoder.placeholder).examples(row)
+                continue
             for example in SourceFormat(kind, encoder.placeholder).examples(row):
                 if kind == "prompt":
                     assert encoder.prompts([example])[0].columns.items() >= values.items()
@@ -274,11 +307,11 @@ def test_rows_in_the_data_page_are_what_their_headings_say():
 def test_options_named_in_the_documentation_exist():
     known = {key for algorithm in ALGORITHMS.values() for key in option_keys(with_algorithm(algorithm))}
     sections = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
-    known |= {key for verb in PIPELINES for key in option_keys(start_of(verb))}
+    known |= {key for verb in PIPELINES for key in option_keys(pipeline_defaults(verb))}
     end = r"(?=[`\s,;.)])(?!\.\d)"  # the last: not model.layers.1
-    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|short\b|\*)(?:no_)?\w+){end}")
+    named = re.compile(rf"[`\s(]-{{0,2}}(({sections})\.(?!py\b|md\b|jsonl\b|short\b|\*)(?:no_)?\w+){end}")
     found = 0
-    for document in sorted({*DOCUMENTS} - {"CHANGELOG.md"}):  # which lists previous names
+    for document in sorted({*DOCUMENTS} - {"CHANGELOG.md", "docs/coming-from.md"}):  # previous and foreign names
         for match in named.finditer(text_of(document)):
             key = match.group(1).replace(".no_", ".")
             assert key in known, f"{document}: {match.group(1)}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.e2e.commands import command, rows_of
 
@@ -37,7 +38,7 @@ def test_figures_failures_and_going_on(workplace, monkeypatch, capsys):
     assert figures[f"pass@{N}"]["value"] == pytest.approx((rewards > 0.5).any(axis=1).mean())
     failures = rows_of(Path("first/failures.jsonl"))
     assert len(failures) == sum(not all(row) for row in rewards > 0.5) and "6" in {row["expected"] for row in failures}
-    assert "pass@4" in said and f"{len(failures)} prompts with wrong answers" in said
+    assert "pass@4" in said and f"{len(failures)} prompts with wrong completions" in said
     assert said.count("prompts.jsonl:") == min(2, len(failures))
 
     answers, before = Path("first/a/answers.jsonl"), Path("first/report.json").read_bytes()
@@ -47,7 +48,25 @@ def test_figures_failures_and_going_on(workplace, monkeypatch, capsys):
     assert command("eval", "eval.yaml", "--out", "first") == 0
     assert answers.stat().st_mtime_ns == written and Path("first/report.json").read_bytes() == before
     assert command("eval", "eval.yaml", "--out", "first", "--n", 2) == 2
-    assert "n was 4, is 2" in capsys.readouterr().err
+    assert "samples_per_prompt was 4, is 2" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_the_previous_version_goes_on(workplace, monkeypatch, capsys):
+    """Its config.yaml has previous names, and its settings are those of the same command now."""
+    monkeypatch.chdir(workplace)
+    options = ("--map_keys", '{"ground_truth": "answer"}', "--num_beams", 4, "--temperature", 0, "--quiet")
+    assert command("eval", "eval.yaml", "--out", "old", *options) == 0
+    new = yaml.safe_load(Path("old/config.yaml").read_text())
+    names = {"output_dir": "out", "samples_per_prompt": "n", "batch_size": "batch", "reward_weights": "weights"}
+    names |= {"chat_template": "template", "max_prompt_length": "max_prompt_tokens", "max_examples": "max_rows"}
+    names |= {"on_overlong": "on_long", "on_bad_example": "on_bad_row", "pass_threshold": "right"}
+    old = {names.get(name, name): value for name, value in new.items() if name not in ("num_beams", "vllm_options")}
+    old |= {"engine": ["local", "beams=4"], "max_rows": None, "greedy": True, "temperature": 0.5, "shown": 10}
+    assert set(names.values()) <= set(old)
+    for change, code in (({}, 0), ({"n": 3}, 2), ({"engine": ["local", "beams=5"]}, 2), ({"map_keys": ""}, 2)):
+        Path("old/config.yaml").write_text(yaml.safe_dump(old | change, sort_keys=False))
+        assert command("eval", "eval.yaml", "--out", "old", *options) == code
+    assert "was started with other settings" in capsys.readouterr().err
 
 
 def test_two_models(workplace, monkeypatch, capsys):

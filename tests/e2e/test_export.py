@@ -37,7 +37,7 @@ def train(verb, out, *more, path="pico"):
 def samples(kind="pair", path="pico"):
     model = ModelConfig(path=str(path))
     encoder = Encoder(load_tokenizer(model), DataConfig(), kind, vocab_size=263)
-    return [sample for row in load_dataset([f"{kind}.jsonl"], encoder).rows for sample in row]
+    return [sample for row in load_dataset([f"{kind}.jsonl"], encoder).examples for sample in row]
 
 
 def logprobs(model, sample):
@@ -105,7 +105,7 @@ def test_the_average_of_the_weights(lora, capsys):
     newest = train("sft", "run", "--train.ema_decay", 0.5, *lora)
     assert command("export", "run", "last") == 0
     assert command("export", "run", "average", "--ema") == 0
-    assert ", average of the weights" in capsys.readouterr().out
+    assert ", moving average of the weights" in capsys.readouterr().out
     last, average = (AutoModelForCausalLM.from_pretrained(name) for name in ("last", "average"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(last.state_dict()[name], average.state_dict()[name])
@@ -142,7 +142,7 @@ def test_a_reward_model_keeps_its_scores_and_their_scale(lora, tmp_path):
 
 
 def test_a_process_reward_model_says_which_tokens_it_uses(tmp_path):
-    train("prm", "run", "--algo.placeholder", "#", "--algo.reward_tokens", "Y", "N")
+    train("prm", "run", "--algo.placeholder", "#", "--algo.positive_token", "Y", "--algo.negative_token", "N")
     assert command("export", "run", "out") == 0
     config = AutoModelForCausalLM.from_pretrained("out").config
     assert config.placeholder_token == "#" and config.reward_tokens == ["Y", "N"]

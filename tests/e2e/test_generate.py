@@ -40,7 +40,7 @@ def test_the_numbers_add_up_from_prompts_to_rows(answers, scored, workplace, cap
     for method in ("best-of-n", "pairs", "condition"):
         out = workplace / f"{method}.jsonl"
         assert command("select", method, scored, "--out", out) == 0
-        said = capsys.readouterr().out.rpartition("answers: ")[2]
+        said = capsys.readouterr().out.rpartition("completions: ")[2]
         counts = {name: int(number) for number, name in (part.split(" ", 1) for part in said.strip().split(", "))}
         assert counts.pop("read") == PROMPTS * N == sum(counts.values())
         assert counts["used"] == len(rows_of(out)) * (2 if method == "pairs" else 1)
@@ -98,11 +98,11 @@ def test_other_settings_and_existing_files_are_refused(workplace, answers, score
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["generate", "pico", "prompts.jsonl", "--out", "x.jsonl", "--window", "3"], "K:SIZE"),
+        (["generate", "pico", "prompts.jsonl", "--out", "x.jsonl", "--window", "3"], "use window_index and"),
         (["generate", "pico", "prompts.jsonl", "--out", "x.jsonl", "--n", "2", "--greedy"], "the same one"),
         (["generate", "pico", "nothing.jsonl", "--out", "x.jsonl"], "nothing.jsonl"),
         (["generate", "no/such/model/at/all", "prompts.jsonl", "--out", "x.jsonl"], "no/such/model"),
-        (["generate", "pico", "prompts.jsonl", "--out", "x.txt"], "must end in .jsonl"),
+        (["generate", "pico", "prompts.jsonl", "--out", "x.txt"], "ends in .jsonl"),
         (["select", "threshold", "scored.jsonl", "--out", "x.jsonl"], "--min_reward"),
         (["select", "pairs", "scored.jsonl", "--fraction", "0.5", "--out", "x.jsonl"], "for select top-fraction"),
         (["select", "threshold", "scored.jsonl", "--min_reward", "99", "--out", "x.jsonl"], "no row is left"),

@@ -50,7 +50,7 @@ def test_a_megatron_folder_and_its_hashes(core, llama, capsys):
     assert found["parameters"] == facts(seen(capsys, "inspect", llama))["parameters"]
     manifest = json.loads((core / "convert.json").read_text())
     assert all(row["sha256"] in text for row in manifest["target"])
-    assert "all tensors are what convert.json says" in text
+    assert "all tensors have the sha256 that convert.json records" in text
     rank = core / "iter_0000001/mp_rank_01_001/model_optim_rng.pt"
     data = bytearray(rank.read_bytes())
     place = bytes(torch.load(rank, weights_only=False)["model"]["output_layer.weight"].numpy().tobytes()[:64])
@@ -108,7 +108,7 @@ def test_what_differs_is_named_with_how_much(llama, core, tmp_path, capsys):
 def test_rounding_and_other_sizes(llama, tmp_path, capsys):
     assert command("convert", llama, tmp_path / "half", "--to", "hf", "--dtype", "bf16") == 0
     text = seen(capsys, "diff", llama, tmp_path / "half", code=1)
-    assert "float32 / bfloat16" in text and "have another type" in text
+    assert "float32 / bfloat16" in text and "have different types" in text
     other = tiny_folder("qwen2", tmp_path)
     text = seen(capsys, "diff", llama, other, code=1)
     assert "only in A: lm_head.weight 104 x 32" in text and "only in B: model.layers.0.self_attn.q_proj.bias" in text

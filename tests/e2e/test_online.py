@@ -81,6 +81,15 @@ def test_the_ratio_shows_sampling_that_the_trainer_is_not_told_of(tmp_path, monk
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
 
+def test_what_the_policy_learned_since_is_no_mismatch(tmp_path):
+    """With batches ahead the weights that sampled are older by a step; that stops no healthy run."""
+    slow = {"ahead": 1, "max_mismatch": 1e-5}
+    train("grpo", **options(tmp_path, rollout=slow, update={"learning_rate": 1e-2}, steps=5))
+    first, *others = metrics_of(tmp_path)
+    assert first["sampler_kl"] < 1e-6 and "policy_drift" not in first
+    assert all(row["policy_drift"] > 1e-5 and "sampler_kl" not in row for row in others)
+
+
 def test_every_prompt_comes_up_once_an_epoch_and_is_recorded(tmp_path):
     train("grpo", **options(tmp_path, steps=7))
     rows = records_of(tmp_path)
@@ -106,7 +115,7 @@ def test_every_prompt_comes_up_once_an_epoch_and_is_recorded(tmp_path):
 
 
 def test_phases_sum_to_the_wall_time_and_have_the_names_of_the_loop(tmp_path):
-    train("grpo", **options(tmp_path, algo={"kl": 0.1}, data={"eval": [write_rows("prompt", tmp_path)]}))
+    train("grpo", **options(tmp_path, algo={"kl_coef": 0.1}, data={"eval": [write_rows("prompt", tmp_path)]}))
     for row in metrics_of(tmp_path):
         phases = {key.removeprefix("time/") for key in row if key.startswith("time/")}
         assert {"generate", "reward", "logprobs", "train", "sync"} <= phases
@@ -133,6 +142,16 @@ def test_answers_that_cannot_be_scored_are_left_out_and_counted(tmp_path):
         train("grpo", **strict)
     lines = (tmp_path / "strict" / "rollouts.jsonl").read_text().splitlines()  # what stopped it can be looked at
     assert any("cannot judge" in json.loads(line)["failure"] for line in lines)
+
+
+def test_environment_variables_reach_reward_functions_in_training_and_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "0.25")
+    (tmp_path / "keyed.py").write_text("import os\ndef score(text): return float(os.environ['JUDGE_KEY'])\n")
+    reward = {"functions": [f"{tmp_path}/keyed.py:score"], "env": ["JUDGE_KEY"]}
+    chosen = options(tmp_path, data={"eval": [write_rows("prompt", tmp_path)]}, steps=1) | {"reward": reward}
+    del chosen["rewards"]
+    metrics = train("grpo", **chosen).metrics
+    assert metrics["reward"] == metrics["eval/reward"] == 0.25 and metrics["failures"] == 0
 
 
 @pytest.mark.parametrize(
@@ -253,7 +272,7 @@ def test_a_batch_without_any_signal_changes_no_weight(tmp_path):
 @pytest.mark.parametrize("critic", ["mixtral", "llama"])
 def test_the_router_loss_is_the_policys_and_that_of_a_critic_with_experts(critic, tmp_path):
     models = {"path": str(tiny_folder("mixtral", tmp_path)), "router_loss": 0.01}
-    algo = {"critic": str(tiny_folder(critic, tmp_path, seed=1)), "kl": 0.0}
+    algo = {"critic": str(tiny_folder(critic, tmp_path, seed=1)), "kl_coef": 0.0}
     train("ppo", **options(tmp_path, model=models, algo=algo, rollout={"samples_per_prompt": 1}, steps=1))
     (row,) = metrics_of(tmp_path)
     assert row["router_balance"] > 0 and ("critic/router_balance" in row) == (critic == "mixtral")
@@ -261,7 +280,7 @@ def test_the_router_loss_is_the_policys_and_that_of_a_critic_with_experts(critic
 
 def test_a_reference_that_is_renewed(tmp_path):
     """Right after every second step it is the policy: the KL is 0. A run that was stopped has the same one."""
-    renewed = {"algo": {"kl": 0.1, "reference": "every:2"}, "save": {"every": 1, "keep": 2}}
+    renewed = {"algo": {"kl_coef": 0.1, "reference_sync_steps": 2}, "save": {"every": 1, "keep": 2}}
     train("grpo", **options(tmp_path, steps=7, **renewed))
     kls = [row["kl"] for row in metrics_of(tmp_path)]
     assert [kl < 1e-9 for kl in kls] == [True, False, True, False, True, False, True]
@@ -279,11 +298,48 @@ def test_a_reference_that_is_renewed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"algo": {"kl": 0.1, "reference": "every:0"}}, "algo.reference is every:0: after every: comes a number"),
-        ({"algo": {"reference": "every:2"}}, "algo.reference is every:2 but algo.kl is 0"),
-        ({"algo": {"kl": 0.1, "reference": "every:2"}, "model": {"lora_rank": 4}}, "leave one of them out"),
+        (
+            {"algo": {"kl_coef": 0.1, "reference_sync_steps": -1}},
+            "algo.reference_sync_steps is -1: it must be at least 0",
+        ),
+        ({"algo": {"reference_sync_steps": 2}}, "algo.reference_sync_steps is 2, but algo.kl_coef is 0"),
+        ({"algo": {"kl_coef": 0.1, "reference_sync_steps": 2}, "model": {"lora_rank": 4}}, "leave one of them out"),
     ],
 )
 def test_references_that_cannot_be_renewed(changes, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         train("grpo", **options(tmp_path, **changes))
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
+    """The step equals one on the other completions alone, whose advantages were computed with the truncated ones."""
+    grad_norms = []
+    for masked in (True, False):
+        algo = {"mask_truncated_completions": masked}
+        with GRPOTrainer(
+            "pico",
+            data=ROWS["prompt"],
+            reward=write_judge(tmp_path),
+            max_steps=1,
+            max_tokens=6,
+            learning_rate=1e-3,
+            algo=algo,
+            output_dir=tmp_path / str(masked),
+            quiet=True,
+        ) as trainer:
+            experience = trainer.make_experience()
+            for number, rollout in enumerate(experience):
+                rollout.sample.finish = "length" if number % 3 == 0 else "stop"
+            if not masked:
+                experience = [rollout for rollout in experience if rollout.sample.finish == "stop"]
+            grad_norms.append(trainer.train_step(experience)["grad_norm"])
+    assert grad_norms[0] == grad_norms[1] > 0
+
+
+def test_a_step_whose_completions_are_all_truncated_changes_nothing(tmp_path, capsys):
+    chosen = options(
+        tmp_path, rollout={"max_tokens": 1, "min_p": 1.0}, algo={"mask_truncated_completions": True}, steps=1
+    )
+    result = train("grpo", **chosen)
+    assert result.metrics["truncated"] == 1 and result.metrics["updates"] == 0 and "loss" not in result.metrics
+    assert "all completions were truncated" in capsys.readouterr().err

@@ -24,9 +24,9 @@ COMMON = {
     "quiet": True,
     "model": {"path": "base"},
     "data": {"train": ["prompts.jsonl"], "eval": ["held-out.jsonl"], "max_tokens": 64},
-    "generate": {"n": N, "max_tokens": 3, "batch": 32},
-    "eval": {"n": 8, "temperature": 1.0},
-    "score": {"workers": 1},
+    "generate": {"samples_per_prompt": N, "max_tokens": 3, "batch_size": 32},
+    "eval": {"samples_per_prompt": 8, "temperature": 1.0},
+    "reward": {"workers": 1},
     "save": {"every": 1, "keep": 1},
 }
 OWN = {
@@ -34,7 +34,7 @@ OWN = {
     "iterative-dpo": {
         "epochs": 2,
         "update": {"rows_per_step": 8, "learning_rate": 3e-4},
-        "algo": {"pref_ftx": 1.0, "beta": 0.1},
+        "algo": {"sft_coef": 1.0, "beta": 0.1},
     },
     "conditional-sft": {
         "epochs": 5,
@@ -116,12 +116,12 @@ def test_a_copy_goes_on_to_more_iterations(workplace, finished, monkeypatch, cap
     assert command("rejection-sampling", "--resume", *options) == 0
     said, after = capsys.readouterr().out, json.loads(Path("runs/more/report.json").read_text())
     assert said.count("done before") == 2 + ITERATIONS * 6 and after[:-1] == before
-    assert f"{PROMPTS} prompts x {N} = {PROMPTS * N} answers" in said
+    assert f"{PROMPTS} prompts x {N} = {PROMPTS * N} completions" in said
     counts = f"{after[-1]['selected']} selected + {after[-1]['dropped']} dropped"
-    assert f"{PROMPTS * N} answers = {counts}" in said
+    assert f"{PROMPTS * N} completions = {counts}" in said
     assert Path("runs/more/model").resolve() == Path(f"runs/more/iteration-{ITERATIONS + 1}/model").resolve()
     assert command("rejection-sampling", "rejection-sampling.yaml", "--out", "runs/more", "--reward", "format") == 2
-    assert "reward was ['reward.py:large'], is ['format']" in capsys.readouterr().err
+    assert "reward.functions was ['reward.py:large'], is ['format']" in capsys.readouterr().err
 
 
 def test_killed_three_times_it_ends_with_the_same_weights(workplace, finished, monkeypatch):

@@ -7,19 +7,20 @@ import signal
 import pytest
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.checkpoints.checkpoint import newest_valid, verify
+from posttrain.checkpoints.checkpoint import newest_valid, verify, write_checkpoint
 from posttrain.core.errors import CheckpointError, Stopped, UsageError
 from posttrain.core.logging import Log
 from posttrain.core.metrics_sinks import is_wall_clock
 from posttrain.train.launch import train
 from tests.e2e.rows import write_judge, write_rows
+from tests.tiny import tiny_folder
 
 STEPS = 5  # of 3 rows from 7: epochs end inside steps 3 and 5
 
 
 def options(verb, folder, out, **changes):
     rows = write_rows(ALGORITHMS[verb].example_kind, folder)
-    algo = {"distill": {"teacher": "pico"}, "kto": {}}.get(verb, {})
+    algo = {"distill": {"teacher": "pico"}, "opd": {"teacher": "pico"}}.get(verb, {})
     online = {
         "reward": [write_judge(folder)],
         "rollout": {"samples_per_prompt": 3, "max_tokens": 6},
@@ -81,8 +82,8 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),
     ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
     ("grpo", {"rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6, "dynamic_sampling": 2}}),
-    ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl": 0.1, "mini_batch_size": 4}}),
-    ("ppo", {"algo": {"shared_trunk": 1.0, "pretrain_data": ["text.jsonl:0.05"]}}),
+    ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl_coef": 0.1, "mini_batch_size": 4}}),
+    ("ppo", {"algo": {"share_critic": True, "pretrain_data": ["text.jsonl"], "pretrain_coef": [0.05]}}),
     (
         "rloo",
         {
@@ -90,6 +91,7 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
             "rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6},
         },
     ),
+    ("rloo", {"model": "mixtral", "rollout": {"ahead": 1, "samples_per_prompt": 3, "router_replay": True}}),
 ]
 EVERY_STEP = ("grpo", "ppo")  # the loop of the other online ones is the same
 
@@ -101,6 +103,8 @@ def test_stopped_and_resumed_equals_uninterrupted(verb, changes, tmp_path, monke
     if changes.get("data") == "balanced":  # both labels in every step
         rows = write_rows("labelled", tmp_path)
         changes = changes | {"data": {"train": [rows], "eval": [rows]}}
+    if changes.get("model") == "mixtral":
+        changes = changes | {"model": {"path": str(tiny_folder("mixtral", tmp_path))}}
     if "pretrain_data" in changes.get("algo", {}):
         write_rows("text", tmp_path)
         monkeypatch.chdir(tmp_path)
@@ -185,3 +189,65 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     train("sft", **options("sft", tmp_path, "whole"))
     train("sft", **chosen, resume=True)
     assert bytes_of(tmp_path / "run")[0] == bytes_of(tmp_path / "whole")[0]
+
+
+def test_old_checkpoints_that_a_killed_process_did_not_delete_are_deleted_on_resume(tmp_path):
+    again = options("sft", tmp_path, "run", steps=3, save={"every": 1, "keep": 9})
+    train("sft", **again)
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 3
+    train("sft", **again | {"save": {"every": 1, "keep": 1}}, resume=True)
+    best = json.loads((tmp_path / "run/checkpoints/step-00000003/state.json").read_text())["progress"]["best_step"]
+    kept = {f"step-{step:08d}" for step in (3, best) if step}
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == kept
+    assert "deleted checkpoints beyond save.max_checkpoints" in (tmp_path / "run/logs/run.log").read_text()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(tmp_path):
+    again = options("sft", tmp_path, "run", steps=2)
+    train("sft", **again)
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+    for state in (tmp_path / "run/checkpoints").glob("step-*/state.json"):
+        state.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none of the . checkpoints can be used"):
+        train("sft", **again, resume=True)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_checkpoint_that_no_run_has_written_is_refused_by_name(tmp_path):
+    again = options("sft", tmp_path, "run", steps=2)
+    train("sft", **again)
+    newest = newest_valid(tmp_path / "run/checkpoints")
+    write_checkpoint(newest.parent, 9, lambda folder: (folder / "state.json").write_text("{}"))
+    with pytest.raises(CheckpointError, match=r"state.json: has no step, position, .*rng, config;"):
+        train("sft", **again, resume=True)
+
+
+def test_changed_data_and_order_are_named_and_can_be_forced(tmp_path):
+    data = {"train": [write_rows("chat", tmp_path)], "eval": ["0.3"]}  # of version 0.1: a part of the examples
+    again = options("sft", tmp_path, "run", steps=2, data=data)
+    train("sft", **again)
+    with pytest.raises(CheckpointError, match=r"seed was 0, is 7, which changes the order .* are held out"):
+        train("sft", **again | {"seed": 7}, resume=True)
+    other = again | {"data": data | {"eval": ["0.5"]}}
+    with pytest.raises(CheckpointError, match=r"the data changed .*\(data.eval_fraction was 0.3, is 0.5\).*--allow_ch"):
+        train("sft", **other, resume=True)
+    train("sft", **other | {"seed": 7, "steps": 3}, resume=True, allow_changed_data=True)
+    state = bytes_of(tmp_path / "run")[1]
+    assert [change["step"] for change in state["data_changes"]] == [2] and state["step"] == 3
+    assert "seed was 0, is 7" in state["data_changes"][0]["change"] and not state["config"]["allow_changed_data"]
+    train("sft", **other | {"seed": 7, "steps": 4}, resume=True)
+    assert bytes_of(tmp_path / "run")[1]["data_changes"] == state["data_changes"], "kept; no need to allow it again"
+
+
+def test_options_that_changed_are_listed_and_another_order_of_the_data_is_refused(tmp_path, capsys):
+    again = options("sft", tmp_path, "run", steps=2)
+    train("sft", **again)
+    for change in ({"seed": 7}, {"data": again["data"] | {"shuffle": False}}):
+        with pytest.raises(CheckpointError, match=r"(seed|shuffle) was .*which changes the order of the examples"):
+            train("sft", **again | change, resume=True)
+    capsys.readouterr()
+    train(
+        "sft", **again | {"steps": 3, "quiet": False, "update": again["update"] | {"learning_rate": 0.5}}, resume=True
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "train.max_steps was 2, is 3" in shown and "is 0.5" in shown

@@ -82,7 +82,7 @@ def test_best_and_worst_of_the_newest_step(run, capsys):
     assert {row["step"] for row in found} == {4} and "tokens" not in found[0]
     assert found[0]["length"] == next(r for r in recorded if r["text"] == found[0]["text"])["mask"].count("1")
     text = shown(capsys, run)
-    assert text.startswith("step 4: 6 answers, mean reward") and "best:" in text and "worst:" in text
+    assert text.startswith("step 4: 6 completions, mean reward") and "best:" in text and "worst:" in text
     assert len(re.findall(r"^ +4 ", text, re.MULTILINE)) == 6  # none is shown twice
     assert "worst:" not in shown(capsys, run, "--best", 1)
     assert shown(capsys, run, "--step", 2).startswith("step 2: ")
@@ -100,7 +100,7 @@ def test_one_prompt_over_the_steps(run, workplace, capsys):
 
 
 def test_failures_and_why(run, failing, capsys):
-    assert "no answer failed" in shown(capsys, run, "--failed")
+    assert "no completion failed" in shown(capsys, run, "--failed")
     recorded = [row for row in rows_of(failing / records.FILE) if row["failure"]]
     assert recorded and all(len(row["text"]) % 3 == 0 for row in recorded)
     text = shown(capsys, failing, "--failed")
@@ -141,8 +141,8 @@ def test_wrong_use(run, tmp_path):
         ([tmp_path / "none"], "no recorded rollouts"),
         ([tmp_path], "nothing is recorded there yet"),
         ([run, "--step", 9], "there is no step 9; the newest is 4"),
-        ([run, "--prompt", "rows.jsonl:99"], "no answer to a prompt 'rows.jsonl:99'. Give its file:line, as"),
-        ([run, "--prompt", "999"], "no answer to a prompt '999'"),
+        ([run, "--prompt", "rows.jsonl:99"], "no completion of a prompt 'rows.jsonl:99'. Give its file:line, as"),
+        ([run, "--prompt", "999"], "no completion of a prompt '999'"),
     ):
         with pytest.raises(UsageError, match=re.escape(complaint)):
             samples([str(argument) for argument in args])
@@ -151,7 +151,7 @@ def test_wrong_use(run, tmp_path):
 def test_a_torn_line_is_passed_over(run, tmp_path, capsys):
     whole = (run / records.FILE).read_bytes()
     (tmp_path / records.FILE).write_bytes(whole[:-30])
-    assert shown(capsys, tmp_path).startswith("step 4: 5 answers")
+    assert shown(capsys, tmp_path).startswith("step 4: 5 completions")
 
 
 # Training from the record

@@ -32,6 +32,6 @@ def test_the_trained_model_carries_the_template(tmp_path):
     shown = json.loads(next((tmp_path / "sft").glob("samples/*.jsonl")).read_text().splitlines()[0])
     assert shown["text"].startswith("[gMASK]<sop><|") and shown["counts"].startswith("\n")
 
-    dpo = train("dpo", **small(tmp_path, "dpo", sft.folder, "pair"))
+    dpo = train("dpo", **small(tmp_path, "dpo", sft.output_dir, "pair"))
     shown = json.loads(next((tmp_path / "dpo").glob("samples/*.jsonl")).read_text().splitlines()[0])
-    assert shown["text"].startswith("[gMASK]<sop><|") and dpo.folder
+    assert shown["text"].startswith("[gMASK]<sop><|") and dpo.output_dir

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -14,6 +13,10 @@ import pytest
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.base import Completion, Rewards, combine
+from posttrain.rewards.pool import RewardWorker
+from posttrain.sandbox.process import REAPER
+from posttrain.sandbox.reaper import descendants
+from posttrain.sandbox.supervisor import RunStoppedError
 
 FAULTS = textwrap.dedent(
     """
@@ -34,6 +37,12 @@ FAULTS = textwrap.dedent(
         copy = os.fork()
         if copy:
             os.waitpid(copy, 0)
+        return 1.0
+
+    def killed_once():
+        if not os.path.exists(os.environ["KILLED"]):
+            open(os.environ["KILLED"], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         return 1.0
 
     def closed():
@@ -105,6 +114,7 @@ FAULTS = textwrap.dedent(
         "list": lambda: [1.0, 2.0],
         "huge": lambda: [0.5] * 10**7,
         "huge number": lambda: 10**400,
+        "large number": lambda: 1e300,
         "deep": lambda: deep(0),
     }
     kept = []
@@ -112,6 +122,10 @@ FAULTS = textwrap.dedent(
     def leak():
         kept.append(bytearray(3 * 2**29))
         return float(len(bytearray(2**30)) > 0)
+
+    def keep():
+        kept.append(bytearray(3 * 2**29))
+        return 1.0
 
     def large():
         return float(len(bytearray(2**30)) > 0)
@@ -122,14 +136,17 @@ FAULTS = textwrap.dedent(
         loop()
 
     FAULTS |= {"leak": leak, "wait": wait_for_ever}
-    HARMLESS = {"large": large, "shout": shout, "folder": remove_folder, "orphan": orphan, "twice": twice}
-    HARMLESS |= {"background": background}
+    HARMLESS = {"large": large, "keep": keep, "shout": shout, "folder": remove_folder, "orphan": orphan, "twice": twice}
+    HARMLESS |= {"background": background, "killed once": killed_once}
 
     def deep(n):
         return deep(n + 1)
 
     def score(text):
         return {**FAULTS, **HARMLESS}.get(text, lambda: float(text))()
+
+    def one_number(completions, **columns):
+        return 1.0
 
     def in_batch(completions, **columns):
         return [score(text) for text in completions]
@@ -158,6 +175,7 @@ EXPECTED = {
     "list": ("returned a list", "error"),
     "huge": ("returned a list", "error"),
     "huge number": ("OverflowError", "error"),
+    "large number": ("returned 1e+300; rewards must be at most 1e+15", "error"),
     "deep": ("RecursionError", "error"),
 }
 SECONDS = 2.0
@@ -197,7 +215,8 @@ def left_over(path):
                 found.append((entry / "cmdline").read_bytes())
         except OSError:
             continue
-    return [line for line in found if b"rewards.child" in line or b"sleep(1000)" in line]
+    ours = [line for line in found if b"reaper.py" not in line]
+    return [line for line in ours if b"rewards.child" in line or b"sleep(1000)" in line]
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
@@ -230,12 +249,40 @@ def test_memory_that_a_failed_call_holds_is_not_missing_for_the_next(score):
         assert values(rewards.score(asked("large"))) == [1]
 
 
+@pytest.mark.parametrize("function", ["score", "in_batch"])
+def test_memory_that_a_completion_keeps_is_not_blamed_on_later_ones(function, file):
+    with Rewards([f"{file}:{function}"], timeout_seconds=30, workers=1) as rewards:
+        assert values(rewards.score(asked("keep", "large", "keep", "large"))) == [1, 1, 1, 1]
+
+
+def test_one_number_for_a_batch_is_refused(file):
+    with Rewards([f"{file}:one_number"], timeout_seconds=30, workers=1, max_failure_rate=1) as rewards:
+        verdicts = [row[0] for row in rewards.score(asked("1", "2"))]
+        assert {verdict.value for verdict in verdicts} == {None}
+        assert "one number for 2 completions. Return a list with one number for each" in verdicts[0].reason
+
+
 def test_what_a_thread_left_behind_does_is_not_blamed_on_others(score):
     with Rewards([score], timeout_seconds=30, workers=1) as rewards:
         assert values(rewards.score(asked("background"))) == [1]
         child = rewards._pool.workers[0].supervisor.process
         child.process.wait(timeout=20)  # the thread ends the process
         assert values(rewards.score(asked("1", "2"))) == [1, 2]
+
+
+@pytest.mark.parametrize("function", ["score", "in_batch"])
+@pytest.mark.parametrize("when", ["idle", "first call", "reaper"])
+def test_a_child_that_is_killed_costs_no_completion(file, function, when, monkeypatch, tmp_path):
+    """As by the kernel when the machine is out of memory; also before it has scored anything."""
+    monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
+    with Rewards([f"{file}:{function}"], timeout_seconds=30, workers=1, env=["KILLED"]) as rewards:
+        rewards.check()
+        if when != "first call":
+            reaper = rewards._pool.workers[0].supervisor.process.process
+            (child,) = descendants(reaper.pid)
+            os.kill(reaper.pid if when == "reaper" else child, signal.SIGKILL)
+            reaper.wait(timeout=60)
+        assert values(rewards.score(asked("killed once" if when == "first call" else "1", "2"))) == [1, 2]
 
 
 def test_functions_of_batches_are_repeated_one_by_one(file):
@@ -285,6 +332,29 @@ def test_a_function_that_always_hangs_is_given_up(score):
             rewards.check_failures(verdicts)
 
 
+def test_all_parts_of_a_batch_share_its_timeouts_and_all_workers_share_what_hangs(score, monkeypatch):
+    """A batch is scored in parts while completions are generated: together they may time out as often as one call."""
+    busy, run = set(), RewardWorker.run
+    monkeypatch.setattr(RewardWorker, "run", lambda self, *given: (busy.add(id(self)), run(self, *given))[1])
+    with Rewards([score], timeout_seconds=0.5, workers=3, max_failure_rate=0.05) as rewards:
+        budget = rewards.timeout_budget(96)
+        parts = [rewards.score(asked(*["loop"] * 24), budget) for _ in range(4)]
+    late = [row[0] for part in parts for row in part if row[0].kind == "timeout"]
+    assert 5 <= len(late) <= 4 + 3  # more than 4, and each worker may have been waiting for one
+    assert all(row[0].value is None for part in parts for row in part)
+    assert len(busy) == 3
+
+
+def test_a_requested_stop_ends_scoring(score):
+    with Rewards([score], timeout_seconds=1000, workers=1, max_failure_rate=1) as rewards:
+        rewards.check()
+        rewards.stop_when(lambda: True)
+        with pytest.raises(RunStoppedError):
+            rewards.score(asked("1", "loop", "2"))
+        with pytest.raises(RunStoppedError):
+            rewards.score(asked("1", "2"), rewards.timeout_budget(2, stop_seconds=0.0))
+
+
 def test_functions_see_no_secrets_and_no_descriptors_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "secret")
     monkeypatch.setenv("JUDGE_KEY", "wanted")
@@ -321,6 +391,31 @@ def test_too_many_failures_stop_the_run_with_their_text(score):
     assert "1 / 0" in text or not isinstance(score, str)  # a cell's text is known only where there is a notebook
 
 
+def test_timeouts_name_the_options_that_help(score, monkeypatch):
+    with Rewards([score], timeout_seconds=SECONDS, workers=1) as rewards:
+        verdicts = rewards.score(asked("1", "loop"))
+        for load in (0.0, 1e6):
+            monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+            with pytest.raises(RewardError, match=rf"raise reward\.timeout_seconds \(now {SECONDS:g}\)") as stopped:
+                rewards.check_failures(verdicts)
+            assert ("lower reward.workers (now 1)" in str(stopped.value)) is (load > 0)
+
+
+def test_a_variable_that_is_hidden_from_a_function_is_named(tmp_path, monkeypatch):
+    (tmp_path / "keyed.py").write_text("import os\ndef keyed(text): return float(os.environ['JUDGE_KEY'])\n")
+    reward = f"{tmp_path / 'keyed.py'}:keyed"
+    with Rewards([reward], workers=1) as rewards:
+        for value in (None, "0.5"):
+            monkeypatch.setenv("JUDGE_KEY", value) if value else monkeypatch.delenv("JUDGE_KEY", raising=False)
+            with pytest.raises(RewardError, match="KeyError: 'JUDGE_KEY'") as stopped:
+                rewards.check_failures(rewards.score(asked("1")))
+            assert ("reward.env JUDGE_KEY" in str(stopped.value)) is (value is not None)
+    with Rewards([reward], workers=1, env=["JUDGE_KEY"]) as rewards:
+        assert rewards.score(asked("1"))[0][0].value == 0.5
+    with pytest.raises(UsageError, match=r"reward\.env: NO_SUCH_KEY is not set"):
+        Rewards([reward], env=["JUDGE_KEY", "NO_SUCH_KEY"])
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -331,7 +426,7 @@ def test_too_many_failures_stop_the_run_with_their_text(score):
         ("def score(a, b): return 1\n", "has none of the known forms"),
         ("import os\nos._exit(0)\n", "ended its process"),
         ("import sys\nsys.exit(1)\n", "SystemExit"),
-        ("def score(text, difficulty): return 1\n", "no columns of the data: difficulty"),
+        ("def score(text, difficulty): return 1\n", "not columns of the data: difficulty"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_before_anything_starts(code, message, tmp_path):
@@ -348,7 +443,7 @@ def test_columns_are_checked_also_of_a_function_that_is_loaded_already(tmp_path)
     with Rewards([f"{file}:score"]) as rewards:
         rewards.check()
         rewards.check(columns=["question", "difficulty"])
-        with pytest.raises(UsageError, match="no columns of the data: difficulty"):
+        with pytest.raises(UsageError, match="not columns of the data: difficulty"):
             rewards.check(columns=["question", "answer"])
 
 
@@ -377,10 +472,12 @@ def test_an_interrupt_waits_for_no_function(file):
     assert left_over(file.parent) == []
 
 
-def test_children_end_when_the_trainer_is_killed(file):
+@pytest.mark.parametrize("text", ["loop", "hang in c", "stopped"])
+def test_children_end_when_the_trainer_is_killed(file, text):
+    """Also one that holds the interpreter's lock, or is stopped, and cannot end itself."""
     code = (
         "import sys\nfrom posttrain.rewards.base import Completion, Rewards\n"
-        "ask = [Completion(prompt='', messages=[], text='loop', finish='', tokens=1, columns={})]\n"
+        f"ask = [Completion(prompt='', messages=[], text={text!r}, finish='', tokens=1, columns={{}})]\n"
         "rewards = Rewards([sys.argv[1]], timeout_seconds=600)\n"
         "rewards.check()\nprint(rewards._pool.workers[0].supervisor.process.folder, flush=True)\nrewards.score(ask)\n"
     )
@@ -393,8 +490,64 @@ def test_children_end_when_the_trainer_is_killed(file):
         folder = Path(process.stdout.readline().decode().strip())
         assert folder.is_dir()
         process.kill()
-    until = time.monotonic() + 60
-    pause = threading.Event()
-    while (left_over(file.parent) or folder.exists()) and time.monotonic() < until:
-        pause.wait(0.05)
-    assert left_over(file.parent) == [] and not folder.exists()
+    wait_until(lambda: not left_over(file.parent) and not folder.exists())
+
+
+def test_the_folder_goes_also_where_the_child_ends_before_the_reaper_sees_that_the_trainer_is_gone(tmp_path):
+    """A child reads the end of its requests and ends: the trainer that would remove the folder may be gone."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    theirs, ours = os.pipe()
+    command = [sys.executable, "-I", "-S", str(REAPER), str(theirs), "", sys.executable, "-c", "raise SystemExit(3)"]
+    done = subprocess.run(command, pass_fds=(theirs,), cwd=folder, timeout=60, check=False)
+    os.close(theirs)
+    os.close(ours)
+    assert done.returncode == 3 and not folder.exists()
+
+
+def wait_until(happened):
+    until = time.monotonic() + 60  # a busy machine needs longer than the 5 s that a quiet one stays below
+    while not happened():
+        assert time.monotonic() < until, "something is left"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["closed", "crashed", "trainer killed"])
+def test_a_descendant_without_environment_in_its_own_session_ends_too(tmp_path, how):
+    """Nothing but its ancestry connects it with the run: its parent has ended, and it is another user's session."""
+    pid, file = tmp_path / "pid", tmp_path / "detached.py"
+    sleeper = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+    file.write_text(
+        "import os, sys, time\n"
+        "def score(text):\n"
+        "    if (starter := os.fork()) == 0:\n"
+        "        os.setsid()\n"
+        "        if os.fork() == 0:\n"
+        f"            os.execve(sys.executable, [sys.executable, '-c', {sleeper!r}], {{}})\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(starter, 0)\n"
+        f"    while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():\n"
+        "        time.sleep(0.01)\n"
+        "    if text == 'crash':\n"
+        "        os._exit(3)\n"
+        "    return 1.0\n",
+        encoding="utf-8",
+    )
+    text = "crash" if how == "crashed" else "x"
+    code = (
+        "import sys, time\nfrom posttrain.rewards.base import Completion, Rewards\n"
+        f"ask = [Completion(prompt='', messages=[], text={text!r}, finish='', tokens=1, columns={{}})]\n"
+        f"with Rewards([{f'{file}:score'!r}], timeout_seconds=60, max_failure_rate=1) as rewards:\n"
+        f"    rewards.score(ask)\n    print('scored', flush=True)\n    time.sleep({1000 * (how != 'closed')})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "scored\n"
+        if how == "closed":
+            assert process.wait(timeout=60) == 0
+        elif how == "trainer killed":
+            process.kill()
+            process.wait()
+        try:
+            wait_until(lambda: not Path(f"/proc/{pid.read_text()}").exists())
+        finally:
+            process.kill()

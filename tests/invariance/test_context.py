@@ -13,7 +13,7 @@ import torch.nn.attention.varlen
 
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count_units
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference
 from posttrain.parallel.context import ContextGroup
@@ -49,7 +49,7 @@ def outcome(case: str, folder: str, layout: ParallelLayout) -> dict[str, Any]:
     assert learner.min_shared_prefix and learner.min_shared_prefix < 33
     found: dict[str, Any] = {"logprobs": np.concatenate(learner.logprobs(made)).tolist(), "steps": []}
     for _ in range(2):
-        sums = learner.forward_backward(made, objective, max(1, count(made, "token")), 1)
+        sums = learner.forward_backward(made, objective, max(1, count_units(made, "token")), 1)
         found["steps"].append([sums["loss"][0], learner.step(1e-2)["grad_norm"]])
     return found
 
@@ -103,8 +103,12 @@ def test_the_ragged_kernel_gives_the_same(made):
 
 
 def test_what_cannot_be_divided_is_said(made):
-    assert "size is 2, which does not divide the 3 attention heads (and 3 heads of keys)" in made["answers"][0]["heads"]
-    assert "context_parallel_size 3 does not divide the 2 processes" in made["answers"][0]["processes"]
+    assert "size is 2, but context ranks divide the heads" in made["answers"][0]["heads"]
+    assert "has 3 attention heads and 3 key-value heads" in made["answers"][0]["heads"]
+    assert (
+        "2 devices, which cluster.tensor_parallel_size 1 times cluster.context_parallel_size 3 does not divide"
+        in made["answers"][0]["processes"]
+    )
     assert "depends on the longest position of a pass" in made["answers"][0]["rope"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.algorithms import ALGORITHMS
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.types import Objective, count
+from posttrain.core.types import Objective, count_units
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.test_split import prepared
@@ -22,7 +22,7 @@ def steps(learner: Learner, rank: int, number: int) -> list[list[float]]:
     samples = prepared(algo, learner)
     objective = Objective(request=algo.forward_request(len), loss=algo.loss, unit=algo.unit)
     mine = split_evenly(samples, 2)[rank]
-    by, tokens = count(samples, algo.unit), sum(map(len, samples))
+    by, tokens = count_units(samples, algo.unit), sum(map(len, samples))
     found = []
     for _ in range(number):
         losses = [learner.forward_backward(mine, objective, by, tokens)["loss"][0] for _ in range(2)]

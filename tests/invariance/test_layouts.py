@@ -15,7 +15,7 @@ from posttrain.algorithms import ALGORITHMS, RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError, UsageError
-from posttrain.core.types import count
+from posttrain.core.types import count_units
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -25,7 +25,7 @@ from tests.tiny import tiny_folder
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"family": "qwen2"},
-    "value head": {"family": "llama", "verb": "ppo", "algo": {"shared_trunk": 0.5}},
+    "value head": {"family": "llama", "verb": "ppo", "algo": {"share_critic": True, "value_loss_coef": 0.5}},
     "adapters": {"family": "qwen3", "lora_rank": 4},
     "half precision": {"family": "llama", "dtype": "bfloat16"},
     "experts": {"family": "mixtral"},
@@ -58,7 +58,7 @@ class Trained:
         )
         request = self.algo.forward_request(lambda text: 5)
         objective = self.algo.objective(request)
-        mine, by = split_evenly(samples, self.ranks)[self.rank], count(samples, self.algo.unit)
+        mine, by = split_evenly(samples, self.ranks)[self.rank], count_units(samples, self.algo.unit)
         found = []
         for _ in range(steps):
             sums = self.learner.forward_backward(mine, objective, by, sum(map(len, samples)))
@@ -202,11 +202,16 @@ def refusals(folders: dict[str, str]) -> dict[str, Any]:
 def four(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
     found = {}
     for case in BY_FOUR:
-        for name, tensor in (("four", 1), ("two by two", 2)):
-            if tensor == 1 or case in SPLIT:
-                trained = Trained(case, folders, ParallelLayout(tensor_parallel=tensor))
+        for name, sizes in (("four", {}), ("two by two", {"tensor_parallel": 2}), ("two copies", {"replicate": 2})):
+            if "tensor_parallel" not in sizes or case in SPLIT:
+                trained = Trained(case, folders, ParallelLayout(**sizes))
                 trained.learner.load(saved_by(case, "two", place))
                 found[f"{case}: {name}"] = trained.learn(2)
+                if name == "two copies":
+                    trained.learner.save(saved_by(case, "copies", place))
+        trained = Trained(case, folders, ParallelLayout())
+        trained.learner.load(saved_by(case, "one", place))
+        found[f"{case}: from one"] = trained.learn(2)
     return found
 
 
@@ -249,6 +254,10 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     results = {"one": resumed.learn(2)}
     if case in BY_FOUR:
         results["four"] = together(found["4"], f"{case}: four")
+        results["two copies"] = together(found["4"], f"{case}: two copies")
+        again = Trained(case, found["folders"])
+        again.learner.load(found["place"] / f"{case}-copies")
+        assert again.learn(1)[0][1] > 0, "what copies saved one process can load"
     if case in DIVIDED:
         results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].ranks_per_sample)
         if not rough:
@@ -259,9 +268,10 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result, expected, strict=True):
             assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6), who
             assert norm == pytest.approx(wanted_norm, rel=5e-2 if rough else 1e-5), who
-    from_one = together(found["2"], f"{case}: from one")
-    for (loss, _), (wanted_loss, _) in zip(from_one, found["alone"][f"{case}: went on"], strict=True):
-        assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6)
+    for ranks in ("2", "4") if case in BY_FOUR else ("2",):
+        from_one = together(found[ranks], f"{case}: from one")
+        for (loss, _), (wanted_loss, _) in zip(from_one, found["alone"][f"{case}: went on"], strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6), ranks
     assert found["2"][0][f"{case}: answers"] == found["2"][1][f"{case}: answers"]
 
 
@@ -296,6 +306,8 @@ def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
     assert "size is 2, which does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
     assert "size is 2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
-    assert "cluster.expert_parallel_size is 3; it must be 2, the devices" in found["2"][0]["three"]
-    assert "size is 2, but there are adapters on experts" in found["2"][0]["adapters"]
-    assert "size is 2, which does not divide 3, the experts of a layer" in found["2"][0]["odd experts"]
+    assert (
+        "cluster.expert_parallel_size is 3; it must be 1, or 2: the devices among which FSDP" in found["2"][0]["three"]
+    )
+    assert "size is 2, but experts with adapters cannot be divided" in found["2"][0]["adapters"]
+    assert "size is 2, which does not divide the 3 experts of a layer" in found["2"][0]["odd experts"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from posttrain.algorithms import RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.types import ForwardRequest, Objective, count
+from posttrain.core.types import ForwardRequest, Objective, count_units
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference as plain_steps
 from posttrain.parallel.layouts import ParallelLayout
@@ -32,6 +32,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and how they di
     "cp2 x tp2": (4, {"context_parallel": 2, "tensor_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
     "ep4 x cp2": (4, {"expert_parallel": 4, "context_parallel": 2}),
+    "hsdp 2 x 2": (4, {"replicate": 2}),
+    "hsdp of 2 copies x tp2": (4, {"replicate": 2, "tensor_parallel": 2}),
+    "2 copies": (2, {"replicate": 2}),
+    "ep2 in 2 copies": (4, {"replicate": 2, "expert_parallel": 2}),
+    "reduced once a step": (2, {"defer_reduction": True}),
+    "hsdp reduced once a step": (4, {"replicate": 2, "defer_reduction": True}),
     "ray": (2, {}),  # tests/ray runs the same test on it
 }
 
@@ -52,28 +58,38 @@ class Case:
     experts: bool = False  # whether expert parallelism is
     steps: int = 2
     tokens: int = 1000  # in a pack
+    copies: bool = False  # whether copies of the model and later reductions are tried
     everywhere: bool = False  # or by two processes only, which saves time
     fat: bool = False  # with the layers that a GPU runs
 
 
 CASES = {
-    "sft": Case("sft", steps=5, tokens=50, everywhere=True),
+    "sft": Case("sft", steps=5, tokens=50, everywhere=True, copies=True),
     "dpo": Case("dpo", steps=5, everywhere=True),
     "kto": Case("kto", steps=5, everywhere=True),
     "reward": Case("reward", steps=5, everywhere=True),
     "ppo": Case("ppo", steps=5, everywhere=True),
     "ppo critic": Case("ppo", critic=True, steps=5, everywhere=True),
-    "grpo": Case("grpo", steps=5, tokens=100, everywhere=True),
-    "ppo with a shared trunk": Case("ppo", "llama", {"shared_trunk": 0.5}, splits=False, tokens=60),
+    "grpo": Case("grpo", steps=5, tokens=100, everywhere=True, copies=True),
+    "ppo with a shared critic": Case(
+        "ppo", "llama", {"share_critic": True, "value_loss_coef": 0.5}, splits=False, tokens=60
+    ),
     "distill": Case("distill", "qwen2_untied", splits=False, tokens=30),
-    "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60, everywhere=True),
+    "adapters": Case("sft", "llama", model={"lora_rank": 4}, tokens=60, everywhere=True, copies=True),
     "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}),
     "zero 2, activations checkpointed": Case("sft", "qwen3", model={"gradient_checkpointing": True}, zero=2),
     "activations checkpointed": Case("sft", "gemma2", model={"gradient_checkpointing": True}),
     "parameters in host memory": Case("sft", "llama", offload=True, splits=False),
     "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}),
     "experts": Case(
-        "sft", "mixtral", model={"router_aux_loss_coef": 0.1}, splits=False, experts=True, tokens=30, everywhere=True
+        "sft",
+        "mixtral",
+        model={"router_aux_loss_coef": 0.1},
+        splits=False,
+        experts=True,
+        tokens=30,
+        copies=True,
+        everywhere=True,
     ),
     "adapters on experts": Case("sft", "mixtral", model={"lora_rank": 4}, splits=False),
     "adapters beside experts": Case(
@@ -93,6 +109,8 @@ CASES = {
 def tried(case: Case, layout: str) -> bool:
     size, options = LAYOUTS[layout]
     able = (case.splits or "tensor_parallel" not in options) and (case.experts or "expert_parallel" not in options)
+    if {"replicate", "defer_reduction"} & options.keys():
+        return able and case.copies
     return able and (case.everywhere or size == 2)
 
 
@@ -107,14 +125,14 @@ def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks:
     learner = Learner(model, TrainConfig(micro_batch_tokens=case.tokens, **case.update), **options)
     if case.fat:
         assert learner.with_full_parameters(layers.use_fused_layers, learner.model, plain_steps)
-    policy = Learner(model, learner.update, trainable=False, layout=layout) if case.critic else learner
+    policy = Learner(model, learner.train_config, trainable=False, layout=layout) if case.critic else learner
     samples = prepared(algo, policy)
     request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_aux_loss_coef)
     objective = algo.objective(request)
     if case.critic:
         objective = Objective(request=ForwardRequest(names=frozenset({"values"})), loss=algo.critic_loss, unit="token")
     mine = split_evenly(samples, ranks, objective.group_size)[rank]
-    by, tokens = count(samples, objective.unit), sum(map(len, samples))
+    by, tokens = count_units(samples, objective.unit), sum(map(len, samples))
     steps = []
     for _ in range(case.steps):
         sums = learner.forward_backward(mine, objective, by, tokens)

@@ -9,26 +9,36 @@ import torch
 from posttrain.algorithms import ALGORITHMS, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count
+from posttrain.core.types import ForwardRequest, Objective, Sample, SamplingDistribution, count_units
 from posttrain.nn import lm_head
 from posttrain.train.learner import Learner
 from posttrain.train.metric_sums import add_sums, averages
 from tests.tiny import tiny_folder
 
 VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
-    ("dpo", {"loss": "ipo", "pref_ftx": 0.3}),
-    ("dpo", {"loss": "robust", "label_smoothing": 0.1, "length_normalize": True}),
+    ("dpo", {"loss_type": "ipo", "sft_coef": 0.3}),
+    ("dpo", {"loss_type": "robust", "label_smoothing": 0.1, "length_normalize": True}),
+    ("dpo", {"loss_types": ("apo_down", "sppo_hard"), "loss_weights": (0.8, 0.1), "ld_alpha": 0.5}),
+    ("sft", {"loss_type": "dft"}),
     ("kto", {"variant": "vanilla"}),
-    ("reward", {"loss": "logexp", "use_margin": True, "center": 0.01}),
-    ("distill", {"divergence": "jsd", "sft_weight": 0.5}),
-    ("grpo", {"kl": 0.1, "entropy": 0.05, "average": "sample", "importance_cap": 1.05}),
-    ("grpo", {"scale_by_std": False, "average": "length", "epochs_per_batch": 2}),
+    ("kto", {"variant": "apo_zero_unpaired"}),
+    ("reward", {"loss_type": "logexp", "use_margin": True, "center_coef": 0.01}),
+    ("distill", {"divergence": "jsd", "sft_coef": 0.5}),
+    ("grpo", {"kl_coef": 0.1, "entropy_coef": 0.05, "loss_aggregation": "sample_mean", "importance_cap": 1.05}),
+    ("grpo", {"scale_by_std": False, "loss_aggregation": "fixed_length", "epochs_per_batch": 2}),
+    ("grpo", {"dual_clip": 1.3, "importance_mode": "token_mask", "importance_floor": 0.9, "mini_batch_size": 4}),
+    ("grpo", {"importance_mode": "sequence_truncate", "std_over": "batch", "kl_coef": 0.1, "kl_bias_correction": True}),
+    ("grpo", {"importance_mode": "geometric_mask", "importance_cap": 1.02, "off_policy_mask_threshold": 0.01}),
+    ("distill", {"divergence": "reverse_kl", "divergence_top_k": 5}),
+    ("opd", {"divergence": "jsd", "divergence_top_k": 5, "reward_coef": 0.5, "loss_aggregation": "sample_mean"}),
+    ("opd", {"objective": "policy_gradient", "gamma": 0.5, "mini_batch_size": 4, "reward_coef": 0.5}),
     ("gspo", {"clip_low": 0.05, "clip_high": 0.05, "mini_batch_size": 4}),
-    ("cispo", {"clip_high": 0.05, "mini_batch_size": 4, "kl": 0.1}),
+    ("cispo", {"clip_high": 0.05, "mini_batch_size": 4, "kl_coef": 0.1}),
     ("reinforce", {"baseline": True, "gamma": 0.9, "mini_batch_size": 4}),
-    ("ppo", {"shared_trunk": 0.5, "average": "sample", "kl_in": "loss"}),
+    ("ppo", {"share_critic": True, "value_loss_coef": 0.5, "loss_aggregation": "sample_mean", "kl_in": "loss"}),
 ]
 DRAWN_FROM = SamplingDistribution(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01)
+TAUGHT = ("distill", "opd")
 SETTINGS = RolloutSettings(max_completion_tokens=30, distribution=DRAWN_FROM)
 
 
@@ -95,7 +105,7 @@ def prepared(algo, learner=None, alike=0):
 
 def gradients(learner, objective, parts, samples):
     """Loss, metrics and gradients of one step whose rows arrive in several calls."""
-    denominator, tokens = count(samples, objective.unit), sum(map(len, samples))
+    denominator, tokens = count_units(samples, objective.unit), sum(map(len, samples))
     sums = [learner.forward_backward(part, objective, denominator, tokens) for part in parts]
     grads = {name: p.grad.clone() for name, p in learner.parameters().items() if p.grad is not None}
     learner.discard()
@@ -113,10 +123,10 @@ EVERY_ALGORITHM = every(VARIANTS)
 
 def made(folder, verb, options, model):
     """An algorithm, its objective and a learner for it."""
-    options = options | ({"teacher": folder[model]} if verb == "distill" else {})
+    options = options | ({"teacher": folder[model]} if verb in TAUGHT else {})
     algo = algorithm(verb, SETTINGS, **options)
     config = ModelConfig(path=folder[model], dtype="float32", router_aux_loss_coef=0.1 if model == "mixtral" else 0.0)
-    teacher = ModelConfig(path=folder[model], dtype="float32") if verb == "distill" else None
+    teacher = ModelConfig(path=folder[model], dtype="float32") if algo.teacher_path() else None
     value_head = "values" in algo.outputs()
     learner = Learner(config, TrainConfig(), head=algo.head, teacher=teacher, value_head=value_head)
     if teacher is not None:  # a teacher that differs from the student
@@ -147,7 +157,7 @@ def test_neither_does_sharing(folder, verb, options, model):
     whole, expected = gradients(learner, objective, [samples], samples)
     learner.runner.shares_prefixes = True
     for budget in (100_000, 120, 60):
-        learner.update = TrainConfig(micro_batch_tokens=budget)
+        learner.train_config = TrainConfig(micro_batch_tokens=budget)
         batches = learner.micro_batches(samples, objective.group_size)
         assert any(batch.sharing is not None for batch in batches), budget
         assert_same(gradients(learner, objective, [samples], samples), (whole, expected))
@@ -160,13 +170,17 @@ def in_small_chunks(algo, objective, learner, monkeypatch):
             objective, request=replace(objective.request, distribution=SamplingDistribution(temperature=0.7))
         )
     samples = prepared(algo, learner)
-    learner.update = TrainConfig(micro_batch_tokens=60)
+    learner.train_config = TrainConfig(micro_batch_tokens=60)
     learner.runner.fused_head = replace(learner.runner.fused_head, multiple=8)
     monkeypatch.setattr(lm_head, "LOGITS_PER_CPU_CHUNK", 7 * learner.runner.vocabulary_size)
     return [gradients(learner, replace(objective, separable=once), [samples], samples) for once in (True, False)]
 
 
-@every(variant for variant in VARIANTS if ALGORITHMS[variant[0]].separable)
+def is_separable(verb, options):
+    return algorithm(verb, SETTINGS, **options | ({"teacher": "none"} if verb in TAUGHT else {})).is_separable()
+
+
+@every(variant for variant in VARIANTS if is_separable(*variant))
 def test_neither_does_it_that_logits_are_computed_once(folder, verb, options, monkeypatch):
     algo, objective, learner = made(folder, verb, options, "llama")
     assert_same(*in_small_chunks(algo, objective, learner, monkeypatch))
@@ -209,14 +223,14 @@ def test_neither_do_they_for_a_critic(folder, model):
 def compare(learner, objective, samples):
     """Loss, metrics and gradients of the samples at once, and cut, packed and ordered otherwise."""
     size = objective.group_size
-    learner.update = TrainConfig(micro_batch_tokens=100_000)
+    learner.train_config = TrainConfig(micro_batch_tokens=100_000)
     whole, expected = gradients(learner, objective, [samples], samples)
     assert np.isfinite(whole["loss"]) and any(g.abs().max() > 0 for g in expected.values())
     one_by_one = [samples[i : i + size] for i in range(0, len(samples), size)]
     backwards = [sample for part in reversed(one_by_one) for sample in part]
     halves = [samples[: 3 * size], samples[3 * size :]]
     for budget, parts in ((1, [samples]), (40, [samples]), (40, halves), (100_000, one_by_one), (60, [backwards])):
-        learner.update = TrainConfig(micro_batch_tokens=budget)
+        learner.train_config = TrainConfig(micro_batch_tokens=budget)
         assert_same(gradients(learner, objective, parts, samples), (whole, expected))
 
 

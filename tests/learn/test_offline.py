@@ -88,7 +88,7 @@ def test_a_reward_model_ranks_every_pair(learn):
     ("loss", "smoothing"), [("sigmoid", 0), ("sigmoid", 0.1), ("robust", 0.1), ("ipo", 0), ("hinge", 0)]
 )
 def test_dpo_prefers_the_chosen(loss, smoothing, learn):
-    metrics = learn("dpo", 20, rate=3e-4, loss=loss, label_smoothing=smoothing)
+    metrics = learn("dpo", 20, rate=3e-4, loss_type=loss, label_smoothing=smoothing)
     assert metrics[0]["margin"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
     assert metrics[-1]["accuracy"] == 1 and metrics[-1]["margin"] > 0.3
     assert metrics[-1]["eval/accuracy"] > 0.9 and metrics[-1]["eval/margin"] > 0.3

@@ -1,4 +1,7 @@
-"""Reward rises: four algorithms teach a random toy model to write printable text, from three seeds each."""
+"""Reward rises: four algorithms teach a random toy model to write printable text, from three seeds each.
+
+On-policy distillation takes a random toy model towards one that was trained.
+"""
 
 import json
 
@@ -17,7 +20,7 @@ def score(text):
 @pytest.mark.parametrize("verb", ["grpo", "rloo", "ppo", "reinforce"])
 def test_reward_rises(verb, seed, tmp_path):
     (tmp_path / "printable.py").write_text(PRINTABLE)
-    algo = {"kl": 0.0} | ({"critic_learning_rate": 1e-3} if verb == "ppo" else {})
+    algo = {"kl_coef": 0.0} | ({"critic_learning_rate": 1e-3} if verb == "ppo" else {})
     train(
         verb,
         model={"path": "pico"},
@@ -36,3 +39,40 @@ def test_reward_rises(verb, seed, tmp_path):
     rewards = [json.loads(line)["reward"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
     assert first < 0.5 and last > first + 0.15, rewards
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A toy model that has seen the letters of a few texts."""
+    folder = tmp_path_factory.mktemp("teacher")
+    train(
+        "sft",
+        model={"path": "pico"},
+        data={"train": [write_rows("chat", folder)]},
+        train={"max_steps": 15, "batch_size": 4, "learning_rate": 3e-3},
+        output_dir=str(folder / "run"),
+        quiet=True,
+    )
+    return str(folder / "run")
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [{"divergence": "reverse_kl"}, {"divergence": "jsd", "divergence_top_k": 20}, {"objective": "policy_gradient"}],
+    ids=lambda algo: "-".join(map(str, algo.values())),
+)
+def test_a_student_approaches_its_teacher(teacher, algo, tmp_path):
+    train(
+        "opd",
+        model={"path": "pico"},
+        data={"train": [write_rows("prompt", tmp_path)]},
+        rollout={"max_tokens": 8, "samples_per_prompt": 4},
+        train={"max_steps": 15, "batch_size": 8, "learning_rate": 2e-3},
+        save={"every_steps": 0},
+        algo={"teacher": teacher} | algo,
+        output_dir=str(tmp_path / "run"),
+        quiet=True,
+    )
+    found = [json.loads(line)["divergence"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first, last = sum(found[:2]) / 2, sum(found[-2:]) / 2
+    assert last < 0.6 * first, found

@@ -63,6 +63,17 @@ def nll(samples, logprobs):
     return result
 
 
+def dft(samples, logprobs, at_rest=None):
+    """Each token weighted by its own probability, which is behind a stop-gradient."""
+    result = 0.0
+    for sample, row, fixed in zip(samples, logprobs, at_rest or logprobs, strict=True):
+        result -= total(
+            [math.exp(w) * x if counts else 0.0 for w, x, counts in zip(fixed, row, sample.mask.tolist(), strict=True)],
+            sample.mask,
+        )
+    return result
+
+
 def shape(h, loss, beta, epsilon):
     """The losses on h = beta * margin; IPO on the margin itself."""
     if loss == "sigmoid":
@@ -76,34 +87,94 @@ def shape(h, loss, beta, epsilon):
     return (h / beta - 1 / (2 * beta)) ** 2
 
 
-def dpo(samples, logprobs, loss="sigmoid", beta=0.1, label_smoothing=0.0, pref_ftx=0.0, length_normalize=False):
+def pair_shape(good, bad, loss, beta, epsilon, tau):
+    """The losses on the rewards of both answers."""
+    if loss == "apo_zero":
+        return (1 - sigmoid(good)) + sigmoid(bad)
+    if loss == "apo_down":
+        return sigmoid(good) + (1 - sigmoid(good - bad))
+    if loss == "exo_pair":  # KL(q || p), q the policy's preference, p = (1 - epsilon, epsilon)
+        q = sigmoid(good - bad)
+        return q * math.log(q / (1 - epsilon)) + (1 - q) * math.log((1 - q) / epsilon)
+    if loss == "nca_pair":
+        return -log_sigmoid(good) - (log_sigmoid(-good) + log_sigmoid(-bad)) / 2
+    if loss == "bco_pair":
+        return -log_sigmoid(good) - log_sigmoid(-bad)
+    if loss == "sppo_hard":
+        return (good / beta - 1 / (2 * beta)) ** 2 + (bad / beta + 1 / (2 * beta)) ** 2
+    if loss == "discopop":
+        share = sigmoid((good - bad) / tau)
+        return (1 - share) * math.log(1 + math.exp(bad - good)) + share * math.exp(bad - good)
+    return shape(good - bad, loss, beta, epsilon)
+
+
+def f_score(ratio, kind, alpha):
+    """f'(u) of arXiv:2309.16240 without its constant, u = policy / reference."""
+    u = math.exp(ratio)
+    if kind == "forward_kl":
+        return -1 / u
+    if kind == "js_divergence":
+        return math.log(u / (1 + u))
+    if kind == "alpha_divergence":
+        return u ** (alpha - 1) / (alpha - 1)
+    return ratio
+
+
+def weighted_log_ratio(sample, row, other, ld_alpha, length_normalize):
+    """The log-ratio, with a smaller weight of what is longer than the other answer."""
+    limit, place, result = sum(other.mask.tolist()), 0, 0.0
+    for policy, ref, counts in zip(row, sample.ref_logprobs.tolist(), sample.mask.tolist(), strict=True):
+        if counts:
+            place += 1
+            result += (policy - ref) * (ld_alpha if place > limit else 1.0)
+    return result / length(sample.mask) if length_normalize else result
+
+
+def dpo(
+    samples,
+    logprobs,
+    loss_type="sigmoid",
+    beta=0.1,
+    label_smoothing=0.0,
+    sft_coef=0.0,
+    length_normalize=False,
+    loss_types=(),
+    loss_weights=(),
+    discopop_tau=0.05,
+    f_divergence="reverse_kl",
+    f_alpha=0.5,
+    ld_alpha=1.0,
+):
     result = 0.0
+    weights = dict(zip(loss_types, loss_weights, strict=True)) if loss_types else {loss_type: 1.0}
     for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
-        better = log_ratio(chosen, chosen_row, length_normalize)
-        worse = log_ratio(rejected, rejected_row, length_normalize)
-        result += shape(beta * (better - worse), loss, beta, label_smoothing)
-        result += pref_ftx * -mean(chosen_row, chosen.mask)
+        better = weighted_log_ratio(chosen, chosen_row, rejected, ld_alpha, length_normalize)
+        worse = weighted_log_ratio(rejected, rejected_row, chosen, ld_alpha, length_normalize)
+        good, bad = (beta * f_score(ratio, f_divergence, f_alpha) for ratio in (better, worse))
+        for name, weight in weights.items():
+            result += weight * pair_shape(good, bad, name, beta, label_smoothing, discopop_tau)
+        result += sft_coef * -mean(chosen_row, chosen.mask)
     return result
 
 
-def simpo(samples, logprobs, loss="sigmoid", beta=2.5, gamma_beta_ratio=1.4, label_smoothing=0.0, pref_ftx=0.0):
+def simpo(samples, logprobs, loss_type="sigmoid", beta=2.5, gamma_beta_ratio=1.4, label_smoothing=0.0, sft_coef=0.0):
     gamma = gamma_beta_ratio * beta
     result = 0.0
     for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
         h = beta * mean(chosen_row, chosen.mask) - beta * mean(rejected_row, rejected.mask) - gamma
-        result += shape(h, loss, beta, label_smoothing) + pref_ftx * -mean(chosen_row, chosen.mask)
+        result += shape(h, loss_type, beta, label_smoothing) + sft_coef * -mean(chosen_row, chosen.mask)
     return result
 
 
-def cpo(samples, logprobs, loss="sigmoid", beta=0.1, label_smoothing=0.0, pref_ftx=1.0):
+def cpo(samples, logprobs, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, sft_coef=1.0):
     result = 0.0
     for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
         h = beta * total(chosen_row, chosen.mask) - beta * total(rejected_row, rejected.mask)
-        result += shape(h, loss, beta, label_smoothing) + pref_ftx * -mean(chosen_row, chosen.mask)
+        result += shape(h, loss_type, beta, label_smoothing) + sft_coef * -mean(chosen_row, chosen.mask)
     return result
 
 
-def orpo(samples, logprobs, odds_weight=0.1):
+def orpo(samples, logprobs, odds_ratio_coef=0.1):
     def odds(row, mask):
         p = math.exp(min(mean(row, mask), -1e-6))  # the documented bound: odds stay finite at p = 1
         return p / (1 - p)
@@ -111,7 +182,7 @@ def orpo(samples, logprobs, odds_weight=0.1):
     result = 0.0
     for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
         ratio = odds(chosen_row, chosen.mask) / odds(rejected_row, rejected.mask)
-        result += -mean(chosen_row, chosen.mask) - odds_weight * log_sigmoid(math.log(ratio))
+        result += -mean(chosen_row, chosen.mask) - odds_ratio_coef * log_sigmoid(math.log(ratio))
     return result
 
 
@@ -126,17 +197,17 @@ def kto(samples, logprobs, beta=0.1, desirable_weight=1.0, undesirable_weight=1.
     return result
 
 
-def reward(samples, scores, loss="sigmoid", use_margin=False, center=0.0):
+def reward(samples, scores, loss_type="sigmoid", use_margin=False, center_coef=0.0):
     """`scores`: a number a sample."""
     result = 0.0
     for i in range(0, len(samples), 2):
         chosen, rejected = scores[i], scores[i + 1]
         wanted = samples[i].margin if use_margin else 0.0
-        if loss == "sigmoid":
+        if loss_type == "sigmoid":
             result -= math.log(sigmoid(chosen - rejected - wanted))
         else:
             result += math.log(1 + math.exp(rejected - chosen + wanted))
-        result += center * (chosen + rejected) ** 2
+        result += center_coef * (chosen + rejected) ** 2
     return result
 
 

@@ -25,28 +25,77 @@ def old_of(sample, row_now):
     return row_now if sample.old_logprobs is None else sample.old_logprobs.tolist()
 
 
-def token_terms(kind, sample, row, row_now, low, high, cap):
+def sampler_weight(kind, gaps, t, mode, low, high):
+    """What corrects the difference of sampler and trainer at token t; `gaps`: {position: log(trainer / sampler)}."""
+    if not high:
+        return 1.0
+    product = math.exp(sum(gaps.values()))
+    average = math.exp(sum(gaps.values()) / len(gaps))
+    token = average if kind in ("gspo", "gmpo") else math.exp(gaps[t])
+    if mode == "token_truncate":
+        return clip(token, low, high)
+    if mode == "token_mask":  # IcePop
+        return token if low <= token <= high else 0.0
+    if mode == "sequence_truncate":
+        return clip(product, low, high)
+    if mode == "sequence_mask":
+        return product if low <= product <= high else 0.0
+    assert mode == "geometric_mask"
+    return token if low <= average <= high else 0.0
+
+
+def surrogate(kind, ratio, at_rest, row_t, a, low, high, dual_clip, temperatures):
+    """What is to be made large at a token with advantage a."""
+    bounded = clip(ratio, 1 - low, 1 + high) if low or high else ratio
+    if kind == "cispo":
+        return (clip(at_rest, 1 - low, 1 + high) if low or high else at_rest) * a * row_t
+    if kind == "sapo":  # f(r) = sigmoid(tau (r - 1)) 4 / tau
+        tau = temperatures[0] if a > 0 else temperatures[1]
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+    found = min(ratio * a, bounded * a)
+    return max(found, dual_clip * a) if dual_clip and a < 0 else found
+
+
+def geometric_mean_ratio(row, old, where, a, low, high):
+    """arXiv:2507.20673: the product of min(ratio^s, clip(ratio)^s)^s to the power 1/|y|; s: sign of the advantage."""
+    product = 1.0
+    for t in where:
+        ratio = math.exp(row[t] - old[t])
+        bounded = clip(ratio, math.exp(-low), math.exp(high)) if low or high else ratio
+        product *= (min if a > 0 else max)(ratio, bounded)
+    return product ** (1 / len(where))
+
+
+def token_terms(
+    kind, sample, row, row_now, low, high, cap, floor, mode, dual_clip, temperatures, off_policy_mask_threshold
+):
     """What is to be made large at each counted token, without KL and entropy."""
     old, sampled = old_of(sample, row_now), sample.logprobs.tolist()
     advantages = sample.advantages.tolist()
     where = counted(sample)
+    gaps = {t: old[t] - sampled[t] for t in where}
+    drift = sum(sampled[t] - row_now[t] for t in where) / max(1, len(where))
     terms = {}
     for t in where:
+        ratio = math.exp(row[t] - old[t])
         if kind == "gspo":  # s = (pi(y|x) / pi_old(y|x)) ** (1 / |y|)
             ratio = math.exp(sum(row[k] - old[k] for k in where) / len(where))
-            weight = math.exp(sum(old[k] - sampled[k] for k in where) / len(where))
+        if kind == "gmpo":
+            term = geometric_mean_ratio(row, old, where, advantages[t], low, high) * advantages[t]
         else:
-            ratio = math.exp(row[t] - old[t])
-            weight = math.exp(old[t] - sampled[t])
-        if kind == "cispo":
             at_rest = math.exp(row_now[t] - old[t])
-            term = (clip(at_rest, 1 - low, 1 + high) if low or high else at_rest) * advantages[t] * row[t]
-        elif low or high:
-            term = min(ratio * advantages[t], clip(ratio, 1 - low, 1 + high) * advantages[t])
-        else:
-            term = ratio * advantages[t]
-        terms[t] = term * (min(weight, cap) if cap else 1.0)
+            term = surrogate(kind, ratio, at_rest, row[t], advantages[t], low, high, dual_clip, temperatures)
+        if off_policy_mask_threshold and advantages[t] < 0 and drift > off_policy_mask_threshold:
+            term = 0.0
+        terms[t] = term * sampler_weight(kind, gaps, t, mode, floor, cap)
     return terms
+
+
+def kl_term(row, row_now, t, sample, estimator, bias_correction, bound):
+    """The KL of a token in the loss."""
+    kl = kl_k(row[t] - sample.ref_logprobs.tolist()[t], estimator)
+    kl = clip(kl, -bound, bound) if bound else kl
+    return math.exp(row[t] - old_of(sample, row_now)[t]) * kl if bias_correction else kl
 
 
 def policy(
@@ -57,26 +106,37 @@ def policy(
     kind="ppo",
     clip_low=0.2,
     clip_high=0.2,
+    dual_clip=0.0,
+    off_policy_mask_threshold=0.0,
+    temperature_positive=1.0,
+    temperature_negative=1.05,
     importance_cap=2.0,
-    kl=0.0,
+    importance_floor=0.0,
+    importance_mode="token_truncate",
+    kl_coef=0.0,
     kl_estimator="k3",
     kl_in="loss",
-    entropy=0.0,
-    average="token",
+    kl_bias_correction=False,
+    kl_clip=0.0,
+    entropy_coef=0.0,
+    loss_aggregation="token_mean",
     longest=0,
 ):
-    """The loss of a batch, summed over tokens (average: token) or answers."""
+    """The loss of a batch, summed over tokens (token_mean) or answers."""
     result = 0.0
+    temperatures = (temperature_positive, temperature_negative)
+    weights = (importance_cap, importance_floor, importance_mode)
     for sample, row, row_now, chaos in zip(samples, rows, now, entropies, strict=True):
-        terms = token_terms(kind, sample, row, row_now, clip_low, clip_high, importance_cap)
+        bounds = (clip_low, clip_high, *weights, dual_clip, temperatures, off_policy_mask_threshold)
+        terms = token_terms(kind, sample, row, row_now, *bounds)
         answer = 0.0
         for t, term in terms.items():
-            if kl and kl_in == "loss":
-                term -= kl * kl_k(row[t] - sample.ref_logprobs.tolist()[t], kl_estimator)
-            answer -= term + entropy * chaos[t]
-        if average == "sample":
+            if kl_coef and kl_in == "loss":
+                term -= kl_coef * kl_term(row, row_now, t, sample, kl_estimator, kl_bias_correction, kl_clip)
+            answer -= term + entropy_coef * chaos[t]
+        if loss_aggregation == "sample_mean":
             answer /= max(1, len(terms))
-        elif average == "length":
+        elif loss_aggregation == "fixed_length":
             answer /= longest
         result += answer
     return result
@@ -95,7 +155,7 @@ def mindrlhf(samples, rows, now, beta=0.01):
     return result
 
 
-def values(samples, rows, value_clip=0.2, average="token", longest=0):
+def values(samples, rows, value_clip=0.2, loss_aggregation="token_mean", longest=0):
     """Half the squared error, the worse of free and clipped."""
     result = 0.0
     for sample, row in zip(samples, rows, strict=True):
@@ -106,9 +166,9 @@ def values(samples, rows, value_clip=0.2, average="token", longest=0):
             if value_clip:
                 error = max(error, (clip(row[t], old - value_clip, old + value_clip) - target) ** 2)
             answer += error / 2
-        if average == "sample":
+        if loss_aggregation == "sample_mean":
             answer /= max(1, len(where))
-        elif average == "length":
+        elif loss_aggregation == "fixed_length":
             answer /= longest
         result += answer
     return result

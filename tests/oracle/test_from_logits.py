@@ -24,10 +24,19 @@ def kl(p, q):
     return sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
 
 
-def divergence(student_rows, teacher_rows, kind, beta, temperature):
+def merged(logp, kept):
+    """The log-probabilities of the tokens that are kept, and of all others together."""
+    others = sum(math.exp(x) for i, x in enumerate(logp) if i not in kept)
+    return [logp[i] for i in kept] + [math.log(others)]
+
+
+def divergence(student_rows, teacher_rows, kind, beta, temperature, top_k=0):
     result = 0.0
     for student_row, teacher_row in zip(student_rows, teacher_rows, strict=True):
         student, teacher = log_softmax(student_row, temperature), log_softmax(teacher_row, temperature)
+        if top_k:
+            kept = sorted(range(len(teacher)), key=lambda i, row=teacher: -row[i])[:top_k]
+            student, teacher = merged(student, kept), merged(teacher, kept)
         if kind == "forward_kl":
             result += kl(teacher, student)
         elif kind == "reverse_kl":
@@ -40,18 +49,19 @@ def divergence(student_rows, teacher_rows, kind, beta, temperature):
     return result
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 3])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.2)])
-def test_divergence_and_its_gradient(kind, beta, temperature, monkeypatch):
+def test_divergence_and_its_gradient(kind, beta, temperature, top_k, monkeypatch):
     monkeypatch.setattr(chunked, "LOGITS_PER_CHUNK", 10)  # two positions a chunk
     rng = np.random.default_rng(0)
     student = torch.tensor(rng.normal(0, 2, (7, 5))).requires_grad_()
     teacher = torch.tensor(rng.normal(0, 2, (7, 5))).requires_grad_()
-    found = chunked.token_divergence(student, teacher, lambda x: x, lambda x: x, 5, kind, beta, temperature)
+    found = chunked.token_divergence(student, teacher, lambda x: x, lambda x: x, 5, kind, beta, temperature, top_k)
     found.sum().backward()
 
     def formula(values):
-        return divergence(values, teacher.tolist(), kind, beta, temperature)
+        return divergence(values, teacher.tolist(), kind, beta, temperature, top_k)
 
     assert found.sum().item() == pytest.approx(formula(student.tolist()), rel=1e-9)
     where = [(i, j) for i in range(7) for j in range(5)]

@@ -8,7 +8,7 @@ from posttrain.algorithms.kto import KTO
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Outputs, Sample
 
-from .batches import batch_of
+from .batches import batch_of, samples
 
 
 def row(prompt, answer, label, logprobs=None, reference=None) -> Sample:
@@ -158,10 +158,17 @@ def test_metrics_count_their_own_side():
 
 
 def test_steps_that_cannot_be_scored_are_refused():
-    with pytest.raises(UsageError, match=r"at least 2 rows a step.*train\.batch_size"):
+    with pytest.raises(UsageError, match=r"at least 2 examples per step.*train\.batch_size"):
         KTO(KTO.Config()).prepare([row([1], [10], 1)])
     one_sided = [row([1], [10], 1, [-1.0], [-1.0]), row([2], [20], 1, [-1.0], [-1.0])]
     with pytest.raises(UsageError, match=r"algo\.variant vanilla needs desirable and undesirable"):
         KTO(KTO.Config(variant="vanilla")).assign_credit(one_sided)
     with pytest.raises(UsageError, match=r"algo\.precompute_reference.*algo\.variant"):
         KTO(KTO.Config(precompute_reference=True))
+
+
+def test_without_pairs_and_without_a_baseline():
+    rows = samples(np.random.default_rng(0), 1)
+    algo = KTO(KTO.Config(variant="apo_zero_unpaired", precompute_reference=True))
+    assert algo.needs() == {"ref_logprobs"} and algo.prepare(rows) == rows
+    assert [row.baseline for row in algo.assign_credit(rows)] == [0.0] * len(rows)

@@ -17,21 +17,30 @@ LOGPROB_LOSSES = [
     ("pretrain", slow.nll, {}),
     ("dpo", slow.dpo, {}),
     ("dpo", slow.dpo, {"beta": 0.7, "label_smoothing": 0.2}),
-    ("dpo", slow.dpo, {"loss": "ipo", "beta": 0.3}),
-    ("dpo", slow.dpo, {"loss": "ipo", "beta": 0.3, "length_normalize": True}),
-    ("dpo", slow.dpo, {"loss": "hinge", "beta": 0.4}),
-    ("dpo", slow.dpo, {"loss": "robust", "beta": 0.5, "label_smoothing": 0.3}),
-    ("dpo", slow.dpo, {"pref_ftx": 0.6, "length_normalize": True}),
+    ("dpo", slow.dpo, {"loss_type": "ipo", "beta": 0.3}),
+    ("dpo", slow.dpo, {"loss_type": "ipo", "beta": 0.3, "length_normalize": True}),
+    ("dpo", slow.dpo, {"loss_type": "hinge", "beta": 0.4}),
+    ("dpo", slow.dpo, {"loss_type": "robust", "beta": 0.5, "label_smoothing": 0.3}),
+    ("dpo", slow.dpo, {"sft_coef": 0.6, "length_normalize": True}),
+    *(("dpo", slow.dpo, {"loss_type": name, "beta": 0.4}) for name in ("apo_zero", "apo_down", "nca_pair", "bco_pair")),
+    ("dpo", slow.dpo, {"loss_type": "sppo_hard", "beta": 0.6}),
+    ("dpo", slow.dpo, {"loss_type": "discopop", "beta": 0.2, "discopop_tau": 0.5}),
+    ("dpo", slow.dpo, {"loss_type": "exo_pair", "beta": 0.3, "label_smoothing": 0.1}),
+    ("dpo", slow.dpo, {"loss_types": ("sigmoid", "bco_pair"), "loss_weights": (0.8, 0.2), "sft_coef": 1.0}),
+    *(("dpo", slow.dpo, {"f_divergence": kind, "f_alpha": 0.3}) for kind in ("forward_kl", "js_divergence")),
+    ("dpo", slow.dpo, {"f_divergence": "alpha_divergence", "f_alpha": 0.3}),
+    ("dpo", slow.dpo, {"ld_alpha": 0.4, "beta": 0.3}),
     ("simpo", slow.simpo, {}),
-    ("simpo", slow.simpo, {"beta": 1.3, "gamma_beta_ratio": 0.4, "label_smoothing": 0.1, "pref_ftx": 0.5}),
-    ("simpo", slow.simpo, {"loss": "hinge", "gamma_beta_ratio": 0.2}),
-    ("simpo", slow.simpo, {"loss": "ipo", "beta": 2.0}),
+    ("simpo", slow.simpo, {"beta": 1.3, "gamma_beta_ratio": 0.4, "label_smoothing": 0.1, "sft_coef": 0.5}),
+    ("simpo", slow.simpo, {"loss_type": "hinge", "gamma_beta_ratio": 0.2}),
+    ("simpo", slow.simpo, {"loss_type": "ipo", "beta": 2.0}),
     ("cpo", slow.cpo, {}),
-    ("cpo", slow.cpo, {"beta": 0.5, "label_smoothing": 0.15, "pref_ftx": 0.3}),
+    ("cpo", slow.cpo, {"beta": 0.5, "label_smoothing": 0.15, "sft_coef": 0.3}),
     ("orpo", slow.orpo, {}),
-    ("orpo", slow.orpo, {"odds_weight": 1.7}),
+    ("orpo", slow.orpo, {"odds_ratio_coef": 1.7}),
     ("kto", slow.kto, {}),
     ("kto", slow.kto, {"beta": 0.8, "desirable_weight": 1.3, "undesirable_weight": 0.7}),
+    ("kto", slow.kto, {"variant": "apo_zero_unpaired", "beta": 0.5}),
     ("kto", slow.kto, {"variant": "vanilla", "beta": 0.5, "length_normalize": True}),
 ]
 
@@ -78,9 +87,32 @@ def test_loss_and_gradient_with_respect_to_logprobs(case, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_dynamic_fine_tuning(seed):
+    rng = np.random.default_rng(seed)
+    rows = samples(rng, 1)
+    batch = batch_of(rows)
+    logprobs = random_logprobs(rng, batch)
+    loss = algorithm("sft", {"loss_type": "dft"}).loss(Outputs(logprobs=logprobs), batch).total
+    loss.backward()
+    values = per_sample_lists(logprobs, batch)
+    close(loss.item(), slow.dft(rows, values))
+    counted = [(i, j) for i, row in enumerate(rows) for j in np.flatnonzero(row.mask).tolist()]
+    expected = slow.gradient(lambda moved: slow.dft(rows, moved, values), values, counted)
+    for i, row in enumerate(per_sample_lists(logprobs.grad, batch)):
+        for j, found in enumerate(row):
+            assert found == pytest.approx(expected.get((i, j), 0.0), rel=1e-7, abs=1e-8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"loss": "logexp"}, {"use_margin": True}, {"loss": "logexp", "use_margin": True}, {"center": 0.3}],
+    [
+        {},
+        {"loss_type": "logexp"},
+        {"use_margin": True},
+        {"loss_type": "logexp", "use_margin": True},
+        {"center_coef": 0.3},
+    ],
     ids=str,
 )
 def test_reward_model(options, seed):
@@ -138,23 +170,23 @@ def test_process_reward_model_with_hard_and_soft_labels(seed):
     assert result.metrics["accuracy"].item() == agree
 
 
-@pytest.mark.parametrize("sft_weight", [0.0, 0.4])
-def test_distillation_adds_up_the_divergence(sft_weight):
+@pytest.mark.parametrize("sft_coef", [0.0, 0.4])
+def test_distillation_adds_up_the_divergence(sft_coef):
     rng = np.random.default_rng(0)
-    algo = algorithm("distill", {"teacher": "pico", "sft_weight": sft_weight})
+    algo = algorithm("distill", {"teacher": "pico", "sft_coef": sft_coef})
     rows = samples(rng, 1)
     batch = batch_of(rows)
     logprobs = random_logprobs(rng, batch)
     divergence = random_logprobs(rng, batch)
-    out = Outputs(divergence=divergence, logprobs=logprobs if sft_weight else None)
+    out = Outputs(divergence=divergence, logprobs=logprobs if sft_coef else None)
     loss = algo.loss(out, batch).total
     loss.backward()
     expected = -slow.nll(rows, per_sample_lists(divergence, batch))
-    expected += sft_weight * slow.nll(rows, per_sample_lists(logprobs, batch))
+    expected += sft_coef * slow.nll(rows, per_sample_lists(logprobs, batch))
     close(loss.item(), expected)
     assert divergence.grad.tolist() == batch.mask.double().tolist()
-    if sft_weight:
-        assert logprobs.grad.tolist() == (-sft_weight * batch.mask.double()).tolist()
+    if sft_coef:
+        assert logprobs.grad.tolist() == (-sft_coef * batch.mask.double()).tolist()
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo", "cpo", "orpo"])

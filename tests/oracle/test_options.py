@@ -14,25 +14,32 @@ def build(name, **options):
 @pytest.mark.parametrize("loss", ["hinge", "ipo"])
 @pytest.mark.parametrize("name", ["dpo", "simpo", "cpo"])
 def test_label_smoothing_needs_a_loss_that_has_it(name, loss):
-    with pytest.raises(UsageError, match=rf"algo\.label_smoothing 0\.1 .*algo\.loss {loss}"):
-        build(name, loss=loss, label_smoothing=0.1)
+    with pytest.raises(UsageError, match=rf"algo\.label_smoothing 0\.1 .*algo\.loss_type {loss}"):
+        build(name, loss_type=loss, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize(("loss", "smoothing"), [("robust", 0.5), ("robust", 0.7), ("sigmoid", 0.6), ("sigmoid", -0.1)])
 def test_label_smoothing_has_a_range(loss, smoothing):
-    with pytest.raises(UsageError, match=rf"algo\.label_smoothing is {smoothing} with algo\.loss {loss}"):
-        build("dpo", loss=loss, label_smoothing=smoothing)
+    with pytest.raises(UsageError, match=rf"algo\.label_smoothing is {smoothing} with algo\.loss_type {loss}"):
+        build("dpo", loss_type=loss, label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("dpo", {"beta": 0.0}, r"algo\.beta is 0\.0"),
+        ("dpo", {"loss_type": "exo_pair"}, r"algo\.label_smoothing is 0: exo_pair"),
+        ("dpo", {"loss_types": ("sigmoid", "ipo"), "loss_weights": (1.0,)}, r"algo\.loss_weights has 1 numbers for 2"),
+        ("dpo", {"loss_type": "apo_zero", "label_smoothing": 0.1}, r"algo\.label_smoothing 0\.1 .*loss_type apo_zero"),
+        ("dpo", {"loss_types": ("sigmoid", "ipo"), "label_smoothing": 0.6}, r"algo\.label_smoothing is 0\.6"),
+        ("dpo", {"loss_types": ("ipo", "ipo")}, r"algo\.loss_types ipo ipo: a loss is named twice"),
+        ("dpo", {"loss_types": ("ipo",), "loss_weights": (float("inf"),)}, r"algo\.loss_weights .* finite"),
+        ("dpo", {"ld_alpha": 1.5}, r"algo\.ld_alpha is 1\.5"),
         ("kto", {"beta": -1.0}, r"algo\.beta is -1\.0"),
-        ("orpo", {"odds_weight": -0.5}, r"algo\.odds_weight is -0\.5"),
-        ("prm", {"reward_tokens": ("+", "-", "0")}, r"algo\.reward_tokens .*two different tokens"),
-        ("prm", {"reward_tokens": ("+", "+")}, r"algo\.reward_tokens .*two different tokens"),
-        ("prm", {"placeholder": "+"}, r"algo\.placeholder '\+' is also in algo\.reward_tokens"),
+        ("orpo", {"odds_ratio_coef": -0.5}, r"algo\.odds_ratio_coef is -0\.5"),
+        ("prm", {"positive_token": "-"}, r"algo\.positive_token and algo\.negative_token are both '-'"),
+        ("prm", {"placeholder": "+"}, r"algo\.placeholder '\+' is also algo\.positive_token"),
+        ("prm", {"placeholder": "-"}, r"algo\.placeholder '-' is also algo\.negative_token"),
         ("distill", {}, r"algo\.teacher is not set"),
         ("distill", {"teacher": "pico", "jsd_beta": 0.0}, r"algo\.jsd_beta is 0\.0.*algo\.divergence"),
         ("distill", {"teacher": "pico", "temperature": 0.0}, r"algo\.temperature is 0\.0"),
@@ -52,7 +59,7 @@ def test_what_is_asked_of_the_forward_pass():
         ids.__getitem__
     )
     assert (taught.names, taught.divergence, taught.jsd_beta, taught.temperature) == ({"divergence"}, "jsd", 0.3, 2.0)
-    assert build("distill", teacher="pico", sft_weight=0.1).outputs() == {"divergence", "logprobs"}
+    assert build("distill", teacher="pico", sft_coef=0.1).outputs() == {"divergence", "logprobs"}
     assert build("dpo").needs() == {"ref_logprobs"}
     assert not any(build(name).needs() for name in ("sft", "pretrain", "reward", "prm", "simpo", "orpo", "cpo"))
     assert not build("distill", teacher="pico").needs()

@@ -14,21 +14,21 @@ from posttrain.core.types import Sample
 from . import slow_policy
 from .test_policy_losses import ONLINE, algorithm, drawn, label
 
-GROUPED = ["cispo", "grpo", "gspo", "rloo"]
+GROUPED = ["cispo", "gmpo", "grpo", "gspo", "rloo", "sapo"]
 
 KL_IN_REWARD = [
-    {"kl": 0.0},
-    {"kl": 0.3, "kl_in": "reward"},
-    {"kl": 0.3, "kl_in": "reward", "kl_estimator": "k2"},
-    {"kl": 0.3, "kl_in": "reward", "kl_estimator": "k3"},
-    {"kl": 0.3, "kl_in": "loss"},
+    {"kl_coef": 0.0},
+    {"kl_coef": 0.3, "kl_in": "reward"},
+    {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k2"},
+    {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k3"},
+    {"kl_coef": 0.3, "kl_in": "loss"},
 ]
 
 
 def of_the_reward(options):
     """(weight, estimator) of the KL that is taken off rewards."""
     in_reward = options.get("kl_in") == "reward"
-    return {"kl": options["kl"] if in_reward else 0.0, "estimator": options.get("kl_estimator", "k1")}
+    return {"kl": options["kl_coef"] if in_reward else 0.0, "estimator": options.get("kl_estimator", "k1")}
 
 
 def same_credit(rows, expected, read=lambda sample: sample.advantages):
@@ -53,6 +53,64 @@ def test_group_norm(name, options, old):
         scored = algorithm(name, scale_by_std=scale, std_epsilon=epsilon, **options).assign_credit(rows)
         assert scored == rows
         same_credit(rows, expected)
+
+
+@pytest.mark.parametrize("options", KL_IN_REWARD, ids=label)
+def test_deviation_of_the_batch(options):
+    rows = drawn(np.random.default_rng(0))
+    weights = of_the_reward(options)
+    everything = slow_policy.std([slow_policy.whole_reward(row, **weights) for row in rows]) + 0.1
+
+    def gains(rewards):
+        return [(r - slow_policy.mean(rewards)) / everything for r in rewards]
+
+    expected = slow_policy.group_credit(rows, gains, **weights)
+    algorithm("grpo", std_over="batch", std_epsilon=0.1, **options).assign_credit(rows)
+    same_credit(rows, expected)
+
+
+def test_rewards_normalised_one_by_one():
+    """GDPO: each reward over its deviation in the group, their weighted sum over its deviation in the batch."""
+    rng = np.random.default_rng(0)
+    rows, weights = drawn(rng), (2.0, -0.5, 1.0)
+    for row in rows:
+        row.reward_terms = tuple((weight, float(rng.normal())) for weight in weights)
+    for row in rows[:3]:  # a reward that is equal in the whole group says nothing
+        row.reward_terms = (*row.reward_terms[:2], (1.0, 0.1 + 0.2))
+    sums = {}
+    for group in slow_policy.groups_of(rows):
+        parts = [slow_policy.standardize([row.reward_terms[k][1] for row in group], 0.01) for k in range(3)]
+        for i, row in enumerate(group):
+            sums[id(row)] = sum(weight * part[i] for weight, part in zip(weights, parts, strict=True))
+    final = slow_policy.standardize([sums[id(row)] for row in rows], 0.01)
+    algorithm("grpo", multi_objective_aggregation="normalize_then_sum", std_epsilon=0.01).assign_credit(rows)
+    expected = {id(row): dict.fromkeys(slow_policy.counted(row), x) for row, x in zip(rows, final, strict=True)}
+    same_credit(rows, expected)
+
+
+def test_leave_one_out_normalised():
+    rows = drawn(np.random.default_rng(1))
+    plain = slow_policy.group_credit(rows, slow_policy.leave_one_out)
+    per_row = []
+    for group in slow_policy.groups_of(rows):
+        per_row += slow_policy.leave_one_out([row.reward for row in group])
+    final = slow_policy.standardize(per_row, 1e-6)
+    algorithm("rloo", kl_coef=0.0, normalize_advantages=True).assign_credit(rows)
+    assert plain.keys() == {id(row) for row in rows}
+    same_credit(rows, {id(r): dict.fromkeys(slow_policy.counted(r), x) for r, x in zip(rows, final, strict=True)})
+
+
+def test_the_weight_of_the_entropy_follows_its_target():
+    algo = algorithm("grpo", entropy_coef=0.01, entropy_target=0.5, entropy_coef_delta=0.02, entropy_coef_max=0.04)
+    assert algo.forward_request(len).entropy_gradient
+    seen = []
+    for entropy in (0.4, 0.5, 0.3, 0.6, 0.6, 0.6):
+        algo.after_step({"entropy": entropy}, 1)
+        seen.append((round(algo.entropy_weight, 9), algo.entropy_is_low))
+    assert seen == [(0.03, True), (0.04, True), (0.04, True), (0.02, False), (0.0, False), (0.0, False)]
+    resumed = algorithm("grpo", entropy_coef=0.01, entropy_target=0.5)
+    resumed.load_state(algo.state())
+    assert (resumed.entropy_weight, resumed.entropy_is_low) == (0.0, False)
 
 
 @pytest.mark.parametrize("options", KL_IN_REWARD, ids=label)
@@ -92,7 +150,7 @@ def test_generalised_advantages(whiten, gamma, gae_lambda, options):
     """Tokens of an environment between two turns are stepped over: the samples have such masks."""
     rows = drawn(np.random.default_rng(4))
     expected, returns = slow_policy.gae_credit(rows, gamma, gae_lambda, whiten, **of_the_reward(options))
-    algorithm("ppo", gamma=gamma, gae_lambda=gae_lambda, whiten=whiten, **options).assign_credit(rows)
+    algorithm("ppo", gamma=gamma, gae_lambda=gae_lambda, whiten_advantages=whiten, **options).assign_credit(rows)
     same_credit(rows, expected)
     same_credit(rows, returns, lambda sample: sample.returns)
 
@@ -107,7 +165,7 @@ def answer(reward, group=0, mask=(0, 1, 1)):
 def test_a_group_that_teaches_nothing_gets_exactly_zero(name):
     equal = 0.1 + 0.2  # not a number that its mean would give back exactly
     rows = [answer(equal, 0) for _ in range(3)] + [answer(0.7, 1)] + [answer(1.0, 2), answer(0.0, 2)]
-    algorithm(name, kl=0.0).assign_credit(rows)
+    algorithm(name, kl_coef=0.0).assign_credit(rows)
     assert [row.advantages.any() for row in rows] == [False] * 4 + [True] * 2
     assert all(np.isfinite(row.advantages).all() for row in rows)
 
@@ -117,7 +175,7 @@ def test_one_answer_in_all_or_one_without_tokens_is_no_accident(name):
     for rows in ([answer(1.0, mask=(0, 1))], [answer(1.0, mask=(0, 0))], [answer(1.0, mask=(0,)), answer(0.0)]):
         for row in rows:
             row.values = np.zeros(len(row), dtype=np.float32)
-        algorithm(name, kl=0.0).assign_credit(rows)
+        algorithm(name, kl_coef=0.0).assign_credit(rows)
         for row in rows:
             assert np.isfinite(row.advantages).all() and not row.advantages[~row.mask].any()
 
@@ -170,7 +228,7 @@ def test_standardized_numbers_know_neither_unit_nor_origin_nor_order(values, sca
 def test_the_weight_of_the_kl_follows_its_target():
     """arXiv:1909.08593: e = clip(KL / target - 1, -0.2, 0.2); weight *= 1 + e n / horizon."""
     rng = np.random.default_rng(0)
-    algo = algorithm("ppo", kl=0.1, kl_target=(2.0, 100))
+    algo = algorithm("ppo", kl_coef=0.1, kl_target=2.0, kl_horizon=100)
     weight = 0.1
     for step in range(30):
         rows = drawn(rng)
@@ -180,15 +238,15 @@ def test_the_weight_of_the_kl_follows_its_target():
         algo.after_step({}, len(rows))
         weight *= 1 + max(-0.2, min(0.2, kl / 2.0 - 1)) * len(rows) / 100
         assert algo.kl_weight == pytest.approx(weight, rel=1e-5), step
-    resumed = algorithm("ppo", kl=0.1, kl_target=(2.0, 10_000))
+    resumed = algorithm("ppo", kl_coef=0.1, kl_target=2.0, kl_horizon=10_000)
     resumed.load_state(algo.state())
     assert resumed.kl_weight == algo.kl_weight != 0.1
 
-    before = [row.advantages for row in drawn_and_scored(algorithm("rloo", kl=0.1))]
-    adapted = algorithm("rloo", kl=0.1)
+    before = [row.advantages for row in drawn_and_scored(algorithm("rloo", kl_coef=0.1))]
+    adapted = algorithm("rloo", kl_coef=0.1)
     adapted.load_state({"kl_weight": 0.5})
     assert any((a != b).any() for a, b in zip(before, (r.advantages for r in drawn_and_scored(adapted)), strict=True))
-    as_given = [row.advantages.tolist() for row in drawn_and_scored(algorithm("rloo", kl=0.5))]
+    as_given = [row.advantages.tolist() for row in drawn_and_scored(algorithm("rloo", kl_coef=0.5))]
     assert [row.advantages.tolist() for row in drawn_and_scored(adapted)] == as_given
 
 
@@ -197,11 +255,11 @@ def drawn_and_scored(algo):
 
 
 def test_a_weight_without_a_target_stays_and_one_can_never_turn_negative():
-    fixed = algorithm("grpo", kl=0.1)
+    fixed = algorithm("grpo", kl_coef=0.1)
     drawn_and_scored(fixed)
     fixed.after_step({}, 1000)
     assert fixed.kl_weight == 0.1
-    hasty = algorithm("grpo", kl=0.1, kl_target=(1e6, 1))
+    hasty = algorithm("grpo", kl_coef=0.1, kl_target=1e6, kl_horizon=1)
     drawn_and_scored(hasty)
     hasty.after_step({}, 1000)
     assert hasty.kl_weight == pytest.approx(0.08)
@@ -212,18 +270,33 @@ def test_a_weight_without_a_target_stays_and_one_can_never_turn_negative():
     [
         ("grpo", {"clip_low": 1.5}, r"algo\.clip_low is 1\.5.*from 0 to 1"),
         ("grpo", {"clip_high": -0.1}, r"algo\.clip_high is -0\.1"),
-        ("grpo", {"kl": float("nan")}, r"algo\.kl is nan"),
+        ("grpo", {"kl_coef": float("nan")}, r"algo\.kl_coef is nan"),
         ("grpo", {"importance_cap": -1.0}, r"algo\.importance_cap"),
+        ("grpo", {"dual_clip": 1.1}, r"algo\.dual_clip is 1\.1: it must be above 1 \+ algo\.clip_high, 1\.2"),
+        ("cispo", {"dual_clip": 9.0}, r"algo\.dual_clip is 9\.0, but the loss of cispo"),
+        ("gmpo", {"dual_clip": 3.0}, r"algo\.dual_clip is 3\.0, but the loss of gmpo"),
+        ("sapo", {"dual_clip": 3.0}, r"algo\.dual_clip is 3\.0, but the loss of sapo"),
+        ("sapo", {"clip_low": 0.2}, r"algo\.clip_low is 0\.2, but sapo"),
+        ("sapo", {"temperature_negative": 0.0}, r"algo\.temperature_negative is 0\.0"),
+        ("grpo", {"importance_floor": 3.0}, r"algo\.importance_floor is 3\.0, above algo\.importance_cap, 2\.0"),
+        ("grpo", {"importance_cap": 0.0, "importance_mode": "token_mask"}, r"algo\.importance_mode is token_mask, but"),
+        ("grpo", {"kl_clip": 10.0}, r"algo\.kl_clip is 10\.0, but algo\.kl_coef is 0"),
+        ("rloo", {"kl_bias_correction": True}, r"algo\.kl_bias_correction .*algo\.kl_in to loss"),
+        (
+            "grpo",
+            {"multi_objective_aggregation": "normalize_then_sum", "scale_by_std": False},
+            r"algo\.multi_objective_aggregation normalize_then_sum",
+        ),
         ("grpo", {"epochs_per_batch": 0}, r"algo\.epochs_per_batch is 0.*at least 1"),
         ("grpo", {"mini_batch_size": -1}, r"algo\.mini_batch_size"),
-        ("grpo", {"reference": "there"}, r"algo\.reference is there but algo\.kl is 0"),
-        ("grpo", {"kl_target": (6.0, 10)}, r"algo\.kl_target is 6\.0 but algo\.kl is 0"),
-        ("grpo", {"kl": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator k1 .*algo\.kl_in"),
+        ("grpo", {"reference": "there"}, r"algo\.reference is there, but algo\.kl_coef is 0"),
+        ("grpo", {"kl_target": 6.0}, r"algo\.kl_target is 6\.0, but algo\.kl_coef is 0"),
+        ("grpo", {"kl_coef": 0.1, "kl_estimator": "k1"}, r"algo\.kl_estimator k1 .*algo\.kl_in"),
         ("reinforce", {"gamma": 1.1}, r"algo\.gamma is 1\.1"),
         ("ppo", {"gae_lambda": -0.1}, r"algo\.gae_lambda"),
         ("ppo", {"value_clip": -0.1}, r"algo\.value_clip"),
-        ("ppo", {"shared_trunk": 1.0, "critic": "there"}, r"algo\.shared_trunk .*algo\.critic there"),
-        ("ppo", {"shared_trunk": 1.0, "freeze_actor_steps": 3}, r"algo\.freeze_actor_steps is 3.*algo\.shared_trunk"),
+        ("ppo", {"share_critic": True, "critic": "there"}, r"algo\.share_critic .*algo\.critic is there"),
+        ("ppo", {"share_critic": True, "freeze_actor_steps": 3}, r"algo\.freeze_actor_steps is 3.*algo\.share_critic"),
     ],
 )
 def test_bad_values_name_the_option(name, options, message):
@@ -233,10 +306,12 @@ def test_bad_values_name_the_option(name, options, message):
 
 def test_what_the_loop_asks_for():
     assert algorithm("grpo").needs() == set() and algorithm("grpo").unit == "token"
-    assert algorithm("grpo", kl=0.1, epochs_per_batch=2).needs() == {"ref_logprobs", "old_logprobs"}
+    assert algorithm("grpo", kl_coef=0.1, epochs_per_batch=2).needs() == {"ref_logprobs", "old_logprobs"}
     assert algorithm("grpo", mini_batch_size=4).several_updates() and not algorithm("grpo").several_updates()
-    assert algorithm("grpo", average="sample").unit == algorithm("gspo").unit == "sample"
-    assert algorithm("ppo").needs() == {"ref_logprobs", "values"} and algorithm("ppo", kl=0.0).needs() == {"values"}
+    assert algorithm("grpo", loss_aggregation="sample_mean").unit == algorithm("gspo").unit == "sample"
+    assert algorithm("ppo").needs() == {"ref_logprobs", "values"} and algorithm("ppo", kl_coef=0.0).needs() == {
+        "values"
+    }
     assert algorithm("ppo", critic="there").critic().path == "there"
     frozen = algorithm("ppo", freeze_actor_steps=2)
     assert [frozen.policy_frozen(step) for step in (1, 2, 3)] == [True, True, False]
@@ -245,5 +320,5 @@ def test_what_the_loop_asks_for():
         **dict.fromkeys(["ppo", "reinforce", "remax"], 1),
     }
     assert algorithm("reinforce", baseline=True).min_samples_per_prompt() == 2
-    assert algorithm("grpo", entropy=0.1).forward_request(len).entropy_gradient
+    assert algorithm("grpo", entropy_coef=0.1).forward_request(len).entropy_gradient
     assert not algorithm("grpo").forward_request(len).entropy_gradient

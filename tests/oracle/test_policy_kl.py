@@ -62,6 +62,20 @@ def test_gradients_in_expectation():
     assert torch.allclose(expected_gradient("k3"), gradient_of(lambda p, q: chunked.kl(q, p)), atol=1e-12)
 
 
+def test_k3_times_the_ratio_follows_the_kl_whatever_policy_sampled():
+    """Tokens of an older policy, weighted by the ratio: the gradient is that of KL(policy || reference)."""
+    policy, reference = tables()
+    older = tables(seed=7)[0].log_softmax(-1)
+    logits = policy.clone().requires_grad_()
+    logp = logits.log_softmax(-1)
+    corrected = algorithm("grpo", kl_coef=1.0, kl_bias_correction=True)
+    terms = corrected.kl_terms(logp - reference.log_softmax(-1), logp - older)
+    (older.exp() * terms).sum().backward()
+    expected = policy.clone().requires_grad_()
+    chunked.kl(expected.log_softmax(-1), reference.log_softmax(-1)).sum().backward()
+    assert torch.allclose(logits.grad, expected.grad, atol=1e-12)
+
+
 def test_in_the_reward_only_k1_follows_the_kl():
     """k3 there follows KL(policy || reference) minus KL(reference || policy): it may lead away from the reference."""
     policy, reference = tables()
@@ -111,9 +125,12 @@ def draw(policy, reference, answers, group, generator):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("grpo", {"kl_in": "loss", "kl_estimator": "k2", "average": "sample"}),
-        ("grpo", {"kl_in": "loss", "kl_estimator": "k3", "average": "sample"}),
+        ("grpo", {"kl_in": "loss", "kl_estimator": "k2", "loss_aggregation": "sample_mean"}),
+        ("grpo", {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sample_mean"}),
+        ("grpo", {"kl_in": "loss", "kl_bias_correction": True}),
         ("gspo", {"kl_in": "loss"}),
+        ("gmpo", {"kl_in": "loss"}),
+        ("sapo", {"kl_in": "loss"}),
         ("cispo", {"kl_in": "loss"}),
         ("grpo", {"kl_in": "reward", "scale_by_std": False}),
         ("rloo", {}),
@@ -126,7 +143,7 @@ def draw(policy, reference, answers, group, generator):
 )
 def test_without_a_reward_the_policy_returns_to_the_reference(name, options):
     policy, reference = tables()
-    algo = algorithm(name, kl=10.0, **options)
+    algo = algorithm(name, kl_coef=10.0, **options)
     generator = torch.Generator().manual_seed(1)
     start = exact_kl(policy, reference)
     for _ in range(25):

@@ -19,7 +19,9 @@ PAIRWISE = ["dpo", "simpo", "cpo", "orpo"]
 def algorithm(name, **options):
     cls = ALGORITHMS[name]
     if name == "distill":
-        options = {"teacher": "pico", "sft_weight": 0.5} | options
+        options = {"teacher": "pico", "sft_coef": 0.5} | options
+    if name == "opd":
+        options = {"teacher": "pico"} | options
     return cls(cls.Config(**options))
 
 
@@ -63,7 +65,7 @@ def test_smoothing_of_one_half_does_not_know_which_answer_is_better():
 
 def test_robust_dpo_is_unbiased_under_flipped_labels():
     """(1 - e) L(m) + e L(-m) is the loss that clean labels would give."""
-    robust = algorithm("dpo", loss="robust", label_smoothing=0.3, beta=0.9)
+    robust = algorithm("dpo", loss_type="robust", label_smoothing=0.3, beta=0.9)
     kept, flipped = loss_of(robust, *pair_with_log_ratios(1.3, -0.4)), loss_of(robust, *pair_with_log_ratios(-0.4, 1.3))
     clean = loss_of(algorithm("dpo", beta=0.9), *pair_with_log_ratios(1.3, -0.4))
     assert 0.7 * kept + 0.3 * flipped == pytest.approx(clean, rel=1e-12)
@@ -72,7 +74,7 @@ def test_robust_dpo_is_unbiased_under_flipped_labels():
 @pytest.mark.parametrize("beta", [0.05, 0.5])
 def test_ipo_is_zero_with_zero_gradient_at_its_target_margin(beta):
     logprobs, batch = pair_with_log_ratios(1 / (2 * beta) + 0.2, 0.2)
-    loss = algorithm("dpo", loss="ipo", beta=beta).loss(Outputs(logprobs=logprobs), batch).total
+    loss = algorithm("dpo", loss_type="ipo", beta=beta).loss(Outputs(logprobs=logprobs), batch).total
     loss.backward()
     assert loss.item() == pytest.approx(0, abs=1e-20)
     assert logprobs.grad.abs().max().item() == pytest.approx(0, abs=1e-9)
@@ -91,7 +93,7 @@ def test_sigmoid_and_logexp_are_one_loss():
     batch = batch_of(samples(rng, 2))
     scores = torch.tensor(rng.normal(0, 300, len(batch.lengths)))  # far beyond where exp overflows a float32
     results = [
-        algorithm("reward", loss=loss, use_margin=True).loss(Outputs(scores=scores), batch).total.item()
+        algorithm("reward", loss_type=loss, use_margin=True).loss(Outputs(scores=scores), batch).total.item()
         for loss in ("sigmoid", "logexp")
     ]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
@@ -163,7 +165,7 @@ def test_extreme_probabilities_stay_finite(name, extreme, dtype):
 def test_every_verb_is_registered_and_its_defaults_are_options():
     assert set(ALGORITHMS) == {
         *("pretrain", "sft", "reward", "prm", "dpo", "kto", "simpo", "orpo", "cpo", "distill"),
-        *("grpo", "gspo", "cispo", "rloo", "reinforce", "remax", "ppo"),
+        *("grpo", "gspo", "gmpo", "cispo", "sapo", "rloo", "reinforce", "remax", "ppo", "opd"),
     }
     for cls in ALGORITHMS.values():
         sections = {f.name: f.default_factory for f in dataclasses.fields(OnlineConfig if cls.online else Config)}

@@ -33,6 +33,8 @@ DISTRIBUTIONS = [
     SamplingDistribution(min_p=1.0),
     SamplingDistribution(temperature=0.8, top_p=0.9, top_k=5, min_p=0.05),
     SamplingDistribution(temperature=2.0, top_p=0.7, top_k=6, min_p=0.3),
+    SamplingDistribution(temperature=1.5, top_p=0.8, min_p=0.2, min_p_first=True),  # as vLLM does
+    SamplingDistribution(temperature=0.8, top_p=0.9, top_k=5, min_p=0.05, min_p_first=True),
 ]
 
 
@@ -40,6 +42,8 @@ def kept_words(row, distribution):
     """Indices that can be drawn: one test after the other, each on the renormalised rest, top_logprobs first."""
     weights = {word: math.exp(x / distribution.temperature) for word, x in enumerate(row)}
     order = sorted(weights, key=lambda word: -weights[word])
+    if distribution.min_p_first:
+        order = [word for word in order if weights[word] >= distribution.min_p * weights[order[0]] * (1 - 1e-12)]
     if distribution.top_k:
         order = order[: distribution.top_k]
     total, passed, left = sum(weights[word] for word in order), 0.0, []
@@ -96,9 +100,8 @@ def test_against_a_slow_loop(distribution, seed, monkeypatch):
 def test_what_can_be_drawn_and_how_likely(distribution):
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.normal(0, 2, (40, WORDS)))
-    found = ops.tempered(
-        logits, distribution.temperature, distribution.top_k, distribution.top_p, distribution.min_p
-    ).softmax(-1)
+    truncation = distribution.top_k, distribution.top_p, distribution.min_p, distribution.min_p_first
+    found = ops.tempered(logits, distribution.temperature, *truncation).softmax(-1)
     for row, drawn in zip(logits.tolist(), found.tolist(), strict=True):
         expected = probabilities(row, kept_words(row, distribution), distribution.temperature)
         assert drawn == pytest.approx([expected.get(word, 0.0) for word in range(WORDS)], abs=1e-12)
@@ -163,3 +166,10 @@ def test_at_equal_weights_the_trainer_agrees_with_the_engine(name, distribution)
     ratio = (out.logprobs - batch.logprobs)[batch.counted].exp()
     assert len(ratio) == 64 and float((ratio - 1).abs().max()) < 1e-5
     assert (out.entropy[batch.counted] >= -1e-6).all()
+
+
+def test_the_order_of_truncation_matters():
+    """Otherwise sampler and trainer of vLLM would agree by chance."""
+    logits = torch.tensor([[2.0, 1.5, 1.0, -3.0]])
+    last, first = (ops.tempered(logits, 1.0, 0, 0.8125, 0.3, order).isfinite().sum().item() for order in (False, True))
+    assert (last, first) == (3, 2)

@@ -50,7 +50,7 @@ def test_the_page(workplace):
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}{done.stdout}"
         if words[1:3] == ["cluster", "up"]:
             again = posttrain(*words[1:])
-            assert again.returncode == 2 and "a cluster is up at 127.0.0.2:" in again.stderr
+            assert again.returncode == 2 and "a cluster is running at 127.0.0.2:" in again.stderr
             file = Path("cache/posttrain/ray-cluster.json")
             assert file.stat().st_mode & 0o077 == 0, "the token is nobody else's business"
             ours = processes_of(re.search(r'"folder": "(.+?)"', file.read_text())[1])

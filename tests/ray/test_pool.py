@@ -136,7 +136,7 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
         assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
     finally:
         found.close()
-    assert "tp and cp: no Ray node has 4 CPUs, so these workers communicate across nodes" in caplog.text
+    assert "no Ray node has 4 CPUs, so tensor- or context-parallel workers communicate across nodes" in caplog.text
 
 
 def test_another_version(both, tmp_path, monkeypatch):

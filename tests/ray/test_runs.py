@@ -59,7 +59,7 @@ APART = ["critic.devices=1", "reference.devices=1", "reward-0.devices=1", "rewar
 
 def ppo(models, steps=STEPS):
     policy, rewards = models
-    options = ["ppo", "--model.path", policy, "--data.train", EXAMPLES / "questions.jsonl", "--algo.kl", 0.05]
+    options = ["ppo", "--model.path", policy, "--data.train", EXAMPLES / "questions.jsonl", "--algo.kl_coef", 0.05]
     return [*options, "--reward", *(f"model:{reward}" for reward in rewards), *SHORT, *COMMON, "--steps", steps]
 
 

@@ -5,19 +5,21 @@ import json
 import pytest
 import torch
 
-from bench import common, curves, dpo, generate, grpo, sft
+from bench import common, curves, dpo, generate, grpo, long, sft
 from bench.__main__ import main
 from bench.common import Options, Result, Shape, Times
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they measure the large shapes")
 
 TINY = Shape(32, 2, 4, 2, 64, 512, True, 8)
+MIXTURE = Shape(32, 2, 4, 2, 24, 512, False, 8, experts=6, experts_per_token=2, own_head_size=16)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """The same work, small enough for a test."""
     monkeypatch.setitem(common.SHAPES, "small", TINY)
+    monkeypatch.setitem(common.SHAPES, "mixture", MIXTURE)
     monkeypatch.setattr(common, "limits", lambda: (1e11, 1e10))
     monkeypatch.setattr(generate, "ANSWER", 4)
     monkeypatch.setattr(sft, "ROWS_PER_STEP", 4)
@@ -55,6 +57,34 @@ def test_a_table_adds_its_rows_to_the_page(name, found, tiny, tmp_path, capsys):
     assert all("torch" in row[6] and row[7] == f"`python -m bench {' '.join(arguments)}`" for row in rows)
     assert any("TFLOP/s" in row[5] for row in rows)
     assert "aten::" in capsys.readouterr().out  # the profile
+
+
+@pytest.mark.parametrize("name", ["sft", "generate"])
+def test_a_mixture_of_experts_is_measured(name, tiny, tmp_path):
+    page = tmp_path / "results.md"
+    main([name, "--shapes", "mixture", "--steps", "1", "--peers", "none", "--out", str(page)])
+    assert all("mixture, " in row[1] for row in rows_of(page)) and rows_of(page)
+
+
+@pytest.mark.parametrize("shape", [TINY, MIXTURE])
+def test_the_weights_of_a_shape_are_counted(shape):
+    layers = common.random_weights(shape).model.layers
+    weights = {name: weight for name, weight in layers.named_parameters() if weight.ndim > 1}
+    assert shape.read_weights == sum(weight.numel() for weight in weights.values())
+    used = {name: weight.numel() for name, weight in weights.items()}
+    for name in weights:
+        if ".experts." in name:
+            used[name] = used[name] * shape.experts_per_token // shape.experts
+    assert shape.layer_weights == sum(used.values())
+
+
+def test_long_completions_have_different_lengths(tiny, monkeypatch, tmp_path):
+    monkeypatch.setitem(long.WORK, "small", long.Work(2, 2, 8, 64, TINY.vocabulary // 16))
+    page = tmp_path / "results.md"
+    main(["long", "--out", str(page)])
+    ((_, what, ours, *_),) = rows_of(page)
+    assert what.startswith("long generation small, 2 x 2 sequences, prompt 8, at most 64 (mean ")
+    assert "tokens/s" in ours and "0 preemptions" in ours
 
 
 def test_generation_is_compared_with_transformers(tiny, tmp_path):
@@ -157,4 +187,4 @@ def test_curves_can_be_drawn_again_elsewhere(tmp_path):
 def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["grop"])
-    assert "there is generate, sft, dpo, grpo" in capsys.readouterr().err
+    assert "there is generate, long, sft, dpo, grpo" in capsys.readouterr().err

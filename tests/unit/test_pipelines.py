@@ -14,7 +14,7 @@ from posttrain.inference.generate import Generation
 from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
 from posttrain.pipelines.recipes import check, run_from, stages_of
-from posttrain.pipelines.settings import from_options, start_of
+from posttrain.pipelines.settings import from_options, pipeline_defaults
 from posttrain.pipelines.stage import open_folder, seal_of
 from posttrain.pipelines.stages import best_reward
 from posttrain.pipelines.summary import by_iteration
@@ -131,7 +131,7 @@ def test_a_folder_has_one_process_and_a_stage_its_own_place(tmp_path, start):
     folder = tmp_path / "run"
     with open_folder("eval", str(folder), {}), pytest.raises(UsageError, match="in use"):
         run_stages(folder, [])
-    with pytest.raises(UsageError, match="lies in the pipeline's folder"):
+    with pytest.raises(UsageError, match="must be inside the run directory"):
         run_stages(folder, [Double(start, tmp_path / "elsewhere.txt")])
     with pytest.raises(UsageError, match="two stages"):
         run_stages(folder, [Double(start, folder / "a.txt"), Double(start, folder / "a.txt")])
@@ -150,6 +150,15 @@ def test_the_same_command_goes_on_in_its_folder(tmp_path, monkeypatch):
     (other.path / "report.json").write_text("{}")  # done: the same command is a new one
     with open_folder("eval", "", {"n": 2, "quiet": True}) as new:
         assert new.path not in (first.path, other.path)
+
+
+def test_an_option_that_is_newer_than_the_folder_has_its_default(tmp_path):
+    path, defaults = str(tmp_path / "run"), {"train.fit_memory": True}
+    with open_folder("eval", path, {"n": 1}) as folder:
+        (folder.path / "a.done.json").write_text("{}")
+    with pytest.raises(UsageError, match="fit_memory was True, is False"):
+        open_folder("eval", path, {"n": 1, "train": {"fit_memory": False}}, defaults=defaults)
+    open_folder("eval", path, {"n": 1, "train": {"fit_memory": True}}, defaults=defaults).close()
 
 
 def test_a_folder_of_another_command_is_left_alone(tmp_path):
@@ -226,8 +235,13 @@ def configured(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text(as_line({"prompt": "1?"}))
 
     def make(verb, **changes):
-        config = start_of(verb)
-        given = {"model.path": "pico", "data.train": ("q.jsonl",), "data.eval": ("h.jsonl",), "reward": ("gsm8k",)}
+        config = pipeline_defaults(verb)
+        given = {
+            "model.path": "pico",
+            "data.train": ("q.jsonl",),
+            "data.eval": ("h.jsonl",),
+            "reward.functions": ("gsm8k",),
+        }
         for key, value in (given | {"iterations": 3} | changes).items():
             section, _, option = key.rpartition(".")
             setattr(getattr(config, section) if section else config, option, value)
@@ -238,7 +252,7 @@ def configured(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["rejection-sampling", "iterative-dpo", "conditional-sft"])
 def test_every_iteration_begins_with_the_model_before(verb, configured):
-    stages = stages_of(verb, configured(verb, prompts=2), Path("run"))
+    stages = stages_of(verb, configured(verb, prompts_per_iteration=2), Path("run"))
     assert len({stage.out for stage in stages}) == len(stages) == 2 + 3 * 6
     for number in (1, 2, 3):
         place = Path(f"run/iteration-{number}")
@@ -289,7 +303,7 @@ def test_conditional_models_are_asked_for_the_best_that_they_know(configured):
 
 
 def test_the_datas_own_answers(configured):
-    config = configured("conditional-sft", **{"iterations": 1, "generate.n": 0})
+    config = configured("conditional-sft", **{"iterations": 1, "generate.samples_per_prompt": 0})
     check("conditional-sft", config)
     stages = stages_of("conditional-sft", config, Path("run"))
     names = [stage.out.name for stage in stages if stage.out.parent.name == "iteration-1"]
@@ -298,28 +312,42 @@ def test_the_datas_own_answers(configured):
 
 
 def test_defaults_are_those_of_the_recipes():
-    sampling, dpo = start_of("rejection-sampling"), start_of("iterative-dpo")
-    assert (sampling.train.learning_rate, sampling.train.lr_scheduler, sampling.generate.n) == (2e-6, "constant", 16)
+    sampling, dpo = pipeline_defaults("rejection-sampling"), pipeline_defaults("iterative-dpo")
+    assert (sampling.train.learning_rate, sampling.train.lr_scheduler, sampling.generate.samples_per_prompt) == (
+        2e-6,
+        "constant",
+        16,
+    )
     assert (dpo.train.learning_rate, dpo.iterations, dpo.algo.beta) == (5e-7, 5, 0.1)
 
 
 @pytest.mark.parametrize(
     ("verb", "changes", "words"),
     [
-        ("rejection-sampling", {"reward": ()}, "reward is not set"),
-        ("rejection-sampling", {"reward": ("gsm9k",)}, "gsm8k"),
-        ("rejection-sampling", {"reward": ("model:pico",)}, "no score head"),
+        ("rejection-sampling", {"reward.functions": ()}, "reward.functions is not set"),
+        ("rejection-sampling", {"reward.functions": ("gsm9k",)}, "gsm8k"),
+        ("rejection-sampling", {"reward.functions": ("model:pico",)}, "no score head"),
         ("rejection-sampling", {"data.train": ()}, "data.train is not set"),
         ("rejection-sampling", {"data.train": ("nothing.jsonl",)}, "nothing.jsonl: no such file"),
-        ("rejection-sampling", {"data.eval_fraction": 0.1}, "a pipeline takes files"),
+        ("rejection-sampling", {"data.eval_fraction": 0.1}, "a pipeline evaluates on files"),
         ("rejection-sampling", {"model.path": "no/such/model/at/all"}, "no/such/model"),
-        ("rejection-sampling", {"generate.n": 1}, "at least 2"),
-        ("rejection-sampling", {"generate.temperature": 0.0}, "the same one"),
+        ("rejection-sampling", {"generate.samples_per_prompt": 1}, "at least 2"),
+        (
+            "rejection-sampling",
+            {"generate.temperature": 0.0},
+            "generate.samples_per_prompt is 16, but with generate.temperature 0",
+        ),
+        ("rejection-sampling", {"generate.max_tokens": 0}, "generate.max_tokens is 0"),
+        ("rejection-sampling", {"eval.temperature": -1.0}, "eval.temperature is -1"),
         ("rejection-sampling", {"iterations": 0}, "iterations is 0"),
         ("rejection-sampling", {"train.batch_size": 0}, "train.batch_size is 0"),
         ("iterative-dpo", {"algo.beta": -1.0}, "algo.beta"),
-        ("conditional-sft", {"generate.n": 0}, "iterations must be 1"),
-        ("conditional-sft", {"generate.n": 0, "iterations": 1, "prompts": 4}, "leave prompts out"),
+        ("conditional-sft", {"generate.samples_per_prompt": 0}, "iterations must be 1"),
+        (
+            "conditional-sft",
+            {"generate.samples_per_prompt": 0, "iterations": 1, "prompts_per_iteration": 4},
+            "leave prompts_per_iteration out",
+        ),
         ("conditional-sft", {"condition_template": "no place"}, "needs {prompt}"),
     ],
 )
@@ -337,8 +365,15 @@ def test_an_engine_that_does_not_exist_is_refused():
 
 
 def test_options_from_python():
-    config = from_options("iterative-dpo", {"generate": {"n": 3}, "algo": {"beta": 0.2}, "reward": ["gsm8k"]})
-    assert (config.generate.n, config.algo.beta, config.reward, config.iterations) == (3, 0.2, ("gsm8k",), 5)
+    config = from_options(
+        "iterative-dpo", {"generate": {"samples_per_prompt": 3}, "algo": {"beta": 0.2}, "reward": ["gsm8k"]}
+    )
+    assert (config.generate.samples_per_prompt, config.algo.beta, config.reward.functions, config.iterations) == (
+        3,
+        0.2,
+        ("gsm8k",),
+        5,
+    )
     with pytest.raises(UsageError, match=r"generate.nn: no such option"):
         from_options("iterative-dpo", {"generate": {"nn": 3}})
 

@@ -76,16 +76,25 @@ SETTINGS = [
     {"temperature": 1.7, "top_k": 5},
     {"temperature": 0.8, "top_k": 20, "min_p": 0.05},
     {"min_p": 0.2},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+    {"temperature": 1.5, "top_p": 0.8, "min_p": 0.2},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_logprobs_are_the_trainers(both, settings):
     samples = both.engine.generate(requests(), Sampling(max_tokens=20, **settings))
-    expected = both.learner.logprobs(samples, distribution=SamplingDistribution(**settings))
     assert len({tuple(s.tokens) for s in samples}) == len(samples)
-    for sample, logprobs in zip(samples, expected, strict=True):
-        assert np.abs(sample.logprobs - logprobs).max() < 1e-4
+    # A token whose probability is at the boundary of min_p up to rounding may be kept by one and not by the other.
+    boundaries = [1.0, 1 + 1e-5, 1 - 1e-5] if "min_p" in settings else [1.0]
+    distributions = [settings | {"min_p": settings.get("min_p", 0.0) * factor} for factor in boundaries]
+    expected = [
+        np.concatenate(both.learner.logprobs(samples, distribution=SamplingDistribution(**entry, min_p_first=True)))
+        for entry in distributions
+    ]
+    found = np.concatenate([sample.logprobs for sample in samples])
+    errors = np.abs(found - np.stack(expected))
+    assert errors.min(axis=0).max() < 1e-4 and (errors[0] > 1e-4).sum() <= 1
 
 
 def test_new_weights_change_the_completions_and_the_version(both):
@@ -183,8 +192,6 @@ def test_a_listener_that_fails_leaves_nothing_behind(both):
 
 
 def test_what_does_not_agree_with_the_trainer_is_refused(both):
-    with pytest.raises(UsageError, match=r"top_p is 0\.9 and min_p 0\.1.*another order"):
-        both.engine.generate(requests(), Sampling(top_p=0.9, min_p=0.1))
     with pytest.raises(UsageError, match=r"128 tokens of prompt and.*max_model_len"):
         both.engine.generate(requests((128,)), Sampling(max_tokens=3))
 

@@ -85,7 +85,16 @@ def test_eval_and_pipelines_ask_it_too(folder, tmp_path):
     assert command("eval", folder / "model", data, *reward, *options) == 0
     seal = json.loads((tmp_path / "eval/a/answers.jsonl.done.json").read_text())
     assert seal["settings"]["engine"] == "vllm"
-    options = ["--model.path", folder / "model", "--data.train", data, "--generate.n", 2, "--generate.max_tokens", 4]
+    options = [
+        "--model.path",
+        folder / "model",
+        "--data.train",
+        data,
+        "--generate.samples_per_prompt",
+        2,
+        "--generate.max_tokens",
+        4,
+    ]
     options += ["--generate.engine", *engine, "--iterations", 1, "--out", tmp_path / "rs", *reward]
     assert command("rejection-sampling", *options) == 0
     assert len(rows_of(tmp_path / "rs/iteration-1/answers.jsonl")) == 12

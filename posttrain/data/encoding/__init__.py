@@ -1,0 +1,1 @@
+"""From examples to tokens: chat templates, loss masks, truncation."""

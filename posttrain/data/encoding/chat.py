@@ -17,17 +17,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.data.encoding.templates import turn_ends
 from posttrain.data.encoding.tokens import Segment, TextPart, TokenEncoder, any_of
 from posttrain.data.reading.examples import Message
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 MARKER = re.compile("xMARK([0-9]+)x")
+REPLY_MARK = "xREPLYx"
+REASONING = "reasoning_content"
+REASONING_KEYS = (REASONING, "thinking")  # as templates call it
 # Some templates write the date. It is fixed, as a run could not be resumed on another day otherwise.
 TODAY = datetime(2024, 7, 26)
 
@@ -62,19 +63,24 @@ class ChatRenderer:
         self.encoder = encoder
         self.is_plain = not tokenizer.chat_template
         self.ends = self._end_pattern()
-        self._plans: dict[tuple[tuple[str, ...], int], RenderPlan] = {}  # by roles and the first message to train on
+        self._plans: dict[tuple[tuple[str, ...], tuple[int, ...]], RenderPlan] = {}  # by roles and trained messages
         self._prompt_plans: dict[tuple[str, ...], RenderPlan] = {}
 
     def segments(
         self, messages: list[Message], train_from: int, plain: bool, origin: str, tools: list[Any] | None = None
     ) -> list[Segment]:
-        """Split a conversation; the assistant's messages from number `train_from` on are trained on."""
+        """Split a conversation; the assistant's messages from number `train_from` on are trained on.
+
+        A message with `train: False` is not, and what comes after the last one that is trained on is left out.
+        """
+        trained = [i for i in _assistant_messages(messages, train_from) if messages[i].get("train", True)]
+        messages = self._for_template(messages[: trained[-1] + 1], origin)
         if self._has_tools(messages, tools, origin):
             return self._split_by_prefixes(
-                messages, train_from, self._render(messages, origin, tools=tools), origin, tools
+                messages, trained, self._render(messages, origin, tools=tools), origin, tools
             )
         if not self.is_plain:
-            return self._split_by_template(messages, train_from, origin)
+            return self._split_by_template(messages, trained, origin)
         if plain:
             prompt, completion = messages  # two strings
             return [_content_segment(prompt), _content_segment(completion, trained=True, end=True)]
@@ -84,6 +90,7 @@ class ChatRenderer:
         self, messages: list[Message], plain: bool, origin: str, tools: list[Any] | None = None
     ) -> list[Segment]:
         """Return the segments of a prompt: the messages and the generation prompt."""
+        messages = self._for_template(messages, origin)
         if self._has_tools(messages, tools, origin):
             self._refuse_control_tokens(messages, origin, tools)
             return [Segment((TextPart(self._render(messages, origin, generate=True, tools=tools), True),))]
@@ -98,11 +105,15 @@ class ChatRenderer:
             return [_content_segment(message) for message in messages]
         return _raise_no_template(origin)
 
-    def continuation(self, messages: list[Message], reply: int, ended: str, origin: str) -> Segment:
+    def continuation(
+        self, messages: list[Message], reply: int, ended: str, origin: str, tools: list[Any] | None = None
+    ) -> Segment:
         """Return the text between message `reply`, which the model generated, and its next one, to be appended.
 
         `ended` is the end-of-turn that the model generated, as text; empty if it generated none.
         """
+        if self._has_tools(messages, tools, origin):
+            return self._continuation_with_tools(messages, reply, ended, origin, tools)
         if self.is_plain:
             return Segment(tuple(TextPart(message["content"], False) for message in messages[reply + 1 :]))
         # Markers replace the messages so far: their tokens exist, and the template must not depend on their text.
@@ -116,24 +127,74 @@ class ChatRenderer:
             self._refuse_control_tokens(messages[reply + 1 :], origin)
             contents, pieces = [], (reply, rendered.partition(f"xMARK{reply}x")[2])
         at = pieces.index(reply)
-        after = str(pieces[at + 1])
-        if ended:
-            space, written, rest = after.partition(ended)
-            after = rest if written and not space.strip() else after
+        after = _without_end(str(pieces[at + 1]), ended)
         return SegmentTemplate((after, *pieces[at + 2 :])).fill(contents)
+
+    def _continuation_with_tools(
+        self, messages: list[Message], reply: int, ended: str, origin: str, tools: list[Any] | None
+    ) -> Segment:
+        """Return the text after a reply where messages have tool calls or reasoning, or there are tools.
+
+        A mark in the reply shows where it is: in its content, or in the arguments of its last call. What the template
+        writes between the mark and the end-of-turn belongs to the reply, which has it already.
+        """
+        messages = self._for_template(messages, origin)
+        before, after = messages[:reply], messages[reply + 1 :]
+        marked = _with_reply_mark(messages[reply])
+        closing = self._render([*before, marked], origin, tools=tools).rpartition(REPLY_MARK)[2]
+        plain = self._render([*before, {"role": "assistant", "content": REPLY_MARK}], origin, tools=tools)
+        end_of_turn = plain.rpartition(REPLY_MARK)[2]
+        if not closing.endswith(end_of_turn):
+            raise UsageError(f"{origin}: the chat template ends message {reply}, with tool calls, in another way")
+        closing = closing.removesuffix(end_of_turn) if end_of_turn else closing
+        texts = [
+            self._render([*before, marked, *following], origin, generate=True, tools=tools)
+            for following in (after, [{**m, "content": f"xMARK{i}x"} for i, m in enumerate(after)])
+        ]
+        if any(text.count(REPLY_MARK) != 1 for text in texts):
+            raise UsageError(f"{origin}: the chat template does not write message {reply} of the assistant once")
+        rendered, shape = (text.partition(REPLY_MARK)[2] for text in texts)
+        if not (rendered.startswith(closing) and shape.startswith(closing)):
+            raise UsageError(f"{origin}: what the chat template writes of message {reply} depends on what follows")
+        pieces: list[str | int] = list(MARKER.split(shape[len(closing) :]))
+        pieces[1::2] = [int(str(number)) for number in pieces[1::2]]
+        contents = _match_contents(pieces, [message["content"] for message in after], rendered[len(closing) :])
+        if contents is None:
+            self._refuse_control_tokens(after, origin)
+            return Segment((TextPart(_without_end(rendered[len(closing) :], ended), True),))
+        return SegmentTemplate((_without_end(str(pieces[0]), ended), *pieces[1:])).fill(contents)
 
     # The tokenizer's chat template
 
-    def _split_by_template(self, messages: list[Message], train_from: int, origin: str) -> list[Segment]:
-        key = (tuple(message["role"] for message in messages), train_from)
+    def _for_template(self, messages: list[Message], origin: str) -> list[Message]:
+        """Return messages as the template reads them: the reasoning under the template's own name for it."""
+        if not any("train" in message or REASONING in message for message in messages):
+            return messages
+        template = str(self.tokenizer.chat_template)
+        found: list[Message] = []
+        for index, message in enumerate(messages):
+            shown = {key: value for key, value in message.items() if key not in ("train", REASONING)}
+            if REASONING in message:
+                key = reasoning_key(template)
+                if key is None:
+                    raise DataError(
+                        f"{origin}: message {index} has {REASONING}, which the chat template does not write: put it "
+                        "into content, for example as <think>...</think>, or use another data.chat_template"
+                    )
+                shown[key] = message[REASONING]
+            found.append(shown)
+        return found
+
+    def _split_by_template(self, messages: list[Message], trained: Sequence[int], origin: str) -> list[Segment]:
+        key = (tuple(message["role"] for message in messages), tuple(trained))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(messages, train_from, origin)
+            plan = self._plans[key] = self._plan(messages, trained, origin)
         rendered = self._render(messages, origin)
         filled = self._fill(plan, messages, rendered)
         if filled is None:
-            return self._split_by_prefixes(messages, train_from, rendered, origin)
-        prompt = self._render(messages[: _assistant_messages(messages, 0)[-1]], origin, generate=True)
+            return self._split_by_prefixes(messages, trained, rendered, origin)
+        prompt = self._render(messages[: trained[-1]], origin, generate=True)
         if prompt != "".join([segment.text for segment in filled[: plan.prompt_length]]):
             raise DataError(f"{origin}: the chat template's generation prompt depends on the text of this example")
         return filled
@@ -146,17 +207,16 @@ class ChatRenderer:
             self._prompt_plans[roles] = RenderPlan((SegmentTemplate(tuple(pieces)),), prompt_length=1, tail="")
         return self._prompt_plans[roles]
 
-    def _plan(self, messages: list[Message], train_from: int, origin: str) -> RenderPlan:
+    def _plan(self, messages: list[Message], trained: Sequence[int], origin: str) -> RenderPlan:
         pieces = self._render_markers(messages, origin)
         places = {piece: at for at, piece in enumerate(pieces) if isinstance(piece, int)}
-        completions = _assistant_messages(messages, train_from)
-        for index in completions:
+        for index in trained:
             if pieces.count(index) != 1:
                 raise UsageError(f"{origin}: the chat template writes message {index} of the assistant more than once")
-        gaps = self._gaps(messages, {index: str(pieces[places[index] - 1]) for index in completions}, origin)
+        gaps = self._gaps(messages, {index: str(pieces[places[index] - 1]) for index in trained}, origin)
         segment_templates: list[SegmentTemplate] = []
         done = prompt_length = 0
-        for index in completions:
+        for index in trained:
             at, gap = places[index], gaps[index]
             header, after = str(pieces[at - 1]), str(pieces[at + 1])
             segment_templates.append(SegmentTemplate((*pieces[done : at - 1], header.removesuffix(gap))))
@@ -241,7 +301,7 @@ class ChatRenderer:
     def _split_by_prefixes(
         self,
         messages: list[Message],
-        train_from: int,
+        trained: Sequence[int],
         rendered: str,
         origin: str,
         tools: list[Any] | None = None,
@@ -250,14 +310,17 @@ class ChatRenderer:
         self._refuse_control_tokens(messages, origin, tools)
         segments: list[Segment] = []
         done = 0
-        for index in _assistant_messages(messages, train_from):
+        for index in trained:
             prompt = self._render(messages[:index], origin, generate=True, tools=tools)
             if not rendered.startswith(prompt):
                 _raise_rewritten(messages, index, origin)
             rest = rendered[len(prompt) :]
-            called = "tool_calls" in messages[index]
-            if called:
-                completion = self._tool_calls_text(messages[: index + 1], prompt, origin, tools)
+            composed = len(messages[index]) > 2  # tool calls or reasoning, which the template formats
+            if composed:
+                completion = self._composed_text(messages[: index + 1], prompt, origin, tools)
+                reasoning = next((messages[index][key] for key in REASONING_KEYS if key in messages[index]), "")
+                if completion is not None and reasoning.strip() not in completion:
+                    raise DataError(f"{origin}: the chat template leaves out the reasoning of message {index}")
             else:
                 space = rest[: len(rest) - len(rest.lstrip())]
                 variants = [
@@ -269,14 +332,14 @@ class ChatRenderer:
             last = index == len(messages) - 1
             end_of_turn, end = self._end_of_turn(rest.removeprefix(completion), last, origin, index)
             segments.append(Segment((TextPart(rendered[done : len(prompt)], True),)))
-            segments.append(Segment((TextPart(completion, called), TextPart(end_of_turn, True)), trained=True, end=end))
+            segments.append(
+                Segment((TextPart(completion, composed), TextPart(end_of_turn, True)), trained=True, end=end)
+            )
             done = len(prompt) + len(completion + end_of_turn)
         return segments
 
-    def _tool_calls_text(
-        self, messages: list[Message], prompt: str, origin: str, tools: list[Any] | None
-    ) -> str | None:
-        """Return tool calls as the template writes them: the text from the prompt to the end-of-turn."""
+    def _composed_text(self, messages: list[Message], prompt: str, origin: str, tools: list[Any] | None) -> str | None:
+        """Return the last message as the template writes it: the text from the prompt to the end-of-turn."""
         first_user = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
         plain = self._render(
             [*messages[: first_user + 1], {"role": "assistant", "content": "xMARK0x"}], origin, tools=tools
@@ -291,7 +354,7 @@ class ChatRenderer:
         return called if found else None
 
     def _has_tools(self, messages: list[Message], tools: list[Any] | None, origin: str) -> bool:
-        """Whether messages have more than role and content; DataError if the template does not support that."""
+        """Whether there are tools, or a message has more than role and content; DataError if unsupported."""
         template = str(self.tokenizer.chat_template)
         unsupported = "not supported by the chat template; write it as text"
         if tools and "tools" not in template:
@@ -304,7 +367,7 @@ class ChatRenderer:
         return not self.is_plain
 
     def _refuse_control_tokens(self, messages: list[Message], origin: str, tools: list[Any] | None = None) -> None:
-        texts = {f"message {i}": f"{m['content']}{m.get('tool_calls', '')}" for i, m in enumerate(messages)}
+        texts = {f"message {i}": "".join(str(m[key]) for key in m if key != "role") for i, m in enumerate(messages)}
         for place, text in ({"tools": str(tools)} | texts).items():
             if found := self.encoder.control.search(text):
                 raise DataError(
@@ -317,18 +380,41 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
+        from posttrain.data.encoding.template_limits import render
+
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generate, "strftime_now": TODAY.strftime}
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generate, strftime_now=TODAY.strftime
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            return render(self.tokenizer, messages, **options)
+        except UsageError as error:
+            raise UsageError(f"{origin}: {error}") from None
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise DataError(f"{origin}: the chat template rejects the conversation: {error}") from error
-        assert isinstance(rendered, str)
-        return rendered
+
+
+def reasoning_key(template: str) -> str | None:
+    """Return under which name a chat template reads the reasoning of a message; None if it does not."""
+    return next((key for key in REASONING_KEYS if re.search(rf"""[.'"]{key}\b""", template)), None)
 
 
 def _with_markers(messages: Sequence[Message]) -> list[Message]:
     return [{"role": message["role"], "content": f"xMARK{index}x"} for index, message in enumerate(messages)]
+
+
+def _with_reply_mark(message: Message) -> Message:
+    """Return a reply with a mark where its text ends: in the arguments of its last call, or as its content."""
+    if not message.get("tool_calls"):
+        return {"role": "assistant", "content": REPLY_MARK}
+    *calls, last = message["tool_calls"]
+    function = {**last["function"], "arguments": {"x": REPLY_MARK}}
+    return {"role": "assistant", "content": message["content"], "tool_calls": [*calls, {**last, "function": function}]}
+
+
+def _without_end(text: str, ended: str) -> str:
+    """Return what follows a reply without its end-of-turn, if the model generated it."""
+    if not ended:
+        return text
+    space, written, rest = text.partition(ended)
+    return rest if written and not space.strip() else text
 
 
 def _assistant_messages(messages: Sequence[Message], train_from: int) -> list[int]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.core.types import ExampleKind, Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.encoding.tokens import Segment, TextPart, TokenEncoder
+from posttrain.data.reading.cells import SCORE_PAIRS
 from posttrain.data.reading.examples import (
     ChatExample,
     Example,
@@ -23,12 +25,10 @@ from posttrain.data.reading.examples import (
     Message,
     PairExample,
     PromptExample,
+    SegmentsExample,
     StepwiseExample,
     TextExample,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_CHARACTERS = 2**23  # per sequence; tokenizers need more than a hundred bytes for each
 MAX_MESSAGES = 4096  # per conversation; the time to find the mask is quadratic in it
@@ -54,7 +54,9 @@ class Encoder:
         kind: ExampleKind,
         vocab_size: int,
         placeholder: str = "ки",
+        needs_margin: bool = False,
     ) -> None:
+        """`needs_margin`: a pair without a margin is an error; else its margin is 0."""
         if config.max_length < 2:
             raise UsageError(f"data.max_length is {config.max_length}: a sequence needs at least 2 tokens")
         if kind == "stepwise" and not placeholder.strip():
@@ -64,6 +66,7 @@ class Encoder:
         self.kind = kind
         self.vocab_size = vocab_size
         self.placeholder = placeholder
+        self.needs_margin = needs_margin
         apply_template(tokenizer, config.chat_template)
         self.tokens = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.tokens)
@@ -119,11 +122,19 @@ class Encoder:
                 return [[Segment((TextPart(text, False),), trained=True, end=True)]]
             case ChatExample(messages=messages):
                 return [self._conversation([], messages, example.plain, example.origin, example.tools)]
+            case SegmentsExample():
+                return [[Segment((TextPart(text, True),), trained=trained) for text, trained in example.segments]]
+            case PairExample(raw=True):
+                return [_continued(example.prompt, text) for text in (example.chosen, example.rejected)]
+            case LabelledExample(raw=True):
+                return [_continued(example.prompt, example.completion)]
             case PairExample(prompt=prompt):
                 completions = (example.chosen, example.rejected)
                 return [
                     self._conversation(prompt, completion, example.plain, example.origin) for completion in completions
                 ]
+            case LabelledExample(cut_off=True):
+                return [self._cut_off(example)]
             case LabelledExample():
                 return [self._conversation(example.prompt, example.completion, example.plain, example.origin)]
             case StepwiseExample():
@@ -142,6 +153,12 @@ class Encoder:
         if len(messages) > MAX_MESSAGES:
             raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have at most {MAX_MESSAGES:,}")
         return self.chat.segments(messages, len(prompt), plain, origin, tools)
+
+    def _cut_off(self, example: LabelledExample) -> list[Segment]:
+        """Return the prompt and the completion without an end-of-turn: the tokens of a generation that was cut off."""
+        text = "".join(message["content"] for message in example.completion)
+        prompt = self.chat.prompt(example.prompt, example.plain, example.origin)
+        return [*prompt, Segment((TextPart(text, False),), trained=bool(text))]
 
     def _check_size(self, example: Example, sequences: list[list[Segment]]) -> None:
         for segments in sequences:
@@ -199,8 +216,8 @@ class Encoder:
             mask[last_of_placeholders] = True
             targets = np.zeros(len(tokens), dtype=np.float32)
             targets[last_of_placeholders] = example.labels
-        elif isinstance(example, TextExample):
-            mask[0] = False
+        elif isinstance(example, TextExample | SegmentsExample):
+            mask[0] = False  # no token comes before it
         if mask[0]:
             raise DataError(f"{origin}: the prompt has no tokens, so that no token comes before the completion")
         self._check_vocabulary(tokens, origin)
@@ -209,9 +226,18 @@ class Encoder:
             mask=mask,
             targets=targets,
             label=example.label if isinstance(example, LabelledExample) else 0.0,
-            margin=example.margin if isinstance(example, PairExample) else 0.0,
+            margin=self._margin(example) if isinstance(example, PairExample) else 0.0,
             origin=origin,
         )
+
+    def _margin(self, example: PairExample) -> float:
+        if example.margin is None and self.needs_margin:
+            pairs = ", ".join(" and ".join(pair) for pair in SCORE_PAIRS)
+            raise DataError(
+                f"{example.origin}: algo.use_margin is set, but this example has no margin: expected a column margin, "
+                f"or two columns such as {pairs}"
+            )
+        return example.margin or 0.0
 
     def _check_has_tokens(self, segment: Segment, ids: list[int], origin: str) -> None:
         """Check that a trained segment has tokens: text unknown to the tokenizer may leave only the end-of-turn."""
@@ -249,3 +275,9 @@ class Encoder:
             first = sample.tokens[:1] if self.bos_id is not None else sample.tokens[start - 1 : start]
             tokens = np.concatenate([first, sample.tokens[start : start + room]])
             yield Sample(tokens=tokens, mask=np.arange(len(tokens)) > 0, origin=sample.origin)
+
+
+def _continued(prompt: list[Message], completion: list[Message]) -> list[Segment]:
+    """Return a text and its continuation, which is trained on, without a chat template."""
+    text, more = ("".join(message["content"] for message in messages) for messages in (prompt, completion))
+    return [Segment((TextPart(text, False),)), Segment((TextPart(more, False),), trained=True, end=True)]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import PreTrainedTokenizerBase
+from posttrain.data.encoding.slot_templates import read_slot_templates, template_fields
 from posttrain.data.encoding.tokens import whole_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SINGLE_TURN = """
 {%- for message in messages %}
@@ -60,7 +60,10 @@ def turn_ends(chat_template: Any) -> tuple[str, ...]:
 
 
 def load_template(name: str) -> Template:
-    """Load a template by name, from `FILE.yaml:NAME`, a file with one template, a Jinja text, or a text with {}."""
+    """Load a template by name, from `FILE:NAME`, a file with one template, a Jinja text, or a text with {}.
+
+    FILE is YAML in our form, or templates.json of MindSpeed-LLM.
+    """
     known = shipped_templates()
     if name in known:
         return known[name]
@@ -69,10 +72,18 @@ def load_template(name: str) -> Template:
     if "{}" in name:
         return template_from_text(name)
     file, _, entry = name.rpartition(":")
+    if file and Path(file).is_file() and Path(file).suffix == ".json":
+        entries = read_slot_templates(read_text(Path(file)), file)
+        if entry not in entries:
+            raise unknown_template(entry, entries, f"data.chat_template {file}")
+        return parse_template(entry, template_fields(entries[entry], name), name)
     if file and Path(file).is_file():
         return choose(read_templates(Path(file)), entry, file)
     if not Path(name).is_file():
         raise unknown_template(name, known, "data.chat_template")
+    if Path(name).suffix == ".json":
+        names = ", ".join(read_slot_templates(read_text(Path(name)), name))
+        raise UsageError(f"data.chat_template {name}: choose one of its templates with {name}:NAME, from {names}")
     if Path(name).suffix not in (".yaml", ".yml"):
         return Template(name, read_text(Path(name)))
     inside = read_templates(Path(name))
@@ -100,19 +111,23 @@ def jinja_literal(text: str) -> str:
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the tokenizer's chat template, and its EOS token to the end-of-turn; an empty name changes nothing."""
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
-
     if not name:
         return
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+    from posttrain.data.encoding.template_limits import render
+
     template = load_template(name)
     tokenizer.chat_template = template.jinja
     if template.end_of_turn != tokenizer.eos_token and template.end_of_turn in whole_tokens(tokenizer):
         tokenizer.eos_token = template.end_of_turn
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        render(tokenizer, [{"role": "user", "content": "a"}])
+    except UsageError as error:
+        raise UsageError(f"data.chat_template {name[:80]}: {error}") from None
     except TemplateSyntaxError as error:
         raise UsageError(f"data.chat_template {name}: line {error.lineno}: {error.message}") from None
-    except TemplateError:
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError):
         pass  # the template may require other messages
 
 
@@ -178,7 +193,7 @@ def choose(templates: dict[str, Template], name: str, file: str) -> Template:
     return templates[name]
 
 
-def unknown_template(name: str, known: dict[str, Template], where: str) -> UsageError:
+def unknown_template(name: str, known: Collection[str], where: str) -> UsageError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return UsageError(f"{where}: no template and no file {name!r}.{hint} The templates are {', '.join(known)}")

@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from posttrain.core.errors import UsageError
+from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.data.encoding.word_cache import WordCache
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PROBES = ("a", "1", "(")
 ANCHORS = ("\n", ":", "a")

@@ -12,10 +12,9 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import chain, filterfalse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from posttrain.core.lazy import PreTrainedTokenizerBase
 
 # The character to find comes first in a pattern, as searching for a single character is fast.
 SPACE = re.compile(r" (?<=[!-~] )(?=[!-~])")
@@ -51,7 +50,7 @@ class WordCache:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens around it."""
-        words = [words_of(text) for text in texts]
+        words = [split_into_words(text) for text in texts]
         if len(self.ids) > MAX_WORDS:
             self.ids = {}
         new = sorted(set(filterfalse(self.ids.__contains__, chain.from_iterable(words))))
@@ -61,7 +60,7 @@ class WordCache:
         return [list(chain.from_iterable(map(self.ids.__getitem__, of_text))) for of_text in words]
 
 
-def words_of(text: str) -> list[str]:
+def split_into_words(text: str) -> list[str]:
     """Split a text into words without the space before them; the first word of a line is marked."""
     words: list[str] = []
     lines = LINE_BREAK.split(text)

@@ -1,0 +1,1 @@
+"""Tokenizes files in advance, into the indexed files of Megatron."""

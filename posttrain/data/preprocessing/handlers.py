@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from posttrain.config.sections import DataConfig
 from posttrain.core.errors import DataError, UsageError
+from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.core.types import ExampleKind, Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
 from posttrain.data.preprocessing.indexed import Numbers, token_dtype
@@ -20,9 +21,6 @@ from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import ChatExample, Example, Message, TextExample
 from posttrain.data.reading.formats import SourceFormat
 from posttrain.data.reading.records import Record
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # the label of a token that is not trained on
 UNLIMITED = 2**31 - 1
@@ -35,51 +33,46 @@ class PreprocessConfig:
     """Options of `posttrain data preprocess`."""
 
     input: tuple[str, ...] = ()
-    """Files, folders, globs or hub names to read."""
+    """Required. Files, directories, globs or dataset names to read."""
     handler_name: str = ""
-    """Format of the examples and of the files to write; an unknown name lists all handlers."""
-    tokenizer_name_or_path: str = ""
-    """Folder or hub name of the tokenizer, or `pico`."""
+    """Required. Format of the examples and of the files to write; an unknown name lists all handlers."""
+    tokenizer: str = ""
+    """Required. Directory or Hugging Face name of the tokenizer, or `pico`."""
     output_prefix: str = ""
-    """Files are written to <output_prefix>_<key>_document.bin and .idx; post-training handlers add _packed."""
-    tokenizer_type: Literal["PretrainedFromHF", "HuggingFaceTokenizer"] = "PretrainedFromHF"
-    """Both values mean a tokenizer of Hugging Face."""
-    tokenizer_not_use_fast: bool = False
-    """Use the slow tokenizer, where there is one."""
-    prompt_type: str = ""
-    """Chat template by name (qwen, llama3, qwen_r1 ...) or file, instead of the tokenizer's own."""
-    map_keys: str = ""
-    """Names of the file's columns, as JSON: {"prompt": "problem", "query": "", "response": "answer"}."""
-    json_keys: tuple[str, ...] = ("text",)
-    """GeneralPretrainHandler: the columns to encode, each into its own files."""
-    dataset_additional_keys: tuple[str, ...] = ()
-    """R1AlpacaStyleInstructionHandler: further columns to encode unchanged."""
-    placeholder_token: str = "ки"
-    """AlpacaStyleProcessRewardHandler: the text that marks the end of a step."""
-    reward_tokens: tuple[str, ...] = ("+", "-")
-    """AlpacaStyleProcessRewardHandler: labels of a correct and of an incorrect step, one token each."""
+    """Required. Files are written to <output_prefix>_<key>_document.bin and .idx; post-training handlers add
+    _packed."""
+    chat_template: str = ""
+    """Chat template by name (qwen, llama3, qwen_r1 ...) or file; empty: the tokenizer's own."""
+    map_keys: dict[str, str] = field(default_factory=dict)
+    """Column names of the files by the handler's names, as JSON: {"prompt": "problem", "response": "answer"}."""
     seq_length: int = 0
     """Drop and count examples with this many tokens or more (except GeneralPretrainHandler); 0: no limit."""
     append_eod: bool = False
     """Append the end-of-sequence token to every example that does not end with it."""
-    split_sentences: bool = False
-    """GeneralPretrainHandler: write each sentence as a sequence, to files named _sentence instead of _document."""
     pack: bool = False
     """Instruction handlers: pack examples into sequences of seq_length tokens."""
     neat_pack: bool = False
     """Like pack, with examples numbered from 1 in attention_mask, so that each attends only to itself."""
+    json_keys: tuple[str, ...] = ("text",)
+    """GeneralPretrainHandler: the columns to encode, each into its own files."""
+    split_sentences: bool = False
+    """GeneralPretrainHandler: write each sentence as a sequence, to files named _sentence instead of _document."""
+    dataset_additional_keys: tuple[str, ...] = ()
+    """R1AlpacaStyleInstructionHandler: further columns to encode unchanged."""
+    placeholder: str = "ки"
+    """AlpacaStyleProcessRewardHandler: the text that marks the end of a step."""
+    reward_tokens: tuple[str, ...] = ("+", "-")
+    """AlpacaStyleProcessRewardHandler: labels of a correct and of an incorrect step, one token each."""
+    on_bad_example: Literal["stop", "quarantine"] = "stop"
+    """stop: an unusable example ends the command; quarantine: it is written to a file and counted."""
     workers: int = 1
     """Number of encoding processes. The result does not depend on it."""
     n_subs: int = 0
-    """Approximate number of parts that an interrupted run resumes from. 0: one part per 64 MB."""
+    """Approximate number of parts that an interrupted command resumes from; 0: one part per 64 MB."""
     cache_dir: str = ""
-    """Directory for unfinished parts; default: next to the output."""
+    """Directory for unfinished parts; empty: next to the output."""
     log_interval: int = 10_000
-    """Print progress every this many examples."""
-    on_bad_row: Literal["stop", "quarantine"] = "stop"
-    """stop: end the run at an example that cannot be used; quarantine: write it to a file and count it."""
-    seed: int = 0
-    """Accepted for compatibility with other tools; preprocessing uses no random numbers."""
+    """Examples between two lines of progress."""
 
 
 @dataclass(slots=True)
@@ -138,7 +131,7 @@ class Handler:
             on_overlong="drop",
         )
         kind: ExampleKind = "chat" if self.kind == "prompt" else self.kind
-        return Encoder(self.tokenizer, config, kind, len(self.tokenizer), self.config.placeholder_token)
+        return Encoder(self.tokenizer, config, kind, len(self.tokenizer), self.config.placeholder)
 
     def dtype(self, key: str) -> np.dtype[Any]:
         """Return a column's type: int32 for labels, which include -100; else two bytes per token if they suffice."""
@@ -153,7 +146,7 @@ class Handler:
         try:
             documents = self._encode(chunk, counts)
         except DataError:
-            if self.config.on_bad_row == "stop":
+            if self.config.on_bad_example == "stop":
                 raise
             counts |= dict.fromkeys(counts.keys() - {"read"}, 0)
             for record in chunk:
@@ -175,7 +168,7 @@ class Handler:
         return EncodedChunk(columns, counts, bad)
 
     def _encode(self, chunk: Sequence[Record], counts: dict[str, int]) -> list[Document]:
-        source = SourceFormat(self.encoder.kind, self.config.placeholder_token)
+        source = SourceFormat(self.encoder.kind, self.config.placeholder)
         pairs = [(record, example) for record in chunk for example in self.examples(record, source)]
         documents: list[Document] = []
         for (record, example), encoded in zip(pairs, self.samples([example for _, example in pairs]), strict=True):
@@ -200,8 +193,8 @@ class Handler:
 class ColumnRenamer:
     """Renames columns by map_keys; columns that already have the format's names need no entry."""
 
-    def __init__(self, text: str, names: dict[str, str]) -> None:
-        given = KeyMap.parse(text)
+    def __init__(self, keys: dict[str, str], names: dict[str, str]) -> None:
+        given = KeyMap.parse(keys)
         for name in given.columns:
             if names and name not in names:
                 raise UsageError(f"map_keys: unknown column {name!r}; known are {', '.join(names)}")
@@ -256,8 +249,8 @@ class GeneralPretrainHandler(Handler):
         """Remove the BOS and EOS tokens inside a document: the encoder adds them to every sentence."""
         begun, last = sequences[0][0] == self.encoder.bos_id, len(sequences) - 1
         return [
-            numbers[int(begun and place > 0) : None if self.config.append_eod and place == last else -1]
-            for place, numbers in enumerate(sequences)
+            numbers[int(begun and index > 0) : None if self.config.append_eod and index == last else -1]
+            for index, numbers in enumerate(sequences)
         ]
 
     def _text(self, record: Record, key: str) -> str:
@@ -297,6 +290,17 @@ class SharegptStyleInstructionHandler(AlpacaStyleInstructionHandler):
             renamed = {"conversations" if name == "messages" else name: value for name, value in values.items()}
             record = Record(renamed, record.origin)
         return super().examples(record, source)
+
+
+class HunyuanInstructionHandler(AlpacaStyleInstructionHandler):
+    """As AlpacaStyleInstructionHandler, for Hunyuan-Large: the tokenizer's own chat template is used."""
+
+    def __init__(self, config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise UsageError(
+                "HunyuanInstructionHandler needs a tokenizer with a chat template; or give --chat_template"
+            )
+        super().__init__(config, tokenizer)
 
 
 class R1AlpacaStyleInstructionHandler(Handler):
@@ -342,6 +346,18 @@ def prompt_of(example: Example) -> list[Message]:
 
 
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
+
+
+class PPOAlpacaStyleInstructionHandler(R1AlpacaStyleInstructionHandler):
+    """The prompt with the generation prompt alone, for reward models and reward functions that need nothing else."""
+
+    def __init__(self, config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self.keys = ("attention_mask", "input_ids")
+
+    def columns(self, record: Record, example: Example, samples: list[Sample]) -> Columns:
+        tokens = samples[0].tokens
+        return {"input_ids": tokens, "attention_mask": np.ones(len(tokens), dtype=np.int32)}
 
 
 class AlpacaStylePairwiseHandler(Handler):
@@ -409,7 +425,9 @@ HANDLERS: dict[str, type[Handler]] = {
         GeneralPretrainHandler,
         AlpacaStyleInstructionHandler,
         SharegptStyleInstructionHandler,
+        HunyuanInstructionHandler,
         R1AlpacaStyleInstructionHandler,
+        PPOAlpacaStyleInstructionHandler,
         AlpacaStylePairwiseHandler,
         SharegptStylePairwiseHandler,
         AlpacaStyleProcessRewardHandler,

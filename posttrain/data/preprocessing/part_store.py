@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import CheckpointError, UsageError
-from posttrain.core.files import atomic_write_text, file_sha256, read_json, sync_folder, temporary_prefix
+from posttrain.core.files import atomic_write_text, file_sha256, read_json, sync_folder
 from posttrain.data.preprocessing.handlers import EncodedChunk, Handler
 from posttrain.data.preprocessing.indexed import (
     UNFINISHED,
@@ -27,13 +27,12 @@ from posttrain.data.preprocessing.indexed import (
 
 @contextmanager
 def open_part_store(target: OutputFiles, cache_dir: str) -> Iterator[PartStore]:
-    """Open and lock the folder of unfinished parts for this process."""
-    name = f".{target.name}.parts"
+    """Open and lock the directory of unfinished parts for this process."""
     if cache_dir:  # outputs of several folders with equal names share it
         digest = hashlib.sha256(str(target.folder.resolve()).encode()).hexdigest()[:12]
         folder = Path(cache_dir) / f"{target.name}-{digest}.parts"
     else:
-        folder = target.folder / name
+        folder = target.folder / f".{target.name}.parts"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("wb") as lock:
         try:
@@ -70,6 +69,7 @@ class PartStore:
 
     @property
     def bad(self) -> Iterator[dict[str, Any]]:
+        """The records of all finished parts that could not be used."""
         for number in range(len(self.finished)):
             with (self.folder / f"{number:06}.bad.jsonl").open(encoding="utf-8") as file:
                 yield from map(json.loads, file)
@@ -173,12 +173,10 @@ class OutputFiles:
     def publish(self, job: dict[str, Any], counts: dict[str, int], bad: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Rename all files to their final names, the indexes last."""
         self.manifest.unlink(missing_ok=True)
-        for left in self.folder.glob(f"{temporary_prefix(self.manifest)}*"):  # left by a killed process
-            left.unlink()
         prefixes = [self.prefix(key) for key in self.handler.keys]
         for prefix in reversed(prefixes):
             unpublish(prefix)
-        sync_folder(self.folder)  # after a power cut no old file may reappear beside a new one
+        sync_folder(self.folder)  # after a power cut no old file may reappear next to a new one
         for path in [*map(bin_path, prefixes), *map(idx_path, prefixes)]:
             Path(f"{path}{UNFINISHED}").replace(path)
         sync_folder(self.folder)
@@ -200,7 +198,7 @@ class OutputFiles:
 
 
 def is_unchanged(folder: Path, files: dict[str, str]) -> bool:
-    """Whether every file is in the folder with the sha256 that was recorded for it."""
+    """Whether every file is in the directory with its recorded sha256."""
     return all((folder / name).is_file() and file_sha256(folder / name) == digest for name, digest in files.items())
 
 

@@ -21,14 +21,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import posttrain
+from posttrain.core.disk import disk_errors
 from posttrain.core.errors import DataError, PosttrainError, UsageError
 from posttrain.core.files import file_sha256
-from posttrain.core.progress import ProgressDisplay
+from posttrain.core.lazy import PreTrainedTokenizerBase
+from posttrain.core.progress import ProgressDisplay, time_left
 from posttrain.data.encoding.templates import apply_template
 from posttrain.data.preprocessing.handlers import (
     IGNORED,
@@ -44,21 +46,18 @@ from posttrain.data.preprocessing.part_store import OutputFiles, PartStore, open
 from posttrain.data.reading.records import BadRecord, ReadProgress, Record
 from posttrain.data.reading.sources import SourcePart, source_parts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 CHUNK_RECORDS = 256
 CHUNK_BYTES = 2**20
 AHEAD = 32  # chunks that this process may encode before it waits for the workers
 PART_BYTES = 2**26  # bytes of records per part
 FORMAT = 1  # version of the parts; a change invalidates older parts
-NOT_IN_JOB = {"workers", "n_subs", "cache_dir", "log_interval", "seed"}  # options that do not change the result
+NOT_IN_JOB = {"workers", "n_subs", "cache_dir", "log_interval"}  # options that do not change the result
 
 
 def preprocess(
     config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, print_line: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Write the output files and return the manifest, which is also written beside them.
+    """Write the output files and return the manifest, which is also written next to them.
 
     `print_line` receives messages and progress, instead of standard output.
     """
@@ -71,13 +70,19 @@ def write_files(
 ) -> dict[str, Any]:
     check(config)
     started = time.perf_counter()
-    apply_template(tokenizer, config.prompt_type)
+    apply_template(tokenizer, config.chat_template)
     handler = make_handler(config, tokenizer)
     parts = [part for name in config.input for part in source_parts(name)]
     target = OutputFiles(config.output_prefix, handler)
     target.folder.mkdir(parents=True, exist_ok=True)
     job = describe_job(config, tokenizer, parts)
-    with open_part_store(target, config.cache_dir) as store:
+    again = (
+        "Free some space, or set cache_dir, and run the same command again: it resumes after the last finished part."
+    )
+    with (
+        open_part_store(target, config.cache_dir) as store,
+        disk_errors(Path(target.prefix("*")), written_in=store.folder, advice=again),
+    ):
         if (done := target.finished(job)) is not None:
             store.clear()
             display.message(f"{target.prefix('*')}: already complete, from the same inputs and options")
@@ -112,7 +117,10 @@ def check(config: PreprocessConfig) -> None:
 
     handler = handler_class(config.handler_name)
     refuse(not config.input, "input is not set. Name the files to read: --input train.jsonl")
-    refuse(not config.output_prefix, "output_prefix is not set. Say where to write: --output_prefix data/train")
+    refuse(
+        not config.output_prefix,
+        "output_prefix is not set. Set the prefix of the output files: --output_prefix data/train",
+    )
     packs = config.pack or config.neat_pack
     refuse(packs and not handler.can_pack, f"pack works with instruction handlers, not with {config.handler_name}.")
     refuse(
@@ -151,7 +159,7 @@ def describe_job(
 
 
 def content_hash(file: Path) -> str:
-    """The sha256 of a file; empty for what is not a file, such as a dataset of the hub."""
+    """Return the sha256 of a file; empty for what is not a file, such as a dataset of the hub."""
     return file_sha256(file) if file.is_file() else ""
 
 
@@ -213,7 +221,7 @@ def encode_in_order(
     config: PreprocessConfig, handler: Handler, chunks: Iterator[Chunk]
 ) -> Iterator[tuple[Chunk, EncodedChunk]]:
     """Yield chunks with their encodings, in order; the number of chunks in flight is bounded, and so is memory."""
-    if config.on_bad_row == "stop":
+    if config.on_bad_example == "stop":
         chunks = map(refuse_bad, chunks)
     if config.workers == 1:
         for chunk in chunks:
@@ -290,7 +298,7 @@ class PreprocessProgress:
 
     def __init__(self, every: int, total_bytes: int, display: ProgressDisplay) -> None:
         self.every, self.total_bytes, self.display = every, total_bytes, display
-        self.started = time.perf_counter()
+        self.started = time.monotonic()
         self.examples = self.tokens = self.bytes = 0
 
     def add(self, counts: dict[str, int], size: int) -> None:
@@ -300,12 +308,13 @@ class PreprocessProgress:
         self.bytes += size
         crossed = self.examples // self.every > before
         if crossed or self.display.on_terminal:
-            seconds = time.perf_counter() - self.started
+            seconds = time.monotonic() - self.started
             self.display.update(
                 f"{self.examples:,} examples  {self.tokens:,} tokens",
                 f"{self.examples / seconds:,.0f} examples/s  {self.tokens / seconds:,.0f} tokens/s",
                 done=self.bytes,
                 total=self.total_bytes or None,
+                eta=time_left(self.started, self.bytes, self.total_bytes),
                 show=crossed,
             )
 
@@ -336,9 +345,9 @@ def write_packed(config: PreprocessConfig, handler: Handler, store: PartStore, t
         for key, sequences in columns.items():
             packed = np.full(config.seq_length, padding[key], dtype=handler.dtype(key))
             at = 0
-            for place, member in enumerate(members, start=1):
+            for index, member in enumerate(members, start=1):
                 sequence = sequences[member]
-                packed[at : at + len(sequence)] = place if key == "attention_mask" and config.neat_pack else sequence
+                packed[at : at + len(sequence)] = index if key == "attention_mask" and config.neat_pack else sequence
                 at += len(sequence)
             writers[key].add(packed)
     for writer in writers.values():

@@ -1,0 +1,1 @@
+"""From files to examples: sources, file types, formats of records, mixtures."""

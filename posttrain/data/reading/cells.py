@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Collection
 from typing import Any
 
 from posttrain.core.errors import DataError
@@ -12,15 +14,52 @@ from posttrain.data.reading.records import Record
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
 }
 LABELS = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "+": 1.0, "-": 0.0}
+SCORE_PAIRS = (
+    ("chosen_score", "rejected_score"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+    ("rating_chosen", "rating_rejected"),
+    ("chosen_reward", "rejected_reward"),
+    ("reward_chosen", "reward_rejected"),
+    ("chosen_avg_rating", "rejected_avg_rating"),
+)
+"""Columns whose difference is the margin of a pair, in the spellings of public data sets."""
+QUARANTINE = "data.on_bad_example: quarantine leaves such records out and counts them"
+"""Advice for records of a public data set that cannot be used although nothing is wrong with the file."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which a message may have its reasoning, apart from its content."""
+TRAIN_KEYS = ("weight", "train", "loss_weight", "loss")
+"""Keys that say whether a message is trained on: OpenAI, axolotl, LLaMA-Factory, AgentInstruct and ms-swift."""
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""A column with values for the chat template (smoltalk2, TRL)."""
+CONTEXT_COLUMNS = ("context", "passage", "article")
+"""Columns with a text that a question is about."""
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_MARK = re.compile(r"\A\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*\Z")
+"""Stands for a picture, a video or a sound at the beginning or the end of a user's message (LLaVA, LLaMA-Factory)."""
+DIALOGUE_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+HELPSTEER_TURN = re.compile(r"\s*<extra_id_1>(User|Assistant)\n")
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+TOOL_RESPONSE = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
 
 
 def cell_error(record: Record, column: str, reason: str) -> DataError:
@@ -54,8 +93,10 @@ def filled_text(record: Record, column: str, value: Any, what: str) -> str:
 
 
 def list_of(record: Record, column: str) -> list[Any]:
-    """Return a cell, which must be a non-empty list."""
+    """Return a cell, which must be a non-empty list, or JSON text of one."""
     value = value_of(record, column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(record, column, value)
     if not isinstance(value, list):
         raise cell_error(record, column, f"expected a list, found {type(value).__name__}")
     if not value:
@@ -81,6 +122,40 @@ def number_of(record: Record, column: str) -> float:
     return found
 
 
+def number_as_text(value: Any) -> Any:
+    """Return a number as text, as it would be in a csv file; other values unchanged."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def object_of(record: Record, column: str, value: Any) -> dict[str, Any]:
+    """Check that a value is an object."""
+    if not isinstance(value, dict):
+        raise cell_error(record, column, f"expected an object, found {type(value).__name__}")
+    return value
+
+
+def nested_value(record: Record, path: str) -> Any:
+    """Return a value inside a cell, such as `info.title` or `answers.0.text`, which must not be null.
+
+    Names are keys of objects and numbers are indices of lists; text is parsed as JSON where the path goes on in it.
+    """
+    if path in record.values:
+        return value_of(record, path)
+    value: Any = record.values
+    for part in path.split("."):
+        if isinstance(value, str):
+            value = parse_json(record, path, value)
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.lstrip("-").isdigit() and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise cell_error(record, path, f"{part!r} is missing there")
+    if value is None:
+        raise cell_error(record, path, "null")
+    return value
+
+
 def label_of(record: Record, column: str, value: Any, soft: bool = False) -> float:
     """Return 1 for good and 0 for bad; `soft` also allows probabilities."""
     if value is None:
@@ -93,13 +168,14 @@ def label_of(record: Record, column: str, value: Any, soft: bool = False) -> flo
     raise cell_error(record, column, f"expected {wanted}, found {value!r}")
 
 
-def margin_of(record: Record) -> float:
-    """Return by how much the chosen completion is better; 0 if the record has no margin and no scores."""
+def margin_of(record: Record) -> float | None:
+    """Return by how much the chosen completion is better; None if the record has no margin and no scores."""
     if record.values.get("margin") is not None:
         return number_of(record, "margin")
-    if record.values.get("chosen_score") is not None and record.values.get("rejected_score") is not None:
-        return number_of(record, "chosen_score") - number_of(record, "rejected_score")
-    return 0.0
+    for chosen, rejected in SCORE_PAIRS:
+        if record.values.get(chosen) is not None and record.values.get(rejected) is not None:
+            return number_of(record, chosen) - number_of(record, rejected)
+    return None
 
 
 # Conversations
@@ -124,17 +200,119 @@ def message_of(record: Record, column: str, value: Any) -> Message:
     role = text_of(record, f"{column}.{role_key}", value[role_key])
     if role not in ROLES:
         raise cell_error(record, f"{column}.{role_key}", f"unknown role {role!r}; known are {', '.join(ROLES)}")
-    content = value.get(content_key)
+    value, content = _typed_parts(record, f"{column}.{content_key}", value, value.get(content_key))
+    calls = value.get("tool_calls")
     if not isinstance(content, str):
         content = "" if content is None and calls else content_of(record, f"{column}.{content_key}", content)
     message = make_message(ROLES[role], content)
+    if message["role"] == "user":
+        _refuse_media_mark(record, f"{column}.{content_key}", content)
+    if role == "function_call":
+        calls = parse_json(record, f"{column}.{content_key}", content)
+        calls, message["content"] = calls if isinstance(calls, list) else [calls], ""
+    elif message["role"] == "assistant" and not calls and TOOL_CALL.search(content):
+        where = f"{column}.{content_key}"
+        calls = [parse_json(record, where, call) for call in TOOL_CALL.findall(content)]
+        message["content"] = TOOL_CALL.sub("", content).strip()
     if calls:
         if message["role"] != "assistant":
             raise cell_error(record, column, "only messages of the assistant can have tool_calls")
         message["tool_calls"] = tool_calls_of(record, f"{column}.tool_calls", calls)
     elif message["role"] == "tool":  # some templates write which call a result belongs to
         message |= {key: value[key] for key in ("name", "tool_call_id") if isinstance(value.get(key), str)}
+        if result := TOOL_RESPONSE.match(content):  # the template writes the tags
+            message["content"] = result[1]
+    if reasoning := _reasoning_of(record, column, value):
+        message["reasoning_content"] = reasoning
+    if not _is_trained(record, column, value, message["role"]):
+        message["train"] = False
     return message
+
+
+def _typed_parts(record: Record, column: str, message: dict[str, Any], content: Any) -> tuple[dict[str, Any], Any]:
+    """Move reasoning and tool calls among the parts of a content (LLaMA-Factory v1) to the keys of the message."""
+    if not isinstance(content, list) or not any(isinstance(part, dict) and "value" in part for part in content):
+        return message, content
+    kept: list[Any] = []
+    further: dict[str, Any] = {}
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "reasoning":
+            further["reasoning_content"] = further.get("reasoning_content", "") + str(part["value"])
+        elif kind == "tool_call":
+            call = parse_json(record, f"{column}[{index}].value", part["value"])
+            further.setdefault("tool_calls", []).extend(call if isinstance(call, list) else [call])
+        else:
+            kept.append(part)
+    return {**message, **further}, kept
+
+
+def _reasoning_of(record: Record, column: str, value: dict[str, Any]) -> str:
+    """Return the reasoning of a message, which is separate from its content, or ""."""
+    found = {key: value[key] for key in REASONING if value.get(key)}
+    for key, text in found.items():
+        if ROLES.get(str(value.get("role", value.get("from")))) != "assistant":
+            raise cell_error(record, f"{column}.{key}", "only messages of the assistant can have reasoning")
+        text_of(record, f"{column}.{key}", text)
+    if len(set(found.values())) > 1:
+        raise cell_error(record, column, f"{' and '.join(found)} differ; keep one of them")
+    return next(iter(found.values()), "")
+
+
+def _is_trained(record: Record, column: str, value: dict[str, Any], role: str) -> bool:
+    """Return whether the keys of a message allow training on it; its role and position are checked elsewhere."""
+    if value.get("train_detail") is not None:
+        raise cell_error(record, f"{column}.train_detail", "parts of a message cannot be masked; use train, for all")
+    given = {key: value[key] for key in TRAIN_KEYS if value.get(key) is not None}
+    for key, weight in given.items():
+        if weight not in (0, 1):  # true and false are 1 and 0
+            raise cell_error(record, f"{column}.{key}", f"is {weight!r}; a message is trained on (1) or not (0)")
+        if weight and role != "assistant" and key != "weight":
+            raise cell_error(record, f"{column}.{key}", f"is {weight!r}, but only the assistant's text is trained on")
+    if len(set(map(int, given.values()))) > 1:
+        raise cell_error(record, column, f"{' and '.join(given)} contradict each other")
+    return all(given.values())
+
+
+def _refuse_media_mark(record: Record, column: str, text: str) -> None:
+    if "<" in text and (mark := MEDIA_MARK.search(text)):
+        raise cell_error(record, column, f"contains {mark.group().strip()}; only text can be trained on")
+
+
+def refuse_media(record: Record) -> None:
+    """Raise a DataError if the record has pictures, videos, sounds or bytes, which would be left out silently."""
+    for column, value in record.values.items():
+        if (column in MEDIA_COLUMNS and value) or _has_bytes(value):
+            remove = f'to train on the text alone, remove the column with data.map_keys {{"{column}": ""}}'
+            kind = "holds bytes; " if column not in MEDIA_COLUMNS else ""
+            raise cell_error(record, column, f"{kind}only text can be trained on; {remove}")
+
+
+def refuse_template_options(record: Record) -> None:
+    """Raise a DataError if the record has values for the chat template, which would write another text with them."""
+    options = record.values.get(TEMPLATE_OPTIONS)
+    if isinstance(options, dict) and (given := [key for key, value in options.items() if value not in (None, "", [])]):
+        remove = f'remove the column with data.map_keys {{"{TEMPLATE_OPTIONS}": ""}}'
+        reason = f"the chat template cannot be given {', '.join(map(str, given))}; put the text into messages and tools"
+        raise cell_error(record, TEMPLATE_OPTIONS, f"{reason}, or {remove}")
+
+
+def refuse_unused_context(record: Record, used: Collection[str]) -> None:
+    """Raise a DataError if a text that the question is about would be left out of the prompt."""
+    for column in CONTEXT_COLUMNS:
+        if column not in used and isinstance(record.values.get(column), str) and record.values[column].strip():
+            join = f'{{"prompt": "{{{column}}}\\n\\n{{QUESTION}}"}}'
+            reason = f"would not be part of the prompt; join it with the question by data.map_keys {join}"
+            raise cell_error(record, column, f'{reason}, or remove it with {{"{column}": ""}}')
+
+
+def _has_bytes(value: Any) -> bool:
+    """Whether a cell is bytes, or a structure with bytes, as parquet files store pictures."""
+    if isinstance(value, dict):
+        return any(isinstance(item, bytes) for item in value.values())
+    if isinstance(value, list) and value:
+        return _has_bytes(value[0])
+    return isinstance(value, bytes)
 
 
 def content_of(record: Record, column: str, value: Any) -> str:
@@ -146,7 +324,8 @@ def content_of(record: Record, column: str, value: Any) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text":
             raise cell_error(record, f"{column}[{index}]", f"a part of type {kind!r}; only text is supported")
-        texts.append(text_of(record, f"{column}[{index}]", part.get("text") if isinstance(part, dict) else part))
+        text = part.get("text", part.get("value")) if isinstance(part, dict) else part
+        texts.append(text_of(record, f"{column}[{index}]", text))
     return "".join(texts)
 
 
@@ -200,12 +379,60 @@ def check_assistant_messages(record: Record, column: str, messages: list[Message
 
 
 def prompt_of(record: Record, column: str, allow_tools: bool = False) -> list[Message]:
-    """Read a prompt: messages, or text of the user."""
-    if isinstance(value_of(record, column), str):
-        return [make_message("user", filled_text(record, column, record.values[column], "prompt"))]
-    messages = messages_of(record, column, allow_tools)
-    if messages[-1]["role"] == "assistant":
+    """Read a prompt: messages, or text of the user; the column `system` comes first."""
+    value = value_of(record, column)
+    if isinstance(value, str) and not _is_json_messages(value):
+        text = filled_text(record, column, value, "prompt")
+        _refuse_media_mark(record, column, text)
+        messages = prompt_turns(text)
+    else:
+        messages = messages_of(record, column, allow_tools)
+    if not messages or messages[-1]["role"] == "assistant":
         raise cell_error(record, column, "the last message of a prompt must not be the assistant's")
+    return with_system(record, column, without_train_key(messages))
+
+
+def _is_json_messages(text: str) -> bool:
+    """Whether a text is a JSON list of messages, as some files store conversations."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return False
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages)
+
+
+def prompt_turns(text: str) -> list[Message]:
+    """Return the turns of a prompt that is a dialogue (hh-rlhf, Nectar, HelpSteer2), else the text as one message."""
+    first, *parts = HELPSTEER_TURN.split(text)
+    if parts and first.strip():
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        later = [make_message(name.lower(), content.strip()) for name, content in turns]
+        return [make_message("user", first.strip()), *later]
+    messages = dialogue_of(text)
+    if {message["role"] for message in messages} != {"user", "assistant"} or messages[0]["role"] != "user":
+        return [make_message("user", text)]
+    if messages[-1]["role"] == "assistant" and not messages[-1]["content"]:  # "Assistant:" asks for a completion
+        messages.pop()
+    return messages
+
+
+def dialogue_of(text: str) -> list[Message]:
+    """Return the turns of a text in the form "\\n\\nHuman: ...\\n\\nAssistant: ..."; [] if it has another form.
+
+    A repeated marker continues the turn.
+    """
+    before, *parts = DIALOGUE_TURN.split(text)
+    if before.strip():
+        return []
+    messages: list[Message] = []
+    for name, content in zip(parts[0::2], parts[1::2], strict=True):
+        role = ROLES[name.lower()]
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content.strip()}".strip()
+        else:
+            messages.append(make_message(role, content.strip()))
     return messages
 
 
@@ -215,17 +442,51 @@ def completion_of(record: Record, column: str, prompt: list[Message]) -> list[Me
     if isinstance(value, str):
         return [make_message("assistant", filled_text(record, column, value, "completion"))]
     messages = [message_of(record, column, value)] if isinstance(value, dict) else messages_of(record, column)
-    if messages[: len(prompt)] == prompt:
-        messages = messages[len(prompt) :]
+    beginning = [message for message in prompt if message["role"] != "system" or messages[0]["role"] == "system"]
+    if without_train_key(messages[: len(beginning)]) == beginning:
+        messages = messages[len(beginning) :]
     if not messages or messages[0]["role"] != "assistant":
         raise cell_error(record, column, "expected the assistant's message after the prompt")
     check_assistant_messages(record, column, messages)
+    if any("train" in message for message in messages):
+        raise cell_error(record, column, "a completion is trained on whole: its messages cannot be excluded one by one")
     return messages
 
 
-def are_strings(record: Record, *columns: str) -> bool:
-    """Whether all these cells are plain text."""
-    return all(isinstance(record.values[column], str) for column in columns)
+def without_train_key(messages: list[Message]) -> list[Message]:
+    """Return the messages without the key `train`, which has no meaning in a prompt."""
+    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+
+def with_system(record: Record, column: str, messages: list[Message]) -> list[Message]:
+    """Put the text of the column `system` before the messages; they must not have another system message."""
+    system = system_of(record)
+    if not system or messages[:1] == system:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise cell_error(record, "system", f"differs from the system message in {column}; remove one of them")
+    return system + messages
+
+
+def check_same_prompt(record: Record, column: str, messages: list[Message]) -> None:
+    """Check a column `prompt` next to a conversation: it must be a message of the user, or the first messages."""
+    prompt = record.values.get("prompt")
+    if not prompt:
+        return
+    if isinstance(prompt, str) and not _is_json_messages(prompt):
+        same = any(m["role"] == "user" and m["content"].strip() == prompt.strip() for m in messages)
+    else:
+        first = messages_of(record, "prompt", allow_tools=True)
+        same = without_train_key(messages[: len(first)]) == without_train_key(first)
+    if not same:
+        remove = f'remove one with data.map_keys, {{"prompt": ""}} or {{"{column}": ""}}'
+        raise cell_error(record, "prompt", f"is not a part of {column}; which of them is meant is not clear: {remove}")
+
+
+def is_plain(record: Record, prompt: list[Message], *columns: str) -> bool:
+    """Whether these cells are plain text and the prompt is one of them, unchanged: no chat template is needed."""
+    texts = [record.values[column] for column in columns]
+    return all(isinstance(text, str) for text in texts) and len(prompt) == 1 and prompt[0]["content"] in texts
 
 
 def make_message(role: str, content: str) -> Message:
@@ -234,6 +495,9 @@ def make_message(role: str, content: str) -> Message:
 
 
 def system_of(record: Record) -> list[Message]:
-    """Return the system message as a list, empty if there is none."""
-    system = optional_text(record, "system")
-    return [make_message("system", system)] if system else []
+    """Return the system message as a list, empty if there is none; the column may have one of three names."""
+    found = {column: text for column in SYSTEM_COLUMNS if (text := optional_text(record, column))}
+    if len(set(found.values())) > 1:
+        first, second, *_ = found
+        raise cell_error(record, second, f"differs from the column {first}; remove one of them")
+    return [make_message("system", text) for text in list(found.values())[:1]]

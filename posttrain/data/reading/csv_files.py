@@ -13,7 +13,7 @@ from posttrain.data.reading.text_lines import decode_line, read_lines
 
 
 class CsvLines:
-    """Feeds lines to the csv module, which takes as many as a row has, and keeps those of the current row."""
+    """Feeds lines to the csv module, which consumes as many as a row has, and keeps those of the current row."""
 
     def __init__(self, file: Path, stream: BufferedIOBase) -> None:
         self.file = file

@@ -1,23 +1,24 @@
-"""Kinds of examples: what a record is understood as."""
+"""Define the kinds of examples that records are parsed into."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-Message: TypeAlias = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
+Message: TypeAlias = dict[str, Any]
+"""role, content; where it has them tool_calls, tool_call_id, name, reasoning_content; train: False if it is masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A record whose columns were understood."""
+    """A parsed record."""
 
     origin: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextExample(Example):
-    """Plain text, trained on whole."""
+    """Plain text; every token is trained on."""
 
     text: str
 
@@ -32,14 +33,22 @@ class ChatExample(Example):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentsExample(Example):
+    """Text in segments that is trained on or not; it has its control tokens already, no chat template is applied."""
+
+    segments: list[tuple[str, bool]]  # text, and whether it is trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairExample(Example):
     """A prompt with a chosen and a rejected completion."""
 
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-    margin: float = 0.0
+    margin: float | None = None  # None: the data has none
     plain: bool = False
+    raw: bool = False  # prompt and completion are one text each; no chat template is applied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class LabelledExample(Example):
     completion: list[Message]
     label: float
     plain: bool = False
+    raw: bool = False  # prompt and completion are one text each; no chat template is applied
+    cut_off: bool = False  # the completion ended at a limit of tokens, without an end-of-turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,26 @@
 """Recognise the format of data by its columns and turn records into typed examples; nothing is guessed.
 
 A source has the format of its first record, which can be printed. A record that does not fit raises a DataError with
-its position, the column and the reason.
+its position, the column and the reason. The formats are the rows of `format_table.FORMATS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import ExampleKind
+from posttrain.data.ground_truth import ground_truth_of
 from posttrain.data.reading import parsers
-from posttrain.data.reading.cells import cell_error
+from posttrain.data.reading.cells import cell_error, refuse_media, refuse_template_options, refuse_unused_context
 from posttrain.data.reading.columns import KeyMap
 from posttrain.data.reading.examples import ChatExample, Example, LabelledExample, PairExample
+from posttrain.data.reading.format_table import FORMATS, Format
 from posttrain.data.reading.records import Record
+from posttrain.data.reading.suggestions import suggestion
+
+__all__ = ["FORMATS", "VERBS", "Format", "SourceFormat", "recognise", "unknown_format"]
 
 VERBS: dict[ExampleKind, tuple[str, ...]] = {
     "text": ("pretrain",),
@@ -27,37 +31,7 @@ VERBS: dict[ExampleKind, tuple[str, ...]] = {
     "prompt": (),  # reinforcement learning
 }
 """The commands that train on each kind of example."""
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A set of columns and how to parse them."""
-
-    name: str
-    kind: ExampleKind
-    columns: tuple[str, ...]
-    parse: Callable[[Record, str], Example]  # the string is the placeholder that marks the end of a step
-    optional: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()  # columns with which the others have another meaning
-    condition: Callable[[dict[str, Any]], bool] = lambda values: True
-
-    def matches(self, values: dict[str, Any]) -> bool:
-        """Whether a record with these values has this format."""
-        missing = any(column not in values for column in self.columns)
-        foreign = any(column in values for column in self.excluded)
-        return not missing and not foreign and self.condition(values)
-
-    def provides(self, kind: ExampleKind) -> bool:
-        """Whether it gives examples of this kind: pairs also give labelled examples, conversations give prompts."""
-        return self.kind == kind or (kind, self.kind) in (("labelled", "pair"), ("prompt", "chat"))
-
-    def describe(self, values: dict[str, Any] | None = None) -> str:
-        """Return the name and columns; of the optional ones those that `values` has."""
-        columns: Sequence[str] = self.columns
-        if values is not None:
-            used = {*self.columns, *(column for column in self.optional if values.get(column) is not None)}
-            columns = [column for column in values if column in used]
-        return f"{self.name}: {', '.join(columns)}"
+USUAL_SHOWN = 5  # formats in a message
 
 
 class SourceFormat:
@@ -72,15 +46,14 @@ class SourceFormat:
         self._known_columns: set[tuple[str, ...]] = set()
 
     def examples(self, record: Record) -> list[Example]:
-        """Return the record's example, or two labelled examples for a pair."""
+        """Return the record's examples: one as a rule, two labelled ones for a pair, several in some formats."""
         record = self.keys.apply(record)
+        refuse_media(record)
+        refuse_template_options(record)
         columns = tuple(record.values)
         if self.format is None:
             self.format = recognise(record, self.kind)
-            self.description = self.format.describe(record.values)
-            if self.kind == "prompt" and self.format.kind == "chat":
-                kept = "" if "ground_truth" in record.values else " and kept as ground_truth"
-                self.description += f"; the last completion is removed{kept}"
+            self.description = self._describe(self.format, record)
         elif columns not in self._known_columns:
             for column in self.format.columns:
                 if column not in record.values:
@@ -90,185 +63,108 @@ class SourceFormat:
                 reason = f"this example is {found.describe(record.values)}; the first one was {self.description}"
                 raise DataError(f"{record.origin}: {reason}")
         self._known_columns.add(columns)
-        example = self.format.parse(record, self.placeholder)
+        parsed = self.format.parse(record, self.placeholder)
+        if self.format.has_question and not self.keys.changes_columns:
+            refuse_unused_context(record, (*self.format.columns, *self.format.optional))
+        examples = parsed if isinstance(parsed, list) else [parsed]
+        made = [made for example in examples for made in self._of_kind(record, example)]
+        if len(examples) > 1 and self.kind == "labelled":  # the best completion is part of several pairs
+            made = [example for index, example in enumerate(made) if example not in made[:index]]
+        return made
+
+    def _describe(self, form: Format, record: Record) -> str:
+        """Return the verdict: the format, its columns, how they are used, and the columns with text that are not."""
+        description = form.describe(record.values)
+        if self.kind == "prompt" and form.kind == "chat":
+            kept = " and kept as ground_truth" if self._has_no_truth(form, record) else ""
+            return f"{description}; the last completion is removed{kept}"
+        if form.note:
+            description += f"; {form.note}"
+        if self.kind != "prompt" and (unused := form.unused(record.values)):
+            description += f"; not used: {', '.join(unused)}"
+        return description
+
+    def _of_kind(self, record: Record, example: Example) -> list[Example]:
+        """Return the examples of this source's kind that a parsed one gives."""
         if self.kind == "labelled" and isinstance(example, PairExample):
-            shared: dict[str, Any] = {"origin": record.origin, "prompt": example.prompt, "plain": example.plain}
+            shared: dict[str, Any] = {
+                "origin": record.origin,
+                "prompt": example.prompt,
+                "plain": example.plain,
+                "raw": example.raw,
+            }
             return [
                 LabelledExample(completion=example.chosen, label=1.0, **shared),
                 LabelledExample(completion=example.rejected, label=0.0, **shared),
             ]
-        if self.kind == "prompt" and isinstance(example, ChatExample):
-            return [parsers.prompt_from_chat(record, example)]
-        return [example]
+        if not isinstance(example, ChatExample):
+            return [example]
+        assert self.format is not None
+        truth = self._ground_truth(self.format, record) if self.kind == "prompt" else None
+        last = example.messages[-1]
+        if truth is None and not last["content"].strip() and "tool_calls" not in last:
+            raise cell_error(record, " and ".join(self.format.columns[1:]), "empty completion")
+        return [example if self.kind != "prompt" else parsers.prompt_from_chat(record, example, truth)]
+
+    def _has_no_truth(self, form: Format, record: Record) -> bool:
+        return form.truth is None and self._ground_truth(form, record) is None
+
+    def _ground_truth(self, form: Format, record: Record) -> Any:
+        """Return the ground truth of a conversation that is not its completion, or None."""
+        if form.truth is not None:
+            return form.truth(record)
+        return ground_truth_of({name: value for name, value in record.values.items() if name not in form.columns})
 
 
 def recognise(record: Record, kind: ExampleKind) -> Format:
     """Return the format for `kind` that the record's columns fit; DataError if there is none or more than one."""
-    fitting = [form for form in FORMATS if form.matches(record.values)]
+    fitting = _most_specific([form for form in FORMATS if form.matches(record.values)])
     serving = [form for form in fitting if form.provides(kind)]
     if kind == "prompt":  # a column with a prompt takes precedence over a conversation
         serving = [form for form in serving if form.kind == "prompt"] or serving
     if len(serving) == 1:
         return serving[0]
-    wanted = f"Formats for {_named(VERBS[kind])}:\n" + "\n".join(
-        f"  {form.describe()}" for form in FORMATS if form.provides(kind)
-    )
     if serving:
         both = " or ".join(form.describe(record.values) for form in serving)
-        raise DataError(f"{record.origin}: ambiguous columns: {both}; remove or rename one of the columns")
-    if fitting:
-        verbs = tuple(dict.fromkeys(verb for form in fitting for verb in _verbs_taking(form)))
-        is_a = " or ".join(form.describe(record.values) for form in fitting)
-        raise DataError(f"{record.origin}: the format is {is_a}, which is data for {_named(verbs)}. {wanted}")
-    found = ", ".join(record.values) or "none"
-    rename = 'rename columns with data.map_keys, for example --data.map_keys \'{"prompt": "COLUMN"}\'.'
-    raise DataError(f"{record.origin}: no known format has the columns {found}; {rename} {wanted}")
+        own = next(column for column in serving[0].columns if column not in serving[1].columns)
+        remove = f'with --data.map_keys \'{{"{own}": ""}}\''
+        raise DataError(f"{record.origin}: ambiguous columns: {both}; remove one of the columns, for example {remove}")
+    if not fitting:
+        raise unknown_format(record, [kind])
+    verbs = tuple(dict.fromkeys(verb for form in fitting for verb in _verbs_taking(form)))
+    is_a = " or ".join(dict.fromkeys(form.describe(record.values) for form in fitting))
+    usual = dict.fromkeys(form.describe() for form in FORMATS if form.provides(kind))
+    wanted = (
+        f"Usual formats for {verb_names(VERBS[kind])}: {'; '.join(list(usual)[:USUAL_SHOWN])}; docs/data.md lists all."
+    )
+    raise DataError(f"{record.origin}: the format is {is_a}, which is data for {verb_names(verbs)}. {wanted}")
 
 
-def _named(verbs: Sequence[str]) -> str:
+def unknown_format(record: Record, kinds: Sequence[ExampleKind]) -> DataError:
+    """Return the error for a record that fits no format: its columns, near formats, and a map_keys that would do."""
+    found = ", ".join(map(str, record.values)) or "none"
+
+    def is_known(mapping: dict[str, str], kind: ExampleKind) -> bool:
+        mapped = KeyMap.parse(mapping).apply(record)
+        return any(form.matches(mapped.values) and form.provides(kind) for form in FORMATS)
+
+    advice = suggestion(record, kinds, FORMATS, is_known)
+    return DataError(f"{record.origin}: no known format has the columns {found}.{advice}")
+
+
+def _most_specific(forms: list[Format]) -> list[Format]:
+    """Return the formats without those that need a part of the columns of another one of the same kind."""
+    return [
+        form
+        for form in forms
+        if not any(other.kind == form.kind and set(form.columns) < set(other.columns) for other in forms)
+    ]
+
+
+def verb_names(verbs: Sequence[str]) -> str:
+    """Return the names of verbs for a message."""
     return ", ".join(verbs) or "reinforcement learning"
 
 
 def _verbs_taking(form: Format) -> list[str]:
     return [verb for kind, verbs in VERBS.items() if form.provides(kind) for verb in verbs]
-
-
-# The table of formats
-
-MARGIN_COLUMNS = ("margin", "chosen_score", "rejected_score")
-ALPACA_COLUMNS = ("input", "history", "system")
-COMPLETION_COLUMNS = ("completion", "completions", "response", "chosen", "rejected", "label")
-PROMPT_COLUMNS = ("prompt", "instruction", "conversations", "messages", "question", "problem", "input")
-
-FORMATS = (
-    Format("text", "text", ("text",), parsers.parse_text),
-    Format("chat", "chat", ("messages",), parsers.parse_chat, ("tools",), excluded=("label",)),
-    Format(
-        "prompt and completion", "chat", ("prompt", "completion"), parsers.parse_prompt_completion, excluded=("label",)
-    ),
-    Format(
-        "Alpaca",
-        "chat",
-        ("instruction", "output"),
-        parsers.parse_alpaca,
-        ALPACA_COLUMNS,
-        excluded=("label",),
-        condition=lambda values: not isinstance(values["output"], list),
-    ),
-    Format(
-        "prompt and response",
-        "chat",
-        ("prompt", "response"),
-        parsers.parse_prompt_response,
-        ("query", "history", "system"),
-        excluded=("label", "completion"),
-    ),
-    Format(
-        "ShareGPT",
-        "chat",
-        ("conversations",),
-        parsers.parse_sharegpt,
-        ("system", "tools"),
-        excluded=("chosen", "rejected", "label"),
-    ),
-    Format(
-        "GSM8K",
-        "chat",
-        ("question", "answer"),
-        parsers.parse_question_answer,
-        excluded=("label",),
-        condition=parsers.is_gsm8k,
-    ),
-    Format(
-        "question and answer",
-        "chat",
-        ("question", "answer"),
-        parsers.parse_question_answer,
-        excluded=("label",),
-        condition=lambda values: not parsers.is_gsm8k(values) and not parsers.has_options(values),
-    ),
-    Format(
-        "multiple choice",
-        "chat",
-        ("question", "A", "B", "answer"),
-        parsers.parse_multiple_choice,
-        tuple(parsers.LETTERS[2:]),
-        excluded=("label", "choices"),
-        condition=lambda values: not parsers.is_gsm8k(values),
-    ),
-    Format(
-        "multiple choice",
-        "chat",
-        ("question", "choices", "answer"),
-        parsers.parse_multiple_choice,
-        excluded=("label",),
-        condition=lambda values: not parsers.is_gsm8k(values) and isinstance(values["choices"], list),
-    ),
-    Format(
-        "prompt",
-        "prompt",
-        ("prompt",),
-        parsers.parse_prompt,
-        ("tools",),
-        excluded=COMPLETION_COLUMNS,
-        condition=lambda values: not parsers.has_ground_truth(values),
-    ),
-    Format(
-        "messages to answer",
-        "prompt",
-        ("messages",),
-        parsers.parse_prompt_messages,
-        ("tools",),
-        excluded=("label",),
-        condition=parsers.ends_with_prompt,
-    ),
-    Format(
-        "verl",
-        "prompt",
-        ("prompt", "reward_model"),
-        parsers.parse_verl,
-        ("extra_info",),
-        excluded=COMPLETION_COLUMNS,
-        condition=parsers.has_ground_truth,
-    ),
-    Format("preference", "pair", ("prompt", "chosen", "rejected"), parsers.parse_pair, MARGIN_COLUMNS),
-    Format("hh-rlhf", "pair", ("chosen", "rejected"), parsers.parse_hh_pair, MARGIN_COLUMNS, excluded=PROMPT_COLUMNS),
-    Format(
-        "ShareGPT pairwise",
-        "pair",
-        ("conversations", "chosen", "rejected"),
-        parsers.parse_sharegpt_pair,
-        ("system", *MARGIN_COLUMNS),
-    ),
-    Format(
-        "Alpaca pairwise",
-        "pair",
-        ("instruction", "chosen", "rejected"),
-        parsers.parse_alpaca_pair,
-        (*ALPACA_COLUMNS, *MARGIN_COLUMNS),
-    ),
-    Format(
-        "Alpaca pairwise, output a list of two",
-        "pair",
-        ("instruction", "output"),
-        parsers.parse_alpaca_output_pair,
-        (*ALPACA_COLUMNS, *MARGIN_COLUMNS),
-        excluded=("chosen", "rejected"),
-        condition=lambda values: isinstance(values["output"], list),
-    ),
-    Format("labelled chat", "labelled", ("messages", "label"), parsers.parse_labelled_chat),
-    Format("labelled completion", "labelled", ("prompt", "completion", "label"), parsers.parse_labelled_completion),
-    Format("steps", "stepwise", ("prompt", "completions", "labels"), parsers.parse_stepwise),
-    Format("ProcessBench", "stepwise", ("problem", "steps", "label"), parsers.parse_processbench),
-    Format(
-        "marked steps", "stepwise", ("input", "value"), parsers.marked_steps_parser("value"), excluded=("instruction",)
-    ),
-    Format(
-        "marked steps",
-        "stepwise",
-        ("input", "label"),
-        parsers.marked_steps_parser("label"),
-        excluded=("instruction", "value"),
-        condition=lambda values: isinstance(values["label"], list),
-    ),
-)

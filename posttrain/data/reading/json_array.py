@@ -24,7 +24,7 @@ JSON_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{},"]', re.DOTALL)
 DECODER = json.JSONDecoder()
 
 
-def read_json(file: Path, stream: BufferedIOBase) -> Records:
+def read_json_records(file: Path, stream: BufferedIOBase) -> Records:
     """Read a list of objects; or one object per line, as files with this extension may also have."""
     window = TextWindow(stream)
     first = window.next()

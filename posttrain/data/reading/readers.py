@@ -16,13 +16,13 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.data.reading.arrow_files import read_arrow, read_parquet
 from posttrain.data.reading.csv_files import read_csv
-from posttrain.data.reading.json_array import read_json
+from posttrain.data.reading.json_array import read_json_records
 from posttrain.data.reading.records import ReadProgress, Records
 from posttrain.data.reading.text_lines import read_jsonl, read_txt
 
 READERS: dict[str, Callable[[Path, Any], Records]] = {
     ".jsonl": read_jsonl,
-    ".json": read_json,
+    ".json": read_json_records,
     ".csv": read_csv,
     ".txt": read_txt,
     ".parquet": read_parquet,

@@ -179,7 +179,7 @@ def _hub(text: str) -> SourcePart:
 
 def _is_reachable(address: str) -> bool:
     """Whether a server accepts connections at an address."""
-    if urllib.request.getproxies():  # a proxy answers for the server, so this test would not tell
+    if urllib.request.getproxies():  # a proxy accepts connections for every server
         return True
     place = urlsplit(address)
     try:

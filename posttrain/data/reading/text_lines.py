@@ -87,7 +87,12 @@ def json_error(error: Exception) -> str:
 
 
 def record_of(values: Any, source: str, origin: str) -> Record | BadRecord:
-    """Return a record of decoded JSON, which must be an object with valid text."""
+    """Return a record of decoded JSON, which must be an object with valid text.
+
+    A list of objects has its positions as columns, "0", "1" and so on, as the hub shows such files.
+    """
+    if isinstance(values, list) and values and all(isinstance(value, dict) and value for value in values):
+        values = {str(index): value for index, value in enumerate(values)}
     if not isinstance(values, dict):
         return BadRecord(origin, f"expected an object with named columns, found {type(values).__name__}", source)
     if "\\ud" in source or "\\uD" in source:  # half of a surrogate pair is valid JSON but not valid text

@@ -1,0 +1,1 @@
+"""Operations of a decode step, in PyTorch (`reference`) and Triton (`triton`)."""

@@ -1,7 +1,8 @@
 """The kernels of a decode step in plain PyTorch, for every device; triton.py has the same functions for a GPU.
 
-Row i of every argument is slot i of the cache. Half-precision results are rounded where the stock modules round, so
-that the trainer's forward pass over the same tokens gives nearly the same numbers.
+Row i of every argument is slot i of the cache, whose blocks are in row i of its table. Half-precision results are
+rounded where the stock modules round, so that the trainer's forward pass over the same tokens gives nearly the same
+numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.nn.kernels.reference import add_norm as add_norm
+from posttrain.nn.kernels.reference import combine_rows as combine_rows
+from posttrain.nn.kernels.reference import expert_linear as expert_linear
 from posttrain.nn.kernels.reference import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.reference import route as route
 from posttrain.nn.kernels.reference import silu_and_mul as silu_and_mul
+from posttrain.nn.kernels.reference import sort_by_expert as sort_by_expert
 
 ROWS_PER_BLOCK = 16  # rows that attend together on a CPU
 BLOCK = 4096  # tokens of the vocabulary whose probabilities are summed in float32
@@ -35,16 +40,29 @@ class RowBlock:
 
 def attend(
     query: torch.Tensor,  # [n, heads, d]
-    keys: torch.Tensor,  # [slots, capacity, kv_heads, d]
+    keys: torch.Tensor,  # [blocks, block size, kv_heads, d]
     values: torch.Tensor,
+    table: torch.Tensor,  # [n, blocks of a slot]
     positions: torch.Tensor,  # [n], of the newest key
     longest: int,  # no row has more keys
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of each row over its own slot: [n, heads, d_value]. Each key is read once for all its query heads."""
+    """Attend from each row to its own slot: [n, heads, d_value]. Each key is read once for all its query heads."""
     blocks = row_blocks(positions, longest, window, query.dtype)
-    return torch.cat([attend_block(query, keys, values, block, scaling) for block in blocks])
+    return torch.cat([attend_block(query, keys, values, table, block, scaling) for block in blocks])
+
+
+def gather_blocks(stream: torch.Tensor, table: torch.Tensor, longest: int) -> torch.Tensor:
+    """Copy the first positions of each slot out of their blocks, [blocks, size, heads, d]: [n, heads, longest, d]."""
+    _, size, heads, width = stream.shape
+    used = table[:, : -(-longest // size)]
+    if stream.stride(1) < stream.stride(2):  # a block is stored by head
+        flat = stream.transpose(1, 2).reshape(-1, size * width)
+        by_head = used[:, None].long() * heads + torch.arange(heads, device=table.device)[:, None]
+        return flat.index_select(0, by_head.view(-1)).view(len(table), heads, -1, width)[:, :, :longest]
+    found = stream.index_select(0, used.reshape(-1)).view(len(table), -1, heads, width)
+    return found[:, :longest].transpose(1, 2)
 
 
 def row_blocks(positions: torch.Tensor, longest: int, window: int | None, dtype: torch.dtype) -> list[RowBlock]:
@@ -60,51 +78,78 @@ def row_blocks(positions: torch.Tensor, longest: int, window: int | None, dtype:
 
 
 def attend_block(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: RowBlock, scaling: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    block: RowBlock,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of the rows of one block."""
+    """Attend from the rows of one block."""
     heads, width = query.shape[1:]
     kv_heads = keys.shape[2]
     q = query[block.rows].view(-1, kv_heads, heads // kv_heads, width)
-    k, v = (stream[block.rows][: len(q), : block.longest].transpose(1, 2) for stream in (keys, values))
+    k, v = (gather_blocks(stream, table[block.rows], block.longest) for stream in (keys, values))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scaling).reshape(len(q), heads, -1)
 
 
 class EmbeddingBagAttention:
     """Attention of one decode step in float32 on a CPU, with an embedding bag as the weighted sum of values.
 
-    torch's kernel for embedding bags reads each value once, in order; its attention kernel is made for many queries.
+    torch's kernel for embedding bags reads each value once, in order and where it is; its attention kernel is made for
+    many queries. Keys are copied out of their blocks, a few rows at a time, into memory that stays in the CPU's cache.
     """
 
-    def __init__(self, blocks: Sequence[RowBlock], heads: int, values: torch.Tensor) -> None:
-        _, capacity, kv_heads, _ = values.shape
+    def __init__(self, blocks: Sequence[RowBlock], heads: int, values: torch.Tensor, table: torch.Tensor) -> None:
+        _, size, kv_heads, width = values.shape
         self.blocks, self.heads = blocks, heads
         self.indices: list[torch.Tensor] = []  # of each head's values, [n * heads * longest]
         self.starts: list[torch.Tensor] = []  # where the values of the next head begin
-        head = torch.arange(heads, dtype=torch.int32) // (heads // kv_heads)
+        self.key_blocks: list[torch.Tensor] = []  # of each row and head, [n * kv_heads * blocks]
+        self.copied_keys = values.new_empty(0)  # reused by all layers
+        dtype = torch.int32 if values.numel() // width < 2**31 else torch.int64
+        table = table.to(dtype)
+        kv_head = torch.arange(kv_heads, dtype=dtype)
+        head = torch.arange(heads, dtype=dtype) // (heads // kv_heads)
+        position = torch.arange(max(block.longest for block in blocks), dtype=dtype)
+        column, offset = position // size, position % size
         for block in blocks:
-            rows = torch.arange(block.rows.start, block.rows.start + len(block.mask), dtype=torch.int32)
-            first = (rows[:, None] * kv_heads + head) * capacity  # [n, heads]
-            self.indices.append((first[..., None] + torch.arange(block.longest, dtype=torch.int32)).view(-1))
-            self.starts.append(torch.arange(0, len(self.indices[-1]), block.longest, dtype=torch.int32))
+            rows, longest = table[block.rows], block.longest
+            first = (rows * (kv_heads * size)).index_select(1, column[:longest]) + offset[:longest]  # [n, longest]
+            self.indices.append((first[:, None] + (head * size)[:, None]).view(-1))
+            self.starts.append(torch.arange(0, len(self.indices[-1]), longest, dtype=dtype))
+            used = rows[:, None, : -(-longest // size)]
+            self.key_blocks.append((used * kv_heads + kv_head[:, None]).view(-1))
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Return [n, heads, d_value]; the memory layout of keys and values is [slots, kv_heads, capacity, d]."""
+        """Return [n, heads, d_value]; the memory layout of keys and values is [blocks, kv_heads, block size, d]."""
         rows, heads, width = query.shape
-        kv_heads, flat = keys.shape[2], values.transpose(1, 2).flatten(0, 2)
+        _, size, kv_heads, _ = keys.shape
+        flat_keys = keys.transpose(1, 2).view(-1, size * width)
+        flat_values = values.transpose(1, 2).view(-1, values.shape[3])
         grouped = (query * (width**-0.5 if scaling is None else scaling)).view(rows, kv_heads, -1, width)
         outputs = []
-        for block, indices, starts in zip(self.blocks, self.indices, self.starts, strict=True):
-            k = keys[:rows][block.rows, : block.longest].permute(0, 2, 3, 1)
-            weights = torch.matmul(grouped[block.rows], k).add_(block.mask).softmax(-1)
-            outputs.append(F.embedding_bag(indices, flat, starts, mode="sum", per_sample_weights=weights.view(-1)))
+        for i, block in enumerate(self.blocks):
+            copied = self.copy_keys(flat_keys, self.key_blocks[i]).view(len(block.mask), kv_heads, -1, width)
+            k = copied[:, :, : block.longest].transpose(2, 3)
+            weights = torch.matmul(grouped[block.rows], k).add_(block.mask).softmax(-1).view(-1)
+            bag = F.embedding_bag(self.indices[i], flat_values, self.starts[i], mode="sum", per_sample_weights=weights)
+            outputs.append(bag)
         return torch.cat(outputs).view(rows, heads, -1)
+
+    def copy_keys(self, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return keys[indices], which is valid until the next call."""
+        size = len(indices) * keys.shape[1]
+        if self.copied_keys.numel() < size:
+            self.copied_keys = keys.new_empty(max(map(len, self.key_blocks)) * keys.shape[1])
+        out = self.copied_keys[:size].view(len(indices), -1)
+        return torch.index_select(keys, 0, indices, out=out)
 
 
 def visible_mask(positions: torch.Tensor, longest: int, window: int | None) -> torch.Tensor:
-    """True where a row's newest token attends: [n, longest]."""
+    """Return [n, longest], True where a row's newest token attends."""
     distance = positions[:, None] - torch.arange(longest, device=positions.device)
     causal = distance >= 0
     return causal if window is None else causal & (distance < window)
@@ -149,7 +194,7 @@ def below(x: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each (seed, counter), independent of the other rows: splitmix64, applied twice.
+    """Return a number in [0, 1) for each (seed, counter), independent of the other rows: splitmix64, applied twice.
 
     Twice, so that neighbouring seeds and counters give unrelated numbers.
     """

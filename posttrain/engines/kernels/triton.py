@@ -13,8 +13,12 @@ import triton
 import triton.language as tl
 
 from posttrain.nn.kernels.triton import add_norm as add_norm
+from posttrain.nn.kernels.triton import combine_rows as combine_rows
+from posttrain.nn.kernels.triton import expert_linear as expert_linear
 from posttrain.nn.kernels.triton import rotate_and_store as rotate_and_store
+from posttrain.nn.kernels.triton import route as route
 from posttrain.nn.kernels.triton import silu_and_mul as silu_and_mul
+from posttrain.nn.kernels.triton import sort_by_expert as sort_by_expert
 
 BLOCK = 4096
 PROGRAMS = 264  # that keep a GPU busy; long caches of few rows are split to reach that number
@@ -29,23 +33,28 @@ def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    table: torch.Tensor,
     positions: torch.Tensor,
     longest: int,  # not used: a CUDA graph must serve every length
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     rows, heads, width = query.shape
-    capacity, kv_heads = keys.shape[1:3]
+    size, kv_heads = keys.shape[1:3]
+    capacity = table.shape[1] * size
     group, width_block = heads // kv_heads, max(16, triton.next_power_of_2(width))
     splits = max(1, min(-(-PROGRAMS // (rows * kv_heads)), capacity // SPLIT_FROM))
     out = torch.empty_like(query)
     partial = query.new_empty(splits, rows, heads, width, dtype=torch.float32) if splits > 1 else out
     weights = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else out
     block, warps, stages = tile(query.element_size() * width)
+    block = min(block, size)
+    assert size % block == 0 and block >= 16, f"blocks of {size} positions: the kernel reads {block} of one at a time"
     attend_kernel[(rows, kv_heads, splits)](
-        query, keys, values, positions, partial, weights, width**-0.5 if scaling is None else scaling, capacity, rows,
-        window or capacity, splits, KV_HEADS=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
-        WIDTH=width, WIDTH_BLOCK=width_block, BLOCK=block, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
+        query, keys, values, table, positions, partial, weights, width**-0.5 if scaling is None else scaling,
+        table.stride(0), rows, window or capacity, splits, KV_HEADS=kv_heads, GROUP=group,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)), WIDTH=width, WIDTH_BLOCK=width_block, SIZE=size,
+        BLOCK=block, SPLIT=splits > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(rows * heads,)](
@@ -59,11 +68,11 @@ def tile(bytes_per_key: int) -> tuple[int, int, int]:
     return (64, 4, 2) if bytes_per_key <= 256 else (32, 4, 2)
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "window", "splits"])
+@triton.jit(do_not_specialize=["columns", "rows", "window", "splits"])
 def attend_kernel(
-    query, keys, values, positions, out, weights, scaling, capacity, rows, window, splits,
+    query, keys, values, table, positions, out, weights, scaling, columns, rows, window, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, WIDTH_BLOCK)
@@ -72,7 +81,8 @@ def attend_kernel(
     real = (member < GROUP)[:, None] & (column < WIDTH)[None, :]
     q = tl.load(query + at, mask=real, other=0.0)
     end = tl.load(positions + row).to(tl.int32) + 1
-    begin = tl.maximum(end - window, 0)
+    first = tl.maximum(end - window, 0)
+    begin = first // BLOCK * BLOCK  # the keys of an iteration are in one block of the cache
     if SPLIT:
         share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK) * BLOCK
         begin += split * share
@@ -80,14 +90,20 @@ def attend_kernel(
     most = tl.full([GROUP_BLOCK], -1.0e30, tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     gathered = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
-    slot = row * capacity * KV_HEADS * WIDTH + kv_head * WIDTH
+    entries = table + row * columns
+    inner = tl.arange(0, BLOCK)
+    block = tl.load(entries + begin // SIZE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        there = (place < end)[:, None] & (column < WIDTH)[None, :]
-        spot = slot + place.to(tl.int64)[:, None] * (KV_HEADS * WIDTH) + column[None, :]
+        place = start + inner
+        visible = (place >= first) & (place < end)
+        there = visible[:, None] & (column < WIDTH)[None, :]
+        stored = block.to(tl.int64) * SIZE + start % SIZE + inner
+        spot = stored[:, None] * (KV_HEADS * WIDTH) + kv_head * WIDTH + column[None, :]
+        # The next iteration's entry is loaded early: its keys can then be loaded without waiting for it.
+        block = tl.load(entries + (start + BLOCK) // SIZE, mask=start + BLOCK < end, other=0)
         k = tl.load(keys + spot, mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-        scores = tl.where((place < end)[None, :], scores, -1.0e30)
+        scores = tl.where(visible[None, :], scores, -1.0e30)
         higher = tl.maximum(most, tl.max(scores, 1))
         mass = tl.exp(scores - higher[:, None])
         fade = tl.exp(most - higher)

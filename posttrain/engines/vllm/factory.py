@@ -39,13 +39,13 @@ def engine_for_path(model: ModelConfig, template: str, options: Mapping[str, Any
 def engine_beside_trainer(
     model: PreTrainedModel, tokenizer: Any, dtype: torch.dtype, options: Mapping[str, Any], base: str
 ) -> VllmEngine:
-    """Build an engine that shares the device with a trainer. `base`: see base_folder; if set, adapters are loaded."""
+    """Build an engine that shares the device with a trainer; with a `base` (adapter_base_folder), it loads adapters."""
     adapter = adapters.adapter_config(model) if base else None
     return VllmEngine(model.config, tokenizer, options, dtype=dtype, base=base, adapter=adapter, beside_trainer=True)
 
 
-def base_folder(model: PreTrainedModel) -> str:
-    """Folder of the weights that a model's adapters belong to; empty without adapters, or if they are stacked."""
+def adapter_base_folder(model: PreTrainedModel) -> str:
+    """Return the folder of the adapters' base weights; empty without adapters, or if these are stacked."""
     if not adapters.is_adapted(model):
         return ""
     source = resolve_path(model.name_or_path)

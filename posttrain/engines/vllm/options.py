@@ -1,4 +1,4 @@
-"""vLLM's options as users give them, and settings that it cannot have here."""
+"""Parses `vllm_options` and refuses settings that do not work with posttrain."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.core.errors import UsageError
-from posttrain.engines.base import Sampling
 
 OPTION = "vllm_options"
-FIXED = {
-    "model": "it is model.path",
-    "tokenizer": "it is model.tokenizer",
+VLLM_SHARE = 0.9  # vLLM's own default of gpu_memory_utilization
+VLLM_SHARE_BESIDE = 0.4  # with a trainer on the same device
+FIXED = {  # options that posttrain sets itself, or that cannot work here, and why
+    "model": "it is set by model.path",
+    "tokenizer": "it is set by model.tokenizer",
     "load_format": "weights come from the trainer",
     "weight_transfer_config": "weights come from the trainer",
     "logprobs_mode": "the trainer needs the log-probabilities of the distribution that tokens are sampled from",
@@ -30,7 +31,7 @@ FIXED = {
 
 
 def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values of options by vLLM's own names with vLLM's own parser."""
+    """Parse options under vLLM's own names with vLLM's own parser; raise UsageError for unknown and fixed ones."""
     from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -55,15 +56,5 @@ def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
         names.append(name)
     if not names:
         return {}
-    read = EngineArgs.add_cli_args(OptionParser()).parse_args(arguments)
-    return {name: getattr(read, name) for name in names}
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse min_p together with top_p: vLLM applies min_p first, the trainer last, which gives two distributions."""
-    if sampling.temperature and sampling.min_p > 0.0 and sampling.top_p < 1.0:
-        raise UsageError(
-            f"top_p is {sampling.top_p:g} and min_p {sampling.min_p:g}: vLLM applies them in another order than the "
-            "trainer and the local engine, so that log-probabilities would differ. Set one of them, or use the local "
-            "engine."
-        )
+    parsed = EngineArgs.add_cli_args(OptionParser()).parse_args(arguments)
+    return {name: getattr(parsed, name) for name in names}

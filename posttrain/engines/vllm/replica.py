@@ -1,4 +1,4 @@
-"""A vLLM engine beside a trainer, with a copy of its weights: built on first use, updated by `refresh`."""
+"""A vLLM engine in the trainer's process, with a copy of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.core.types import Sample, WeightVersion
 from posttrain.engines.base import GenerationRequest, LogprobFunction, OnCompletion, Sampling
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.environment import prepare_environment
-from posttrain.engines.vllm.factory import base_folder, engine_beside_trainer
+from posttrain.engines.vllm.factory import adapter_base_folder, engine_beside_trainer
 from posttrain.engines.weight_probe import OTHER_ENGINE, probe_sample
 from posttrain.models import adapters
 from posttrain.parallel.shards import full_tensor, local_shard
@@ -21,7 +21,7 @@ from posttrain.parallel.weight_transfer import NamedTensors
 
 
 class VllmReplica:
-    """vLLM with the weights that the trainer had at the last `refresh`."""
+    """Generates with vLLM and the weights that the trainer had at the last `refresh`, which also builds the engine."""
 
     def __init__(
         self,
@@ -32,25 +32,27 @@ class VllmReplica:
         weights: Callable[[], NamedTensors],
         logprobs: LogprobFunction,
     ) -> None:
-        """`weights` and `logprobs`: of the trainer."""
+        """`weights` and `logprobs`: methods of the trainer, which return its current weights and log-probabilities."""
         if getattr(model, "is_quantized", False):
-            raise UsageError("model.load_in_4bit: vLLM would not see the same weights; use the local engine")
+            raise UsageError(
+                "model.load_in_4bit: vLLM would compute with weights other than the trainer's; use rollout.engine local"
+            )
         prepare_environment()
         self.options, self.model, self.tokenizer, self.dtype = options, model, tokenizer, dtype
         self.logprobs = logprobs
-        self.base = base_folder(model)
+        self.base = adapter_base_folder(model)
         self.weights = self.adapter_weights if self.base else weights
         self.probe = probe_sample(model.config.get_text_config().vocab_size)
         self.engine: VllmEngine | None = None
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole adapter tensors; all processes that share the model must iterate."""
+        """Yield whole adapter tensors; all processes that share the model must iterate together."""
         tensors: Iterable[tuple[str, torch.Tensor]] = adapters.adapter_tensors(self.model).items()
         for name, tensor in tensors:
             yield name, full_tensor(local_shard(tensor), tensor)
 
     def refresh(self, version: WeightVersion) -> None:
-        """Load the trainer's current weights, which are of this version, and check that they have arrived."""
+        """Load the trainer's current weights as `version`, and check that they have arrived."""
         if self.engine is None:
             self.engine = engine_beside_trainer(self.model, self.tokenizer, self.dtype, self.options, self.base)
         self.engine.wake()
@@ -59,7 +61,7 @@ class VllmReplica:
 
     @property
     def has_weights(self) -> bool:
-        """False before the first `refresh`, and after `sleep` where it drops the weights."""
+        """Whether it can generate: not before the first `refresh`, nor after a `sleep` that dropped the weights."""
         return self.engine is not None and self.engine.version >= 0
 
     def generate(

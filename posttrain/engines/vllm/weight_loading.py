@@ -17,25 +17,25 @@ from posttrain.parallel.weight_transfer import NamedTensors
 BACKEND = "posttrain"  # name of our backend among vLLM's weight-transfer backends
 
 
-def load_weights(llm: Any, weights: NamedTensors, version: WeightVersion) -> None:
-    """Replace all weights; raises if one is missing."""
+def replace_weights(llm: Any, weights: NamedTensors, version: WeightVersion) -> None:
+    """Replace all weights of the engine; raise if one is missing from `weights`."""
     llm.start_weight_update()
     llm.update_weights({"update_info": {"weights": ((name, tensor.detach()) for name, tensor in weights)}})
     llm.finish_weight_update()
     (missing,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine.missing)
     if missing:
-        raise PosttrainError(f"the weight update of vLLM had no tensor for {', '.join(missing[:5])}")
+        raise PosttrainError(f"weight update of vLLM: the trainer sent no tensor for {', '.join(missing[:5])}")
     if hasattr(llm.llm_engine, "set_weight_version"):  # vLLM 0.25 keeps no version
         llm.llm_engine.set_weight_version(str(version))
 
 
-def load_adapter(
+def replace_lora(
     llm: Any, weights: NamedTensors, version: WeightVersion, adapter: dict[str, Any], folder: Path, previous: Any
 ) -> Any:
-    """Replace the LoRA adapter; returns the new LoRARequest. vLLM reads adapters from a folder.
+    """Replace the LoRA adapter by way of `folder`, from which vLLM reads it; return the new LoRARequest.
 
-    `adapter`: peft's settings; `previous`: the LoRARequest before. Each version has a name and a number of its own,
-    by which vLLM caches adapters.
+    `adapter`: the content of adapter_config.json; `previous`: the LoRARequest to replace. Each version has a new name
+    and number, by which vLLM caches adapters.
     """
     from vllm.lora.request import LoRARequest
 
@@ -77,7 +77,7 @@ def transfer_backend() -> str:
             self.expected = {name for name, _ in self.model.named_parameters()}  # as in checkpoints
 
         def discard_packed_experts(self) -> None:
-            """On a CPU vLLM packs experts once, when it builds their kernel: make it build the kernel again."""
+            """Make vLLM build the kernel of experts again: on a CPU it packs their weights when it builds it."""
             for module in self.model.modules():
                 method: Any = getattr(module, "quant_method", None)
                 if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
@@ -99,8 +99,10 @@ def transfer_backend() -> str:
             self.missing = sorted(name for name in left if not (tied and name.startswith("lm_head.")))
 
         def update_tied_head(self) -> None:
-            """An output layer tied to the embedding is not loaded itself, and on a CPU it computes with a packed copy,
-            which would still hold the previous weights."""
+            """Update an output layer that is tied to the embedding.
+
+            It is not loaded itself, and on a CPU it computes with a packed copy, which holds the previous weights.
+            """
             if not self.model_config.hf_text_config.tie_word_embeddings:
                 return
             for module in self.model.modules():
@@ -112,7 +114,7 @@ def transfer_backend() -> str:
 
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:  # abstract in vLLM 0.25
-            raise NotImplementedError("weights are handed over by update_weights")
+            raise NotImplementedError("weights are passed by update_weights")
 
     WeightTransferEngineFactory.register_engine(BACKEND, InProcess)
     return BACKEND

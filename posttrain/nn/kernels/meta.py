@@ -23,7 +23,7 @@ def norm_backward(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, *rest: Any
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     kv_heads, width = keys.shape[2:]
     return qkv.new_empty(len(qkv), qkv.shape[1] // width - 2 * kv_heads, width)
@@ -62,3 +62,30 @@ def target_logprobs(
 
 def target_logprobs_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
     return logits
+
+
+def sort_by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    place = torch.empty_like(chosen)
+    return place.view(-1), place, chosen.new_empty(experts, dtype=torch.int32)
+
+
+def expert_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(len(rows), weight.shape[1])
+
+
+def expert_weight_gradients(
+    d_out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, total: torch.Tensor | None
+) -> torch.Tensor:
+    if total is not None:
+        return total
+    return rows.new_empty(len(ends), d_out.shape[1], rows.shape[1], dtype=torch.float32)
+
+
+def combine_rows(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return rows.new_empty(len(place), rows.shape[1])
+
+
+def weighted_silu_and_mul_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(gate_up), gradient.new_empty(len(gradient), dtype=torch.float32)

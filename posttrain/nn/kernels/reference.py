@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The module of kernels for a device: kernels/triton.py on a GPU that has Triton, else this module."""
+    """Return the module of kernels for a device: kernels/triton.py on a GPU that has Triton, else this module."""
     if device.type != "cuda":
         return sys.modules[__name__]
     try:
@@ -28,7 +28,7 @@ def kernels_for(device: torch.device) -> ModuleType:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMS norm of the sum, the sum): [n, H] each."""
+    """Return (RMS norm of the sum, the sum): [n, H] each."""
     total = x if residual is None else residual + x
     return rms_norm(total, weight, eps), total
 
@@ -42,8 +42,8 @@ def rotate_and_store(
     qkv: torch.Tensor,  # [n, (heads + 2 kv_heads) * d]
     cos: torch.Tensor,  # [n, d]
     sin: torch.Tensor,
-    positions: torch.Tensor,  # [n]
-    keys: torch.Tensor,  # [slots, capacity, kv_heads, d]
+    places: torch.Tensor,  # [n], where keys and values are written in keys.flatten(0, 1)
+    keys: torch.Tensor,  # [blocks, block size, kv_heads, d]
     values: torch.Tensor,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -58,9 +58,9 @@ def rotate_and_store(
         rotated = torch.cat([rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)], 1)
     rotated = rotated * cos[:, None] + rotate_half(rotated) * sin[:, None]
     query, key = rotated.split([heads, kv_heads], 1)
-    slots = torch.arange(rows, device=qkv.device)
-    keys[slots, positions] = key
-    values[slots, positions] = value
+    block, offset = places // keys.shape[1], places % keys.shape[1]
+    keys[block, offset] = key
+    values[block, offset] = value
     return query
 
 
@@ -72,7 +72,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 def norm_backward(
     gradient: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, carried: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `total` [n, H], including that of its other uses (`carried`), and of the weight [H]."""
+    """Return the gradients of `total` [n, H], including that of its other uses (`carried`), and of the weight [H]."""
     wide = total.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     d_total, d_weight = unit_backward(gradient.float(), wide * scale, scale, weight.float())
@@ -84,7 +84,7 @@ def norm_backward(
 def unit_backward(
     gradient: torch.Tensor, unit: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and, per row, of the weight, for the output weight * unit with unit = scale * x."""
+    """Return the gradients of x and, per row, of the weight, for the output weight * unit with unit = scale * x."""
     g = gradient * weight
     return scale * (g - unit * (g * unit).mean(-1, keepdim=True)), gradient * unit
 
@@ -100,7 +100,7 @@ def rotate_backward(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of queries, keys and values before the rotation, [n, (heads + 2 kv_heads) * d], and of the norms."""
+    """Return the gradients of the joined queries, keys and values before the rotation, and of the norms' weights."""
     kind, norms = d_query.dtype, (q_norm, k_norm)
     unrotated = [rotate_back(stream.float(), cos[:, None].float(), sin[:, None].float()) for stream in (d_query, d_key)]
     d_norms: list[torch.Tensor | None] = [None, None]
@@ -116,18 +116,18 @@ def rotate_backward(
 
 
 def rotate_back(gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of what was rotated."""
+    """Return the gradient of the input of a rotation."""
     return gradient * cos - rotate_half(gradient * sin)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [n, 2 I] -> [n, I]."""
+    """Compute silu(gate) * up: [n, 2 I] -> [n, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def silu_and_mul_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what `silu_and_mul` returned, [n, I]; the gradient of gate_up, [n, 2 I])."""
+    """Return what `silu_and_mul` returned, [n, I], and the gradient of gate_up, [n, 2 I]."""
     gate, up = gate_up.float().chunk(2, -1)
     g, sigmoid = gradient.float(), gate.sigmoid()
     d_gate = g * up * sigmoid * (1 + gate * (1 - sigmoid))
@@ -137,7 +137,7 @@ def silu_and_mul_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tupl
 def target_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probability of the target, entropy or 0, log-normalizer) of each row of logits [n, V]; float32 [n] each."""
+    """Return (target log-probability, entropy or 0, log-normalizer) of each row of logits [n, V]: float32 [n] each."""
     wide = scale_by_temperature(logits, temperature)
     normalizer = wide.logsumexp(-1)
     picked = wide.gather(-1, targets[:, None])[:, 0] - normalizer
@@ -156,7 +156,7 @@ def target_logprobs_backward(
     d_picked: torch.Tensor,
     d_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of the logits [n, V], written over them."""
+    """Return the gradient of the logits [n, V], written over them."""
     logp = scale_by_temperature(logits, temperature).sub_(normalizer[:, None])
     if d_entropy is None:
         gradient = logp.exp_().mul_(-d_picked[:, None])
@@ -170,12 +170,104 @@ def target_logprobs_backward(
 
 
 def scale_by_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits / temperature in float32; the logits themselves if they need no change."""
+    """Return logits / temperature in float32; the logits themselves if they need no change."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def gather_backward(gradient: torch.Tensor, places: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """The sum of gradient[places[first[i] : first[i + 1]]] for each i, accumulated in float32."""
+    """Return the sum of gradient[places[first[i] : first[i + 1]]] for each i, accumulated in float32."""
     owner = torch.repeat_interleave(torch.arange(len(first) - 1, device=first.device), first.diff())
     total = gradient.new_zeros(len(first) - 1, *gradient.shape[1:], dtype=torch.float32)
     return total.index_add_(0, owner, gradient[places[: len(owner)]].float()).to(gradient.dtype)
+
+
+# Mixtures of experts. A pair is a token and one of the k experts chosen for it; rows are pairs sorted by expert.
+
+
+def sort_by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort pairs by expert, stably, from the chosen experts [T, k] of each token.
+
+    Returns the pair of each row [T * k], the row of each pair [T, k], and where each expert's rows end (int32 [E]).
+    """
+    of_pairs = chosen.reshape(-1)
+    order = of_pairs.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.zeros(experts, dtype=torch.long, device=order.device)
+    counts.scatter_add_(0, of_pairs.long(), torch.ones_like(order))
+    return order, place.view(chosen.shape), counts.cumsum(0).int()
+
+
+def expert_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    pairs: torch.Tensor | None = None,
+    per_token: int = 1,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Multiply rows with the weights of their experts: [S, in], [E, out, in] -> [S, out].
+
+    With `pairs` [S], row i is rows[pairs[i] // per_token] instead. `gated`: the weights are those of gate and up, and
+    the result is silu(gate) * up, [S, out / 2].
+    """
+    if pairs is not None:
+        rows = rows[pairs // per_token]
+    out = rows.new_empty(len(rows), weight.shape[1])
+    for expert, (first, last) in enumerate(expert_ranges(ends)):
+        if last > first:
+            out[first:last] = rows[first:last] @ weight[expert].t()
+    return silu_and_mul(out) if gated else out
+
+
+def expert_weight_gradients(
+    d_out: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, total: torch.Tensor | None
+) -> torch.Tensor:
+    """Add the weight gradients of `expert_linear`, from [S, out] and [S, in], to total: float32 [E, out, in]."""
+    if total is None:
+        total = torch.zeros(len(ends), d_out.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
+    for expert, (first, last) in enumerate(expert_ranges(ends)):
+        if last > first:
+            total[expert].addmm_(d_out[first:last].t().float(), rows[first:last].float())
+    return total
+
+
+def expert_ranges(ends: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the first and the last row (exclusive) of each expert; waits for the device."""
+    numbers = ends.tolist()
+    return list(zip([0, *numbers[:-1]], numbers, strict=True))
+
+
+def combine_rows(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sum the rows of each token's pairs, times their weights [T, k]: [S, H], [T, k] -> [T, H]."""
+    of_tokens = rows[place].float()
+    if weights is not None:
+        of_tokens = of_tokens * weights[..., None].float()
+    return of_tokens.sum(1).to(rows.dtype)
+
+
+def weighted_silu_and_mul_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output [n, I] of `silu_and_mul` times weights [n], and the gradients of gate_up and of the weights.
+
+    `gradient` [n, I] is that of the weighted output.
+    """
+    active, d_gate_up = silu_and_mul_backward(gradient.float() * weights[:, None].float(), gate_up)
+    d_weights = (active.float() * gradient.float()).sum(-1)
+    return (active.float() * weights[:, None].float()).to(gate_up.dtype), d_gate_up, d_weights
+
+
+def route(
+    logits: torch.Tensor, per_token: int, *, renormalize: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the most probable experts of each token: router logits [T, E] -> weights and indices [T, k].
+
+    The weights are probabilities, which sum to 1 if `renormalize`. Of equally probable experts, which half precision
+    makes frequent, the first are chosen; torch.topk would not say which.
+    """
+    weights, chosen = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, chosen = weights[:, :per_token], chosen[:, :per_token]
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(dtype), chosen

@@ -14,6 +14,7 @@ import torch
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
+    checkpoint_to_resume,
     delete_old_checkpoints,
     is_run_directory,
     is_valid,
@@ -117,6 +118,16 @@ def test_damage_is_found_by_name_and_the_one_before_is_taken(tmp_path, caplog, d
     assert newest_valid(tmp_path, step=40) is None
     assert newest_valid(tmp_path, step=30) == earlier
     assert "skipped a damaged checkpoint" in caplog.text
+
+
+def test_nothing_is_resumed_where_all_checkpoints_are_damaged(tmp_path):
+    assert checkpoint_to_resume(tmp_path / "none") is None
+    earlier, path = save(tmp_path, 30), save(tmp_path, 40)
+    (path / "state.json").write_bytes(b"")
+    assert checkpoint_to_resume(tmp_path) == earlier
+    (earlier / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be used"):
+        checkpoint_to_resume(tmp_path)
 
 
 def flip_bit(path: Path, bit: int) -> None:

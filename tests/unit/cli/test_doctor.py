@@ -40,9 +40,10 @@ def test_a_sound_machine_exits_with_0(capsys):
     assert f"python: {platform.python_version()} (>=3.11)" in out
     for name in ("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "wandb", "ray", "vllm"):
         assert f" {name}: " in out
-    assert all(word in out for word in ("device", "cores", "memory", "run folder", "hub cache", "hub: ", "sandbox: "))
+    checked = ("device", "cores", "memory", "run directory", "hub cache", "hub: ", "sandbox: ")
+    assert all(word in out for word in checked)
     assert "\x1b" not in out
-    assert out.splitlines()[-1] == "Everything required is here."
+    assert out.splitlines()[-1] == "All requirements are met."
 
 
 def test_a_required_package_that_is_old_or_missing_is_a_problem_with_one_command(monkeypatch, capsys):
@@ -51,7 +52,7 @@ def test_a_required_package_that_is_old_or_missing_is_a_problem_with_one_command
     lines = capsys.readouterr().out.splitlines()
     assert "  problem transformers: 4.57.0 (>=5.16.1,<5.20); fix: pip install 'transformers>=5.16.1,<5.20'" in lines
     assert "  problem safetensors: missing (>=0.6); fix: pip install 'safetensors>=0.6'" in lines
-    assert lines[-1] == "2 problems: see `fix`"
+    assert lines[-1] == "2 problems: run the commands after `fix`"
 
 
 def test_an_optional_package_is_only_noted(monkeypatch):
@@ -95,7 +96,7 @@ def test_ranges(version, wanted, fits):
 
 
 def test_a_folder_that_cannot_be_written_to():
-    finding = doctor.disk("run folder", Path("/proc"), fix="x", state="problem")
+    finding = doctor.disk("run directory", Path("/proc"), fix="x", state="problem")
     assert finding.state == "problem" and "cannot be written to" in finding.found and finding.fix == "cd ~"
 
 
@@ -104,7 +105,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     finding = doctor.disk("hub cache", tmp_path / "not" / "yet", fix="export HF_HOME=/a/larger/disk", state="note")
     assert (finding.state, finding.fix) == ("note", "export HF_HOME=/a/larger/disk")
-    assert doctor.disk("run folder", tmp_path, fix="df -h", state="problem").state == "problem"
+    assert doctor.disk("run directory", tmp_path, fix="df -h", state="problem").state == "problem"
 
 
 def test_hub_settings(monkeypatch, tmp_path):
@@ -145,7 +146,7 @@ def test_a_table_on_a_terminal(monkeypatch):
         monkeypatch.setenv("COLUMNS", "100")
         monkeypatch.setenv("TERM", "xterm")
         finding = Finding("wandb", "missing [for log.wandb]", "note", ">=0.20", "pip install 'wandb>=0.20'")
-        doctor.print_table({"packages": [finding]})
+        doctor.print_findings({"packages": [finding]})
         out.flush()
         seen = read_until("wandb>=0.20'", controller)
     os.close(controller)

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.cli import plan, plan_pipeline, tools
+from posttrain.cli import plan as plan_command
+from posttrain.cli import plan_pipeline
+from posttrain.cli import plan_training as plan
 from posttrain.config import sections as configs
 from posttrain.config.sections import Config
 from posttrain.core.errors import UsageError
-from posttrain.pipelines.settings import PipelineConfig, start_of
+from posttrain.models import memory
+from posttrain.models.loading import compute_dtype
+from posttrain.pipelines.settings import PipelineConfig, pipeline_defaults
 from tests.tiny import tiny_folder
 
 
@@ -30,7 +34,7 @@ def settings(verb: str, **options) -> Config:
 
 
 def lines_of(out: str) -> dict[str, tuple[str, str]]:
-    """{name: (value, note)} of the ledger's lines."""
+    """{name: (value, note)} of the printed lines."""
     found = re.findall(r"^  (\S.*?)  +(\S+(?: [GM]iB)?)(?:  (.*))?$", out, re.MULTILINE)
     return {name: (value, note) for name, value, note in found}
 
@@ -49,15 +53,15 @@ def rows(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
+def test_batch_rows_count_what_a_run_would_do(rows, capsys):
     options = {"model.path": "pico", "data.train": (rows,), "train.batch_size": 4, "train.micro_batch_tokens": 64}
     config = settings("dpo", **options, **{"data.eval_fraction": 0.1, "train.epochs": 2.0})
     assert plan.plan("dpo", config) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert out.count("dpo of pico: ") == 1
-    assert ledger["rows"][0] == "9" and ledger["evaluation rows"][0] == "1"
-    assert ledger["samples"] == ("18", "2 a row")
+    assert ledger["examples"][0] == "9" and ledger["evaluation examples"][0] == "1"
+    assert ledger["samples"] == ("18", "2 per example")
     assert ledger["steps"][0] == "5" and "2.00 epochs" in ledger["steps"][1]  # 18 rows in steps of 4
     from posttrain.data.packing import pack_into_micro_batches
     from posttrain.models.tokenizers import load_tokenizer
@@ -65,7 +69,7 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
 
     algo = ALGORITHMS["dpo"](config.algo)
     data = load_data(config, algo, load_tokenizer(config.model), 263)
-    tokens = sum(len(sample) for row in data.train.rows for sample in row)
+    tokens = sum(len(sample) for row in data.train.examples for sample in row)
     assert ledger["tokens"][0] == f"{tokens:,}"
     counts, largest = [], 0
     for before, after in pairwise(data.examples_after):
@@ -73,18 +77,18 @@ def test_batch_ledger_counts_what_a_run_would_do(rows, capsys):
         packs = pack_into_micro_batches(samples, 64, 2)
         counts.append(len(packs))
         largest = max([largest, *(sum(len(samples[i]) for i in part) for part in packs)])
-    assert ledger["packs a step"][0] == f"{sum(counts) / 5:.1f}"
-    assert ledger["largest pack"][0] == f"{largest:,}"
+    assert ledger["micro-batches per step"][0] == f"{sum(counts) / 5:.1f}"
+    assert ledger["largest micro-batch"][0] == f"{largest:,}"
 
 
 def test_without_data_the_largest_possible_pack_is_assumed(capsys):
     config = settings("dpo", **{"model.path": "pico", "data.max_length": 100, "train.micro_batch_tokens": 1000})
     plan.plan("dpo", config)
-    assert lines_of(capsys.readouterr().out)["tokens a pack"][0] == "1,000"
+    assert lines_of(capsys.readouterr().out)["micro-batch tokens"][0] == "1,000"
     config.data.max_length = 700  # a pair alone is more than the budget, and gets a pack of its own
     plan.plan("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
-    assert ledger["tokens a pack"][0] == "1,400" and ledger["rows"][0] == "?"
+    assert ledger["micro-batch tokens"][0] == "1,400" and ledger["examples"][0] == "?"
 
 
 def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
@@ -96,7 +100,7 @@ def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
     def mib(bytes_a_parameter: int) -> str:
         return f"{parameters * bytes_a_parameter / 2**20:.1f} MiB"
 
-    expected = {"weights": 2, "masters": 4, "gradients": 4, "AdamW": 8, "EMA": 4, "reference": 2}
+    expected = {"weights": 2, "master weights": 4, "gradients": 4, "AdamW": 8, "EMA": 4, "reference": 2}
     assert {name: ledger[name][0] for name in expected} == {name: mib(size) for name, size in expected.items()}
     assert "with model.gradient_checkpointing" in ledger["activations"][1]
     assert set(ledger) >= {"forward and backward", "optimizer step", "evaluation"}
@@ -107,7 +111,7 @@ def test_float32_has_no_masters_and_adapters_need_no_reference(capsys):
     plan.plan("dpo", settings("dpo", **{"model.path": "pico", "model.lora_rank": 4}))
     out = capsys.readouterr().out
     ledger = lines_of(out)
-    assert ledger["masters"][0] == "0.0 MiB" and "reference" not in ledger and "EMA" not in ledger
+    assert ledger["master weights"][0] == "0.0 MiB" and "reference" not in ledger and "EMA" not in ledger
     assert "of them trained" in out
 
 
@@ -133,7 +137,7 @@ def test_a_teacher_is_counted_and_must_have_the_same_vocabulary(tmp_path, capsys
 @pytest.mark.parametrize("verb", sorted(ALGORITHMS))
 def test_every_trainer_can_be_planned(verb, capsys):
     config = settings(verb, **{"model.path": "pico", "data.max_length": 64, "train.micro_batch_tokens": 128})
-    if verb == "distill":
+    if verb in ("distill", "opd"):
         config.algo.teacher = "pico"
     assert plan.plan(verb, config) == 0
     assert "It fits: about" in capsys.readouterr().out
@@ -141,10 +145,10 @@ def test_every_trainer_can_be_planned(verb, capsys):
 
 @pytest.fixture
 def device_of(monkeypatch):
-    """Pretend that the device has so many bytes, and that libraries take nothing."""
+    """Pretends that the device has this many bytes, and that libraries take nothing."""
 
     def pretend(size: int) -> None:
-        monkeypatch.setattr(plan, "BASE_BYTES", 0)
+        monkeypatch.setattr(memory, "BASE_BYTES", 0)
         monkeypatch.setattr(plan, "device_memory", lambda device: ("pretended", size))
 
     return pretend
@@ -157,14 +161,14 @@ MIB = 2**20
     ("size", "advice"),
     [
         (2000 * MIB, ""),
-        (200 * MIB, "It would with --model.gradient_checkpointing"),
-        (150 * MIB, "It would with --model.gradient_checkpointing --train.micro_batch_tokens 4096"),
-        (40 * MIB, "It would with --model.gradient_checkpointing --train.micro_batch_tokens 1024"),
-        (14 * MIB, "It would with --model.lora_rank 16 --model.gradient_checkpointing --train.micro_batch_tokens 256"),
-        (1 * MIB, "Take a smaller model or a device with more memory."),
+        (200 * MIB, "It fits with --train.micro_batch_tokens 2048"),
+        (120 * MIB, "It fits with --model.gradient_checkpointing --train.micro_batch_tokens 4096"),
+        (40 * MIB, "It fits with --model.gradient_checkpointing --train.micro_batch_tokens 1024"),
+        (14 * MIB, "It fits with --model.lora_rank 16 --model.gradient_checkpointing --train.micro_batch_tokens 256"),
+        (1 * MIB, "Use a smaller model, more devices or devices with more memory."),
     ],
 )
-def test_advice_is_the_mildest_change_that_fits(size, advice, device_of, capsys):
+def test_advice_is_the_change_that_costs_the_least_time(size, advice, device_of, capsys):
     pytest.importorskip("peft")
     device_of(size)
     config = settings("sft", **{"model.path": "pico", "data.max_length": 256})
@@ -196,8 +200,8 @@ def test_no_weight_is_loaded(tmp_path, capsys):
         file.unlink()
     plan.plan("sft", settings("sft", **{"model.path": str(folder)}))
     assert "It fits" in capsys.readouterr().out
-    assert torch.float32 == plan.dtype_of(configs.ModelConfig(), torch.device("cpu"))
-    assert torch.bfloat16 == plan.dtype_of(configs.ModelConfig(), torch.device("cuda"))
+    assert torch.float32 == compute_dtype(configs.ModelConfig(), torch.device("cpu"))
+    assert torch.bfloat16 == compute_dtype(configs.ModelConfig(), torch.device("cuda"))
 
 
 def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
@@ -207,8 +211,8 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     assert plan.plan("sft", config, device_gib=80.0) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
-    assert ledger["devices"] == ("8", "4 of them see different samples, 2 divide each layer; zero 3")
-    assert "on each of its devices with 80.0 GiB" in out and "It fits" in out
+    assert ledger["devices"] == ("8", "data parallel 4, tensor parallel 2; ZeRO stage 3")
+    assert "on each device with 80.0 GiB" in out and "It fits" in out
     model = memory.empty_model(config.model, "token", torch.bfloat16)
     one = memory.model_memory(model, average=False)
     four = memory.sharded_memory(model, memory.Sharding(4), average=False)
@@ -229,8 +233,8 @@ def test_context_ranks_divide_the_tokens(capsys):
         assert plan.plan("sft", config, device_gib=80.0) == 0
         found[size] = lines_of(capsys.readouterr().out)
     one, four = found.values()
-    assert four["devices"] == ("8", "2 of them see different samples, 4 divide the tokens of each; zero 3")
-    assert (one["tokens a pack"][0], four["tokens a pack"][0]) == ("4,096", "16,384")
+    assert four["devices"] == ("8", "data parallel 2, context parallel 4; ZeRO stage 3")
+    assert (one["micro-batch tokens"][0], four["micro-batch tokens"][0]) == ("4,096", "16,384")
     assert one["activations"] == four["activations"], "as many tokens on each"
 
 
@@ -240,7 +244,7 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
     folder = str(tiny_folder("mixtral", tmp_path))
     config = settings("sft", **{"model.path": folder, "cluster.devices": 4, "cluster.expert_parallel_size": 4})
     assert plan.plan("sft", config, device_gib=80.0) == 0
-    note = "4 of them see different samples, each keeps some experts; zero 3"
+    note = "data parallel 4, expert parallel 4; ZeRO stage 3"
     assert lines_of(capsys.readouterr().out)["devices"] == ("4", note)
     model = memory.empty_model(config.model, "token", torch.bfloat16)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
@@ -256,11 +260,11 @@ def test_roles_on_devices_of_their_own_are_told_apart(capsys):
     apart = settings("ppo", **{"model.path": "pico", "cluster.devices": 8} | own)
     plan.plan("ppo", together, device_gib=80.0)
     ledger = lines_of(capsys.readouterr().out)
-    assert {"critic", "reference", "to generate with"} <= set(ledger)
+    assert {"critic", "reference", "generation weights"} <= set(ledger)
     plan.plan("ppo", apart, device_gib=80.0)
     out = capsys.readouterr().out
-    ours, others = out.split("on devices of their own, each:")
-    assert not {"critic", "reference", "to generate with"} & set(lines_of(ours))
+    ours, others = out.split("memory on each device of other roles:")
+    assert not {"critic", "reference", "generation weights"} & set(lines_of(ours))
     assert "4 engines" in lines_of(others)["rollout"][1] and "2 devices" in lines_of(others)["critic"][1]
 
 
@@ -268,8 +272,14 @@ def test_roles_on_devices_of_their_own_are_told_apart(capsys):
 
 
 def pipeline(verb: str, file: str, **options) -> PipelineConfig:
-    config = start_of(verb)
-    given = {"model.path": "pico", "data.train": (file,), "data.eval": (file,), "reward": ("gsm8k",), "prompts": 4}
+    config = pipeline_defaults(verb)
+    given = {
+        "model.path": "pico",
+        "data.train": (file,),
+        "data.eval": (file,),
+        "reward.functions": ("gsm8k",),
+        "prompts_per_iteration": 4,
+    }
     for key, value in (given | {"train.batch_size": 3} | options).items():
         section, _, option = key.rpartition(".")
         setattr(getattr(config, section) if section else config, option, value)
@@ -282,21 +292,27 @@ def pipeline(verb: str, file: str, **options) -> PipelineConfig:
 def test_the_stages_of_a_pipeline_add_up(verb, selected, tmp_path, capsys):
     rows = str(tmp_path / "prompts.jsonl")
     Path(rows).write_text(10 * '{"prompt": "1+1?"}\n')
-    options = {"generate.n": 3, "generate.max_tokens": 7, "generate.batch": 6, "train.epochs": 2.0, "iterations": 2}
+    options = {
+        "generate.samples_per_prompt": 3,
+        "generate.max_tokens": 7,
+        "generate.batch_size": 6,
+        "train.epochs": 2.0,
+        "iterations": 2,
+    }
     assert plan_pipeline.plan(verb, pipeline(verb, rows, **options)) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert ledger["generate"][0] == ledger["score"][0] == "12" and "4 prompts x 3; at most 84 tokens" in out
     assert ledger["batches"][0] == "2" and ledger["select"][0] == str(selected)
-    assert ledger["train"] == (str(-(-2 * selected // 3)), "steps at most of 3 rows")
+    assert ledger["train"] == (str(-(-2 * selected // 3)), "steps at most of 3 examples")
     assert ledger["held-out"][0] == "10"
     assert ("reference" in ledger) == (verb == "iterative-dpo")
-    assert "keys and values" in ledger and re.search("^It fits: ", out, re.MULTILINE)
+    assert "KV cache" in ledger and re.search("^It fits: ", out, re.MULTILINE)
 
 
 def test_a_pipeline_of_the_datas_own_answers(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(5 * '{"prompt": "a", "completion": "b"}\n')
-    changes = {"generate.n": 0, "iterations": 1, "prompts": 0, "data.eval": ()}
+    changes = {"generate.samples_per_prompt": 0, "iterations": 1, "prompts_per_iteration": 0, "data.eval": ()}
     assert (
         plan_pipeline.plan("conditional-sft", pipeline("conditional-sft", str(tmp_path / "rows.jsonl"), **changes)) == 0
     )
@@ -307,6 +323,6 @@ def test_a_pipeline_of_the_datas_own_answers(tmp_path, capsys):
 def test_the_command_plans_pipelines(capsys):
     config = Path(__file__).parents[3] / "configs/rejection-sampling.yaml"
     options = ["--data.train", f"{config.parents[1]}/examples/data/questions.jsonl", "--data.eval", "--reward", "gsm8k"]
-    assert tools.plan([str(config), *options, "--device_gib", "80"]) == 0
+    assert plan_command.run([str(config), *options, "--device_gib", "80"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("rejection-sampling of pico") and "with 80.0 GiB" in out

@@ -31,7 +31,7 @@ def test_bash_accepts_it(capsys, tmp_path, more):
 def test_what_cannot_work_is_found_before_the_queue(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("model: {path: pico}\ndata: {train: a.jsonl}\n")
     assert main(["slurm", str(tmp_path / "c.yaml"), "--nodes", "2"]) == 2
-    assert "does not say what it is for" in capsys.readouterr().err
+    assert "names no verb to train with" in capsys.readouterr().err
     assert main(["slurm", "sft", *OPTIONS, "--nodes", "1", "--cluster.tensor_parallel_size", "3"]) == 2
     assert "8 devices, which cluster.tensor_parallel_size 3 does not divide" in capsys.readouterr().err
 
@@ -59,6 +59,26 @@ def run_script(text, folder, posttrain, **environment):
     return subprocess.run(
         ["bash"], input=text, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=280
     )
+
+
+@pytest.mark.parametrize("more", [[], ["--ray"]])
+def test_the_head_s_address_is_the_one_that_another_machine_resolves(capsys, tmp_path, more):
+    text = script(capsys, "sft", "--nodes", 2, "--devices_per_node", 1, "--cpu", *more, *OPTIONS)
+    lines = [line for line in text.splitlines() if line.startswith(("head", "last", "export MASTER", "address="))]
+    tools = {
+        "scontrol": "printf 'first\\nsecond\\n'",
+        "srun": 'while [[ $1 == --* ]]; do options+=" $1"; shift; done\n[[ $options == *--nodelist=second* ]] && "$@"',
+        "other/getent": "[ $2 = first ] && printf '10.9.8.7 STREAM first\\n10.9.8.7 DGRAM\\n'",
+    }
+    for name, body in tools.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    bash = "\n".join(["set -euo pipefail", *lines, 'echo "${MASTER_ADDR:-} ${address:-}"'])
+    environment = {"SLURM_JOB_NODELIST": "both", "SLURM_JOB_ID": "7"}
+    environment["PATH"] = f"{tmp_path}:{tmp_path / 'other'}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", bash], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == (["10.9.8.7:20007"] if more else ["10.9.8.7"]), done.stderr
 
 
 SMALL = ["--nodes", 1, "--devices_per_node", 2, "--cpu", *OPTIONS, "--steps", 2, "--train.batch_size", 4]

@@ -68,8 +68,8 @@ def test_arrays_and_nested_lists():
 
 
 def test_the_header_describes_the_message():
-    head, body = through(None, kind="ping", side=True)
-    assert (head.kind, head.number, head.side, body) == ("ping", 7, True, None)
+    head, body = through(None, kind="ping", parallel=True)
+    assert (head.kind, head.number, head.parallel, body) == ("ping", 7, True, None)
 
 
 def test_a_body_that_cannot_be_pickled_leaves_the_connection_usable():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cluster import worker_pool
 from posttrain.cluster.processes import ProcessPool, RendezvousStore, threads_per_worker
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.core.errors import UsageError, WorkerError
@@ -175,6 +176,43 @@ def test_errors_for_users_are_raised_unchanged(tmp_path):
         workers.call("refuse")
 
 
+@pytest.fixture
+def quick_heartbeats(monkeypatch):
+    """Heartbeats are every 5 s, so that no worker is silent for this long unless it is stopped."""
+    monkeypatch.setattr(worker_pool, "SILENCE_SECONDS", 8.0)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_stopped_worker_is_found_by_its_heartbeat_long_before_the_deadline(tmp_path, quick_heartbeats, elsewhere):
+    light_pool = light(tmp_path, 2, seconds=1800.0)
+    workers = light_pool.start("actor", Thing, "a")
+    assert workers.call("who")
+    if elsewhere:  # as on another machine: nothing is known of its process
+        process, light_pool.channels[1].process = light_pool.channels[1].process, None
+    with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 8 s: it is stopped") as stopped:
+        workers.scatter("stop", [False, True])
+    assert stopped.value.lost
+    if elsewhere:
+        process.kill()
+
+
+def test_a_long_computation_is_not_a_stop(tmp_path, quick_heartbeats):
+    light_pool = light(tmp_path, 1, seconds=1800.0)
+    workers = light_pool.start("actor", Thing, "a")
+    assert workers.call("hold_lock", 11.0) == [11.0]
+    light_pool.close()
+
+
+def test_a_lost_worker_has_the_name_of_the_role_whose_devices_it_is_on(tmp_path):
+    light_pool = light(tmp_path, 1)
+    light_pool.owner = "critic"
+    critic, reference = light_pool.start("critic", Thing, "c"), light_pool.start("reference", Thing, "r")
+    assert critic.call("who")
+    light_pool.channels[0].process.kill()
+    with pytest.raises(WorkerError, match=r"^critic worker, rank 0 .*SIGKILL.*, found by who of reference"):
+        reference.call("who")
+
+
 @pytest.mark.parametrize(
     ("method", "args", "words"),
     [
@@ -202,7 +240,7 @@ def test_a_lost_worker_ends_the_pool_in_time_with_all_its_processes(tmp_path, me
 
 def test_a_call_that_the_worker_cannot_read(tmp_path):
     workers = light(tmp_path, 1).start("actor", Thing, "a")
-    with pytest.raises(WorkerError, match=r"the call cannot be read here: .*not a number"):
+    with pytest.raises(WorkerError, match=r"the call cannot be unpickled in this process: .*not a number"):
         workers.call("echo", Unmade())
 
 

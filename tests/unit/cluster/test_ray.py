@@ -18,10 +18,11 @@ from posttrain.cluster.ray import (
     Node,
     accept_connections,
     connect,
+    describe_death,
     forwarded_environment,
-    interface_of,
     state_file,
 )
+from posttrain.cluster.worker_host import interface_of
 from posttrain.core.errors import UsageError
 
 
@@ -74,6 +75,30 @@ def test_forwarded_environment_variables(monkeypatch):
 def test_interfaces():
     assert interface_of("127.0.0.3") == "lo"
     assert interface_of("192.0.2.77") == ""
+
+
+# As Ray 2.5x writes it, here with a command line of another user.
+MEMORY_REPORT = (
+    """The actor died because its node ran out of memory.
+Memory on the node (IP: 10.0.0.7, ID: e5d953ef03e5) where the lease (actor ID: 4f0, name=WorkerActor.__init__, pid=81,
+memory used=12.41GB) was running was 243.38GB / 256.00GB (0.950703), which exceeds the memory usage threshold of 0.95.
+Ray killed this worker (ID: 77aa) because it was the most recently scheduled task; `ray logs raylet.out -ip 10.0.0.7`.
+Top 10 memory users:
+PID\tMEM(GB)\tCOMMAND
+410728\t60.47\tpython serve.py --token=hunter2 --database postgres://someone
+"""
+    + "510953\t7.19\tray::WorkerActor\n" * 40
+)
+
+
+def test_a_report_of_the_memory_monitor_becomes_one_line_without_others_commands():
+    said = describe_death(MEMORY_REPORT)
+    assert "memory monitor" in said and "243.38 GB of 256.00 GB" in said
+    assert "hunter2" not in said and "\n" not in said and len(said) < 250
+    other = describe_death(MEMORY_REPORT.replace("Memory on the node", "This node"))
+    assert "hunter2" not in other and "\n" not in other and len(other) < 450
+    preempted = "X. The actor is dead because its node was preempted. Some common causes"
+    assert "Ray reports: its node was preempted" in describe_death(preempted)
 
 
 def test_connections_without_the_key_are_refused():

@@ -1,5 +1,6 @@
 """Objects for the workers of these tests; imports nothing heavy, so that workers start quickly."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -53,6 +54,11 @@ class Thing:
         if who:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(3600)
+
+    def hold_lock(self, seconds):
+        """A call of a library that does not release Python's lock: no other thread runs."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return seconds
 
     def quit(self):
         os._exit(7)
@@ -109,8 +115,13 @@ class FakeRolloutWorker:
         self.folder, self.version = folder, None
 
     def misbehave(self, moment):
-        """Fails once at a moment that a file names."""
+        """Fails at a moment that a file names: is lost once, or raises an error every time."""
         for fault in sorted(self.folder.glob(f"{moment}-*")):
+            if fault.name.endswith("hang"):  # for good, although the process answers pings
+                fault.unlink()
+                time.sleep(3600)
+            if fault.name.endswith("raise"):
+                raise ValueError("lm_head.weight has 7 rows, but 8 are expected")
             try:
                 fault.unlink()
             except FileNotFoundError:
@@ -125,12 +136,16 @@ class FakeRolloutWorker:
 
     def receive(self, version):
         self.misbehave("receive")
+        dropped = self.folder / f"dropped-{version}"
+        if dropped.exists():
+            dropped.unlink()
+            return ""
         self.version = version
         return ""
 
     def check(self, expected):
         self.misbehave("check")
-        return "by 0.5 on average" if (self.folder / f"differs-{self.version}").exists() else ""
+        return self.version, "by 0.5 on average" if (self.folder / f"differs-{self.version}").exists() else ""
 
     def generate(self, requests, sampling):
         self.misbehave("generate")

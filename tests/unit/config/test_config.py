@@ -30,11 +30,13 @@ SPECIAL = {
     "train.adam_beta1": 0.8,
     "train.adam_beta2": 0.999,
     "train.ema_decay": 0.99,
-    "algo.reward_tokens": ["#", "-"],
+    "algo.positive_token": "#",
     "algo.reference": "there",
-    "algo.kl": 0.25,
-    "algo.kl_target": [2.5, 100],
+    "algo.kl_coef": 0.25,
+    "algo.kl_target": 2.5,
+    "algo.kl_horizon": 100,
     "algo.clip_low": 0.45,
+    "algo.pretrain_coef": [0.5, 2.0],
     "reward.functions": ["gsm8k", "a.py:b"],
     "rollout.top_p": 0.5,
     "rollout.replay": "",  # does not go with rollout.ahead
@@ -60,6 +62,7 @@ SPECIAL = {
     "cluster.reward_context_parallel_size": [1],
     "cluster.reward_expert_parallel_size": [],
     "cluster.reward_zero_stage": [2, 3],
+    "cluster.replicate_size": 2,
     "cluster.rollout_devices": 1,
     "cluster.rollout_tensor_parallel_size": 1,
     "cluster.offload": ["parameters", "reference"],
@@ -67,6 +70,11 @@ SPECIAL = {
     "reward.overlong_penalty": 0.5,
     "reward.max_failure_rate": 0.25,
     "log.report_to": ["tensorboard", "wandb"],
+    "train.lr_scheduler": "linear",  # train.lr_decay_steps needs one that decays, after the warm-up
+    "train.lr_decay_steps": 9,
+    "algo.loss_types": ["sigmoid", "hinge"],
+    "algo.loss_weights": [0.5, 2.0],
+    "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
 }
 
 
@@ -128,7 +136,7 @@ def as_typed(options):
 
 @pytest.mark.parametrize("verb", ALGORITHMS)
 def test_defaults_survive_too_and_are_the_algorithms(verb, tmp_path):
-    mapping = LEAST | ({"algo": {"teacher": "pico"}} if verb == "distill" else {})
+    mapping = LEAST | ({"algo": {"teacher": "pico"}} if verb in ("distill", "opd") else {})
     mapping |= {"reward": ["gsm8k"]} if ALGORITHMS[verb].online else {}
     config = made(verb, mapping)
     file = tmp_path / "c.yaml"
@@ -148,6 +156,18 @@ def test_odd_texts(text, tmp_path):
     assert config.output_dir == text
     (tmp_path / "c.yaml").write_text(as_yaml("sft", config), encoding="utf-8")
     assert typed("sft", tmp_path / "c.yaml").output_dir == text
+
+
+def test_empty_sections_dashes_and_misplaced_files(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train:\n  # learning_rate: 1\nmodel: {path: a}\ndata: {train: x, map-keys: {completion: text}}\n")
+    config = typed("sft", file)
+    assert config.train.learning_rate == typed("sft", "--model", "a", "--data", "x").train.learning_rate
+    assert config.data.map_keys == {"completion": "text"}
+    with pytest.raises(UsageError, match=r"comes first: posttrain sft c.yaml --option"):
+        typed("sft", "--model", "a", "--data", "x", "--data.shuffle", "c.yaml")
+    with pytest.raises(UsageError, match=r"algo.beta is 'nan'; it must be a number"):
+        ALGORITHMS["dpo"](typed("dpo", "--model", "a", "--data", "x", "--algo.beta", "nan").algo).check()
 
 
 def test_what_is_typed_wins_over_the_file(tmp_path):
@@ -300,7 +320,7 @@ def test_conflicts_name_both_settings(options, words):
         ({"log": {"report_to": ["a"]}}, "^log.report_to is .'a'.; it must be any of"),
         ({"model": {"path": "p", "lora_rnk": 3}}, "^model.lora_rnk: no such option. Did you mean model.lora_rank"),
         ({"lr": 3}, "^lr: no such option; here it is train.learning_rate"),
-        ({"learning_rate": 3}, "^learning_rate: no such option. Did you mean train.learning_rate"),
+        ({"learning_rate": 3}, "^learning_rate: no such option; here it is train.learning_rate"),
         ({"algo": {"beta": 3}}, "^algo.beta: no such option"),
     ],
 )
@@ -416,7 +436,7 @@ def test_layouts_of_roles():
     assert made("sft", LEAST).cluster.of("actor") == configs.RoleLayout("actor", 1, 1, 1, 1, 3)
     sizes = {"devices": 9, "context_parallel_size": 2, "tensor_parallel_size": 2, "rollout_devices": 1}
     long = made("ppo", ONLINE | {"cluster": sizes}).cluster
-    assert long.of("actor") == configs.RoleLayout("actor", 8, 2, 2, 1, 3) and long.of("actor").alike == 4
+    assert long.of("actor") == configs.RoleLayout("actor", 8, 2, 2, 1, 3) and long.of("actor").ranks_per_sample == 4
     assert long.of("rollout") == configs.RoleLayout("rollout", 1, 1, 1, 1, 3), "completions are made token by token"
 
 
@@ -495,3 +515,39 @@ def test_rewards_that_cannot_be():
     ):
         with pytest.raises(UsageError, match=f"^{words}"):
             made("grpo", LEAST | {"reward": reward})
+
+
+@pytest.mark.parametrize("key", ["algo.sft_coef", "model.lora_alpha", "train.learning_rate", "data.weights"])
+def test_nan_is_refused_wherever_it_is_written(key, tmp_path):
+    section, name = key.split(".")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{section}:\n  {name}: .nan\n")
+    for read in (
+        lambda: from_mapping("dpo", ALGORITHMS["dpo"], flatten(LEAST) | {key: float("nan")}),
+        lambda: parse("dpo", ALGORITHMS["dpo"], ["--model", "pico", "--data", "a.jsonl", f"--{key}", "nan"]),
+        lambda: parse("dpo", ALGORITHMS["dpo"], [str(file), "--model", "pico", "--data", "a.jsonl"]),
+    ):
+        with pytest.raises(UsageError, match=rf"{key} is '?nan'?; it must be a (list of )?number"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("train.max_steps", [{"steps": 3}]), ("data.train", [{"path": "a.jsonl"}]), ("seed", [[1]])]
+)
+def test_mappings_and_lists_inside_a_list_are_refused(key, value, tmp_path):
+    with pytest.raises(UsageError, match=rf"{key} is \[.*; it must be "):
+        from_mapping("sft", ALGORITHMS["sft"], flatten(LEAST) | {key: value})
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({key: value}))
+    with pytest.raises(UsageError, match=rf"config\.yaml:1: {key} is \[.*; it must be "):
+        parse("sft", ALGORITHMS["sft"], [str(file), "--model", "pico"])
+
+
+@pytest.mark.parametrize("text", ["<<: *base\nseed: 1\n", "train:\n  <<: *base\n"])
+def test_merge_keys_are_refused_with_what_to_do(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"verb: sft\nmodel: &base\n  path: pico\n{text}")
+    with pytest.raises(
+        UsageError, match=r"config\.yaml:[45]: the merge key << is not supported: .*defaults: \[base.yaml\]"
+    ):
+        parse("sft", ALGORITHMS["sft"], [str(file)])

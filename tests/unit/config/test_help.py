@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -40,7 +42,35 @@ def test_the_options_of_short_help_exist():
         assert {f"{section}.{name}" for name in COMMON[section]} <= known
 
 
+def test_help_of_tools_imports_no_torch():
+    code = "import sys\nfrom posttrain.cli import tools\nfrom posttrain.config.verbs import TOOLS\n"
+    code += "for verb in [args.verb.split() for name in TOOLS for args in tools.args_of(name)]:\n"
+    code += "    try: tools.run(verb[0], [*verb[1:], '--help'])\n    except SystemExit: pass\n"
+    code += "sys.exit(bool({'torch', 'transformers', 'tyro'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
 def test_help_imports_no_torch():
     code = "import sys; from posttrain.cli.main import main\ntry: main(['grpo', '--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit(bool({'torch', 'transformers', 'tyro'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@dataclass(kw_only=True)
+class RareOptions:
+    group: ClassVar[str] = "for old scripts"
+
+    loader: str = ""
+    """Has no effect."""
+
+
+@dataclass(kw_only=True)
+class WithRareOptions(RareOptions):
+    workers: int = 4
+    """Number of processes."""
+
+
+def test_options_of_a_group_are_listed_by_full_help_alone():
+    short, full = (help_text("tool", "About.", WithRareOptions(), everything=full) for full in (False, True))
+    assert "--workers INTEGER" in short and "loader" not in short and "--help-all lists all 2." in short
+    assert full.index("--workers") < full.index("\nfor old scripts\n  --loader TEXT\n      Has no effect.")

@@ -3,12 +3,16 @@
 import pytest
 
 from posttrain.algorithms import ALGORITHMS
+from posttrain.cli.tools import args_of
 from posttrain.config import renames
+from posttrain.config.help import negative
 from posttrain.config.parsing import from_mapping, option_keys, parse
 from posttrain.config.renames import renamed, renamed_settings, split_weights
-from posttrain.config.sections import value_of, with_algorithm
+from posttrain.config.sections import as_list, value_of, with_algorithm
+from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
-from posttrain.pipelines.settings import RECIPES, from_options, start_of
+from posttrain.pipelines.settings import RECIPES, from_options, pipeline_defaults
+from posttrain.pipelines.settings import parse as parse_pipeline
 
 LEAST = {"model": "pico", "data": "a.jsonl"}
 
@@ -68,6 +72,33 @@ RENAMED = [
         ["vllm", "max_num_seqs=64", "dtype=half"],
         {"rollout.engine": "vllm", "rollout.vllm_options": {"max_num_seqs": "64", "dtype": "half"}},
     ),
+    ("grpo", "algo.kl", 0.1, {"algo.kl_coef": 0.1}),
+    ("grpo", "algo.entropy", 0.01, {"algo.entropy_coef": 0.01}),
+    ("grpo", "algo.average", "token", {"algo.loss_aggregation": "token_mean"}),
+    ("gspo", "algo.average", "length", {"algo.loss_aggregation": "fixed_length"}),
+    ("ppo", "algo.average", "sample", {"algo.loss_aggregation": "sample_mean"}),
+    ("ppo", "algo.kl_target", [6.0, 500], {"algo.kl_target": 6.0, "algo.kl_horizon": 500}),
+    ("ppo", "algo.kl_target", 3.0, {"algo.kl_target": 3.0, "algo.kl_horizon": 10_000}),
+    ("grpo", "algo.reference", "every:50", {"algo.reference": "", "algo.reference_sync_steps": 50}),
+    ("grpo", "algo.reference", "there", {"algo.reference": "there", "algo.reference_sync_steps": 0}),
+    ("dpo", "algo.reference", "every:50", {"algo.reference": "every:50"}),
+    ("ppo", "algo.whiten", False, {"algo.whiten_advantages": False}),
+    ("ppo", "algo.shared_trunk", 0.5, {"algo.share_critic": True, "algo.value_loss_coef": 0.5}),
+    ("ppo", "algo.shared_trunk", 0.0, {"algo.share_critic": False}),
+    ("ppo", "algo.pretrain_data", ["a.jsonl"], {"algo.pretrain_data": ("a.jsonl",), "algo.pretrain_coef": (1.0,)}),
+    (
+        "ppo",
+        "algo.pretrain_data",
+        ["a.jsonl:0.05", "b.jsonl:2"],
+        {"algo.pretrain_data": ("a.jsonl", "b.jsonl"), "algo.pretrain_coef": (0.05, 2.0)},
+    ),
+    ("dpo", "algo.loss", "ipo", {"algo.loss_type": "ipo"}),
+    ("dpo", "algo.pref_ftx", 0.5, {"algo.sft_coef": 0.5}),
+    ("distill", "algo.sft_weight", 0.5, {"algo.sft_coef": 0.5}),
+    ("reward", "algo.loss", "logexp", {"algo.loss_type": "logexp"}),
+    ("reward", "algo.center", 0.01, {"algo.center_coef": 0.01}),
+    ("orpo", "algo.odds_weight", 0.2, {"algo.odds_ratio_coef": 0.2}),
+    ("prm", "algo.reward_tokens", ["y", "n"], {"algo.positive_token": "y", "algo.negative_token": "n"}),
     ("sft", "cluster.ray", "auto", {"cluster.ray_address": "auto"}),
     ("sft", "cluster.limits", [2, 60.5], {"cluster.max_restarts": 2, "cluster.worker_timeout_seconds": 60.5}),
     ("sft", "cluster.layout", [], {"cluster.tensor_parallel_size": 1, "cluster.zero_stage": 3}),
@@ -82,7 +113,7 @@ def least(verb):
 
 def as_words(key, value):
     if isinstance(value, bool):
-        return [f"--{key}"]
+        return [f"--{key}" if value else f"--{negative(key)}"]
     return [f"--{key}", *map(str, value if isinstance(value, list | tuple) else [value])]
 
 
@@ -102,7 +133,8 @@ def test_previous_spellings(verb, old, value, new, tmp_path, capsys):
         assert value_of(made, key) == value_of(filed, key) == value_of(typed, key) == wanted, key
     noted = capsys.readouterr().err
     known = option_keys(with_algorithm(algorithm))
-    assert noted.startswith(f"posttrain: --{old} is now --") if old not in known else not noted
+    words = "is now --" if value != [] else "sets defaults only"
+    assert noted.startswith(f"posttrain: --{old} {words}") if old not in known else not noted
 
 
 def written(value):
@@ -110,12 +142,16 @@ def written(value):
 
 
 def test_every_name_of_the_table_leads_to_an_option():
-    verbs = [with_algorithm(algorithm) for algorithm in ALGORITHMS.values()] + [start_of(verb) for verb in RECIPES]
-    known = {key for start in verbs for key in option_keys(start)}
+    trainers = [with_algorithm(algorithm) for algorithm in ALGORITHMS.values()]
+    pipelines = [pipeline_defaults(verb) for verb in RECIPES]
+    known = {key for defaults in (*trainers, *pipelines) for key in option_keys(defaults)}
     for old, new in renames.NAMES.items():
         assert old not in known, old
         assert set([new] if isinstance(new, str) else new) <= known, old
-    assert set(renames.VALUE_FORMS) <= known and not set(renames.TRANSFORMS) & known
+    of_tools = {key for verb in TOOLS for args in args_of(verb) for key in option_keys(args())}
+    assert set(renames.VALUE_FORMS) - {"engine"} <= known | of_tools and not set(renames.TRANSFORMS) & known
+    for old, new in renames.TOOL_NAMES.items():
+        assert set([new] if isinstance(new, str) else new) <= of_tools, old
 
 
 LAYOUTS = [
@@ -154,6 +190,13 @@ def test_layouts(layout, options):
     ).cluster
     for name, wanted in options.items():
         assert getattr(cluster, name) == wanted, name
+
+
+def test_the_note_names_what_is_not_a_default(capsys):
+    words = ["--model", "a", "--data", "b", "--cluster.devices", "4", "--cluster.layout", "tp=2", "zero=3"]
+    parse("sft", ALGORITHMS["sft"], [*words, "--update.schedule", "linear:0.1"])
+    noted = "--cluster.layout is now --cluster.tensor_parallel_size; --update.schedule is now --train.lr_scheduler"
+    assert capsys.readouterr().err == f"posttrain: {noted}\n"
 
 
 def given(layout):
@@ -251,7 +294,36 @@ def test_some_with_and_some_without_weight(names):
         split_weights(names)
 
 
-def test_pipelines_read_the_previous_spellings_too():
-    given = {"model": {"path": "pico"}, "data": {"train": "a.jsonl"}, "steps": 3, "update": {"rows_per_step": 2}}
-    found = from_options("rejection-sampling", given)
-    assert (found.train.max_steps, found.train.batch_size) == (3, 2)
+# old option, old value, new option, its value
+OF_PIPELINES = [
+    ("steps", 3, "train.max_steps", 3),
+    ("update.rows_per_step", 2, "train.batch_size", 2),
+    ("prompts", 4, "prompts_per_iteration", 4),
+    ("reward", ["gsm8k", "a.py:b"], "reward.functions", ("gsm8k", "a.py:b")),
+    ("score.weights", [1.0, 0.5], "reward.weights", (1.0, 0.5)),
+    ("score.timeout_seconds", 20.0, "reward.timeout_seconds", 20.0),
+    ("score.memory_gib", 3.0, "reward.memory_gib", 3.0),
+    ("score.workers", 1, "reward.workers", 1),
+    ("score.max_failure_rate", 0.5, "reward.max_failure_rate", 0.5),
+    ("score.template", "chatml", "reward.model_chat_template", "chatml"),
+    ("generate.n", 3, "generate.samples_per_prompt", 3),
+    ("generate.batch", 6, "generate.batch_size", 6),
+    ("generate.engine", ["vllm", "max_num_seqs=64"], "generate.vllm_options", {"max_num_seqs": "64"}),
+    ("eval.n", 2, "eval.samples_per_prompt", 2),
+    ("algo.loss", "ipo", "algo.loss_type", "ipo"),
+]
+
+
+@pytest.mark.parametrize(("old", "value", "new", "wanted"), OF_PIPELINES, ids=[row[0] for row in OF_PIPELINES])
+def test_previous_spellings_of_pipelines(old, value, new, wanted, tmp_path):
+    section, _, name = old.rpartition(".")
+    nested = {section: {name: value}} if section else {name: value}
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{section}: {{{name}: {written(value)}}}\n" if section else f"{name}: {written(value)}\n")
+    for found in (
+        from_options("iterative-dpo", nested),
+        parse_pipeline("iterative-dpo", [str(file)]),
+        parse_pipeline("iterative-dpo", as_words(old, value)),
+    ):
+        assert value_of(found, new) == wanted
+    assert renamed_settings(nested, [new, "generate.engine"])[new] in (wanted, as_list(wanted))

@@ -56,6 +56,7 @@ STOCK = {
     "minicpm3": COMMON
     | {key: DEEPSEEK[key] for key in DEEPSEEK if "rank" in key or key.endswith("head_dim") or "key_value" in key},
     "hunyuan_v1_dense": COMMON,
+    "hunyuan_v1_moe": COMMON | {"num_experts": 4, "num_shared_expert": 1, "moe_topk": 2},
     "mistral": COMMON,
     "mixtral": COMMON | {"num_local_experts": 4},
     "phimoe": COMMON | {"num_local_experts": 4},
@@ -123,6 +124,33 @@ def written_by_hand():
             f"model.layers.{n}.self_attn.{parameter}_proj.weight": (rows, hidden)
             for parameter, rows in zip("qkv", (16, 8, 8), strict=True)
         }
+    hunyuan, experts, qwen = dict(minicpm), dict(minicpm), {"transformer.wte.weight": (vocabulary, hidden)}
+    qwen |= {"lm_head.weight": (vocabulary, hidden), "transformer.ln_f.weight": (hidden,)}
+    for n in range(4):
+        place, block = f"model.layers.{n}.mlp.", f"transformer.h.{n}."
+        for tensors in (hunyuan, experts):
+            for part in ("gate", "up", "down"):
+                del tensors[f"{place}{part}_proj.weight"]
+        matrices = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+        experts |= {f"{place}gate.weight": (4, hidden)}
+        hunyuan |= {f"{place}gate.wg.weight": (4, hidden)}
+        hunyuan |= {f"{place}shared_mlp.{name}.weight": shape for name, shape in matrices.items()}
+        hunyuan |= {f"model.layers.{n}.self_attn.{name}_layernorm.weight": (4,) for name in ("query", "key")}
+        for e in range(4):
+            hunyuan |= {f"{place}experts.{e}.{name}.weight": shape for name, shape in matrices.items()}
+            named = zip(("w1", "w3", "w2"), matrices.values(), strict=True)
+            experts |= {f"{place}experts.{e}.{name}.weight": shape for name, shape in named}
+        qwen |= {
+            f"{block}ln_1.weight": (hidden,),
+            f"{block}ln_2.weight": (hidden,),
+            f"{block}attn.c_attn.weight": (48, hidden),
+            f"{block}attn.c_attn.bias": (48,),
+            f"{block}attn.c_proj.weight": (hidden, hidden),
+            f"{block}mlp.w1.weight": (ffn, hidden),
+            f"{block}mlp.w2.weight": (ffn, hidden),
+            f"{block}mlp.c_proj.weight": (hidden, ffn),
+        }
+    listed = {"num_experts": 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [ffn] * 4}
     plain = {key: value for key, value in basic.items() if key != "num_key_value_heads"}
     glm = {
         "padded_vocab_size": vocabulary,
@@ -139,6 +167,9 @@ def written_by_hand():
     return {
         "internlm2": (basic | {"model_type": "internlm2", "bias": False}, internlm2),
         "minicpm": (basic | {"model_type": "minicpm", "scale_emb": 12}, minicpm),
+        "minicpm-moe": (basic | {"model_type": "minicpm", "num_experts": 4, "num_experts_per_tok": 2}, experts),
+        "hunyuan": (basic | listed | {"model_type": "hunyuan", "head_dim": 4}, hunyuan),
+        "qwen": (plain | {"model_type": "qwen", "kv_channels": 4, "no_bias": True, "intermediate_size": 2 * ffn}, qwen),
         "baichuan": (plain | {"model_type": "baichuan"}, baichuan),
         "chatglm": (glm | {"model_type": "chatglm"}, chatglm),
     }

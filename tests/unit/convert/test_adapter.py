@@ -155,7 +155,7 @@ def test_adapters_that_megatron_saved_are_merged(tiny, tmp_path):
     )
     for file in ("convert.json", "adapter_config.json"):  # Megatron writes no such files
         (tmp_path / "core" / file).unlink()
-    with pytest.raises(UsageError, match="--lora-r and --lora-alpha"):
+    with pytest.raises(UsageError, match="--lora_rank and --lora_alpha"):
         read(tmp_path / "core", tiny("llama"), "mcore")
     adapter = read(tmp_path / "core", tiny("llama"), "mcore", r=6, lora_alpha=14)
     converted(tiny("llama"), tmp_path / "hf", CheckpointLayout(), adapter=adapter)

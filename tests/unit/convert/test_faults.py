@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from posttrain.convert import stream
+from posttrain.convert.conversion import convert, wrap_as_checkpoint
 from posttrain.convert.files import open_pt
 from posttrain.convert.megatron import CheckpointLayout
+from posttrain.convert.source import open_source
 from posttrain.core.errors import CheckpointError, PosttrainError, UsageError
 from tests.unit.convert.models import converted, core, make, weights
 
@@ -194,3 +197,22 @@ def test_a_mixture_of_types_is_refused_unless_one_is_chosen(folder, tmp_path):
     with pytest.raises((UsageError, CheckpointError), match="--dtype"):
         converted(folder, tmp_path / "core", CheckpointLayout("mcore"))
     converted(folder, tmp_path / "core", CheckpointLayout("mcore"), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["folder", "run directory"])
+def test_a_killed_conversion_leaves_nothing_to_the_next(folder, tmp_path, sharded, caplog):
+    """The process of a conversion is killed while it writes; the same command then works and removes what is left."""
+    source, out = open_source(folder, "hf", None, None), tmp_path / "out"
+
+    def write(**details):
+        if sharded:
+            return wrap_as_checkpoint(source, out, None, **details)
+        return convert(source, out, CheckpointLayout(), **details)
+
+    if (child := os.fork()) == 0:
+        write(progress=lambda count, total: os.kill(os.getpid(), signal.SIGKILL))
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(list(tmp_path.rglob(".tmp-*/**/*.safetensors"))) == 1
+    write()
+    assert not list(tmp_path.rglob(".tmp-*")) and "that killed processes had left" in caplog.text
+    assert len(list(out.rglob("*.safetensors"))) == 1

@@ -8,13 +8,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from posttrain.convert.conversion import convert
 from posttrain.convert.families import FAMILIES
 from posttrain.convert.megatron import CheckpointLayout
 from posttrain.convert.parameters import model_parameters
+from posttrain.convert.source import open_source
 from posttrain.core.files import read_json
-from tests.unit.convert.models import NAMES, assert_equal, converted, core
+from tests.unit.convert.models import NAMES, assert_equal, converted, core, weights
 
 CASES = 18  # for each of the tiny models: more than 300 in all, with and without those that have no legacy form
+
+
+FEW_CASES = 6  # for families whose modules have the names of another, or its structure
+LIKE_OTHERS = ("hunyuan", "hunyuan_v1_moe", "minicpm-moe", "qwen")
 
 
 @st.composite
@@ -26,8 +32,9 @@ def layouts(draw, shape, formats=("mcore", "legacy")):
     experts = (
         draw(st.sampled_from(["single", "grouped"])) if shape.experts and kind == "mcore" and not engine else "single"
     )
+    extended = bool(shape.experts) and shape.experts % (tp * ep) == 0 and draw(st.booleans())
     noop = tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=2, max_size=2)))) if draw(st.booleans()) else ()
-    layout = CheckpointLayout(kind, tp=tp, engine=engine, experts=experts, noop=noop)
+    layout = CheckpointLayout(kind, tp=tp, engine=engine, experts=experts, noop=noop, tp_extend_ep=extended)
     total = 4 + len(noop)
     cut = draw(st.sampled_from(["even", "uneven", "virtual"]))
     if cut == "even":
@@ -47,7 +54,9 @@ def test_there_and_back_is_bit_equal(name, tiny, tmp_path):
     folder = tiny(name)
     shape, _ = model_parameters(read_json(folder / "config.json"))
 
-    @settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    cases = FEW_CASES if name in LIKE_OTHERS else CASES
+
+    @settings(max_examples=cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(layout=layouts(shape, ("mcore",)), other=layouts(shape, ("legacy",)), multiple=st.sampled_from([1, 3, 16]))
     def check(layout, other, multiple):
         root = tmp_path / "case"
@@ -122,6 +131,23 @@ def test_a_layout_is_recognised_without_our_manifest(tiny, tmp_path):
         (there / "convert.json").unlink()
         converted(there, back, CheckpointLayout(), layout.format)
         assert_equal(tiny("mixtral"), back)
+
+
+def test_tensor_ranks_extend_expert_ranks(tiny, tmp_path):
+    """Experts stay whole: with TP 2 and EP 2 each of four ranks has one of four; without our manifest it is given."""
+    layout = CheckpointLayout("mcore", tp=2, ep=2, tp_extend_ep=True)
+    converted(tiny("mixtral"), tmp_path / "core", layout)
+    hf = weights(tiny("mixtral"))
+    for expert, (ep, tp) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        state = core(tmp_path / "core", single=f"mp_rank_{tp:02d}_{ep:03d}")["model"]
+        held = [name for name in state if name.startswith("decoder.layers.1.mlp.experts.") and "fc2" in name]
+        assert held == ["decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"]
+        assert torch.equal(state[held[0]], hf[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"])
+    (tmp_path / "core/convert.json").unlink()
+    opened = open_source(tmp_path / "core", "mcore", None, CheckpointLayout(ep=2, tp_extend_ep=True))
+    convert(opened, tmp_path / "back", CheckpointLayout())
+    opened.close()
+    assert_equal(tiny("mixtral"), tmp_path / "back")
 
 
 def test_rounding_and_back(tiny, tmp_path):

@@ -210,15 +210,15 @@ def test_legacy_names_are_nested(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"tp": 3}, "--tp 3 does not divide"),
-        ({"tp": 8}, "--tp 8 does not divide the attention heads"),
+        ({"tp": 3}, "--tensor_parallel_size 3 does not divide"),
+        ({"tp": 8}, "--tensor_parallel_size 8 does not divide the attention heads"),
         ({"format": "legacy", "tp": 4}, "key-value heads"),
-        ({"pp": 3}, "--pp 3 does not divide the layers"),
+        ({"pp": 3}, "--pipeline_parallel_size 3 does not divide the layers"),
         ({"pp": 2, "layers_per_stage": (1, 2)}, "whose sum is 4"),
-        ({"pp": 2, "layers_per_virtual_stage": 3}, "--vpp"),
+        ({"pp": 2, "layers_per_virtual_stage": 3}, "--layers_per_virtual_stage"),
         ({"pp": 2, "layers_per_virtual_stage": 1, "layers_per_stage": (2, 2)}, "cannot be combined"),
         ({"ep": 2}, "no experts"),
-        ({"noop": (9,)}, "--noop-layers"),
+        ({"noop": (9,)}, "--noop_layers"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(options, complaint, tiny, tmp_path):

@@ -34,7 +34,7 @@ class Watched(BufferPool):
 @pytest.mark.parametrize(("tp", "experts"), [(2, "grouped"), (1, "grouped"), (2, "single")])
 def test_a_worker_holds_at_most_twice_the_largest_tensor(tp, experts, tiny, tmp_path, monkeypatch):
     """Four experts over two tensor ranks in one matrix each: sources and targets together are far more."""
-    monkeypatch.setattr(stream, "SMALL", 0)
+    monkeypatch.setattr(stream, "MIN_BATCH_BYTES", 0)
     monkeypatch.setattr(stream, "BufferPool", Watched)
     layout = CheckpointLayout("mcore", tp=tp, experts=experts)
     for source, out, target in ((tiny("mixtral"), "core", layout), (tmp_path / "core", "back", CheckpointLayout())):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from posttrain.core.disk import DiskFullError
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import atomic_write, atomic_write_json, atomic_write_text, read_json, write_json
 
@@ -16,7 +17,7 @@ def test_a_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DiskFullError, match="No space"):
         atomic_write_text(path, "new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
     assert path.read_text() == "old"

@@ -98,3 +98,27 @@ def test_numbers_in_words(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: 110.0)
     assert time_left(100.0, 1, 4) == "eta 0:30"
     assert time_left(100.0, 0, 4) == time_left(100.0, 3, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("position", "details"),
+    [
+        ("step 100000/200000", "reward 0.691  (correct 0.7 short -0.009)  length 1019  entropy 0.0906  979 tokens/s"),
+        ("1,234,567 examples  1,234,567,890 tokens", "10,000 examples/s  1,000,000 tokens/s"),
+        ("1,000,000 of 2,000,000 completions", "230,059 tokens/s"),
+        ("a/long/path/of/a/data/file/that/fills/the/whole/width/of/a/terminal.jsonl", "1,000 examples"),
+    ],
+)
+def test_the_remaining_time_is_visible_at_80_columns(monkeypatch, capsys, position, details):
+    ProgressDisplay().update(position, details, done=1, total=4, eta="eta 123:03:05")
+    assert capsys.readouterr().out == f"{position}  eta 123:03:05  {details}\n"
+    controller, terminal = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("TERM", raising=False)
+    with os.fdopen(terminal, "w") as out:
+        with ProgressDisplay(stream=out) as display:
+            display.update(position, details, done=1, total=4, eta="eta 123:03:05")
+        print("the end", file=out, flush=True)
+        line, *_ = screen_of(read_until("the end\r\n", controller))
+    os.close(controller)
+    assert line.startswith(position[:30]) and "eta 123:03:05" in line and len(line) <= 80

@@ -214,21 +214,21 @@ def test_load_counts_and_verdicts(tmp_path):
     assert data.counts == {"read": 30, "kept": 20, "truncated": 0, "dropped": 10, "quoted": 1, "quarantined": 0}
     assert data.descriptions == [f"{file}: preference: prompt, chosen, rejected" for file in files]
     assert heard == [20, 30]
-    assert [sample.group for row in data.rows for sample in row] == [i for i in range(20) for _ in "ab"]
-    assert data.rows[1][0].origin == f"{files[0]}:2" and data.rows[-1][1].origin == f"{files[1]}:9"
+    assert [sample.group for row in data.examples for sample in row] == [i for i in range(20) for _ in "ab"]
+    assert data.examples[1][0].origin == f"{files[0]}:2" and data.examples[-1][1].origin == f"{files[1]}:9"
     data = load_dataset(files, encoder("pair", max_length=125), None, None)
     assert data.counts == {"read": 30, "kept": 30, "truncated": 10, "dropped": 0, "quoted": 1, "quarantined": 0}
     data = load_dataset(files, encoder("pair"), 22, None)
-    assert data.counts["read"] == 22 and len(data.rows) == 22
+    assert data.counts["read"] == 22 and len(data.examples) == 22
     data = load_dataset(files, encoder("labelled"), None, None)
-    assert data.counts["read"] == 30 and len(data.rows) == 60
-    assert [row[0].label for row in data.rows[:4]] == [1.0, 0.0, 1.0, 0.0]
+    assert data.counts["read"] == 30 and len(data.examples) == 60
+    assert [row[0].label for row in data.examples[:4]] == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_parts_of_a_text_are_rows(tmp_path):
     file = write(tmp_path, [{"text": "Hello there " * 40}, {"text": "Hi"}])
     data = load_dataset([file], encoder("text", max_length=16), None, None)
-    assert all(len(row) == 1 for row in data.rows) and data.counts["kept"] == len(data.rows) > 5
+    assert all(len(row) == 1 for row in data.examples) and data.counts["kept"] == len(data.examples) > 5
     assert data.counts["read"] == 2 and data.counts["truncated"] == 0
 
 
@@ -255,7 +255,7 @@ def test_quarantine_sets_bad_rows_aside_with_exact_counts(tmp_path):
     file, aside = damaged(tmp_path), tmp_path / "quarantine.jsonl"
     data = load_dataset([file], encoder("chat", max_length=60, on_bad_example="quarantine"), quarantine=aside)
     assert data.counts == {"read": 7, "kept": 2, "truncated": 0, "dropped": 0, "quoted": 0, "quarantined": 5}
-    assert [row[0].origin for row in data.rows] == [f"{file}:1", f"{file}:4"]
+    assert [row[0].origin for row in data.examples] == [f"{file}:1", f"{file}:4"]
     kept = {int(row["origin"].rpartition(":")[2]): row for row in map(json.loads, aside.read_text().splitlines())}
     assert sorted(kept) == [2, 3, 5, 6, 7]
     assert kept[3]["reason"] == "completion: null" and kept[3]["row"] == {"prompt": "a", "completion": None}
@@ -284,7 +284,7 @@ def test_a_row_that_is_two_examples_is_set_aside_whole(tmp_path):
     rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "long " * 99}]
     options = {"max_length": 60, "on_overlong": "error", "on_bad_example": "quarantine"}
     data = load_dataset([write(tmp_path, rows)], encoder("labelled", **options))
-    assert len(data.rows) == 2 and data.counts["quarantined"] == 1
+    assert len(data.examples) == 2 and data.counts["quarantined"] == 1
 
 
 @pytest.mark.parametrize("damage", range(6))
@@ -298,7 +298,7 @@ def test_rows_out_and_rows_aside_are_rows_in(tmp_path, damage):
     path.write_bytes(b"\n".join(lines))
     aside = tmp_path / "aside.jsonl"
     data = load_dataset([str(path)], encoder("chat", on_bad_example="quarantine"), quarantine=aside)
-    origins = [row[0].origin for row in data.rows]
+    origins = [row[0].origin for row in data.examples]
     origins += [json.loads(line)["origin"] for line in aside.read_text().splitlines()]
     assert sorted(origins) == sorted(f"{path}:{n + 1}" for n in range(60)) and data.counts["quarantined"] > 5
 
@@ -307,31 +307,31 @@ def test_sources_with_weights(tmp_path):
     one = write(tmp_path, [{**GOOD, "prompt": f"one {n}"} for n in range(10)], "one.jsonl")
     two = write(tmp_path, [{**GOOD, "prompt": f"two {n}"} for n in range(40)], "two.jsonl")
     data = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"))
-    assert (data.mixture.sizes, data.mixture.counts) == ((10, 40), (10, 30)) and len(data.rows) == 50
+    assert (data.mixture.sizes, data.mixture.counts) == ((10, 40), (10, 30)) and len(data.examples) == 50
     plain = load_dataset([one, two], encoder("chat"))
     assert plain.mixture is None and plain.fingerprint != data.fingerprint
     assert load_dataset([one, two], weights=[1, 2], encoder=encoder("chat")).fingerprint != data.fingerprint
     again = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat", repeat=True))
     assert again.mixture.counts == (13, 40) and again.fingerprint != data.fingerprint
-    few = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"), max_rows=5)
+    few = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"), max_examples=5)
     assert few.mixture.sizes == (5, 5)  # of each source
     train, held_out = split_examples(data, 0.2, seed=1)
-    assert sum(train.mixture.sizes) == len(train.rows) == 40 and held_out.mixture is None
-    firsts = {train.rows.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}
+    assert sum(train.mixture.sizes) == len(train.examples) == 40 and held_out.mixture is None
+    firsts = {train.examples.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}
     assert firsts == {one}
     long = write(tmp_path, [{**GOOD, "completion": "long " * 99}], "long.jsonl")
-    with pytest.raises(DataError, match=r"long.jsonl: no examples are left of it"):
+    with pytest.raises(DataError, match=r"long.jsonl: no examples of this source are left"):
         load_dataset([one, long], weights=[1, 1], encoder=encoder("chat", max_length=60, on_overlong="drop"))
 
 
 def test_large_rows_are_encoded_few_at_a_time_and_the_largest_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "BYTES_AT_ONCE", 300)
+    monkeypatch.setattr(dataset, "BYTES_PER_CHUNK", 300)
     file = write(tmp_path, [{**GOOD, "prompt": "word " * 50}] * 7)
     sizes = []
     made = encoder("chat")
     plain = made.encode_all
     monkeypatch.setattr(made, "encode_all", lambda examples: sizes.append(len(examples)) or plain(examples))
-    assert len(load_dataset([file], made).rows) == 7 and max(sizes) == 2
+    assert len(load_dataset([file], made).examples) == 7 and max(sizes) == 2
     monkeypatch.setattr(encoding, "MAX_CHARACTERS", 100)
     with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ characters; an example may have at most 100"):
         load_dataset([file], made)
@@ -390,14 +390,14 @@ def test_split(tmp_path):
     rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(50)]
     data = load_dataset([write(tmp_path, rows)], encoder("labelled"), None, None)
     train, held_out = split_examples(data, 0.1, seed=3)
-    origins = [{row[0].origin for row in part.rows} for part in (train, held_out)]
-    assert len(held_out.rows) == 10 and not origins[0] & origins[1] and len(origins[0] | origins[1]) == 50
+    origins = [{row[0].origin for row in part.examples} for part in (train, held_out)]
+    assert len(held_out.examples) == 10 and not origins[0] & origins[1] and len(origins[0] | origins[1]) == 50
     assert held_out.counts["kept"] == 10 and train.fingerprint != data.fingerprint
     again = split_examples(data, 0.1, seed=3)
     assert (again[0].fingerprint, again[1].fingerprint) == (train.fingerprint, held_out.fingerprint)
     assert split_examples(data, 0.1, seed=4)[1].fingerprint != held_out.fingerprint
     for fraction, size in ((0.001, 1), (0.999, 49)):
-        assert len(split_examples(data, fraction, seed=0)[1].rows) == 2 * size
+        assert len(split_examples(data, fraction, seed=0)[1].examples) == 2 * size
     with pytest.raises(UsageError, match="above 0 and below 1"):
         split_examples(data, 1.0, seed=0)
     one = load_dataset([write(tmp_path, rows[:1])], encoder("pair"), None, None)
@@ -409,29 +409,31 @@ def test_one_long_text_can_be_split(tmp_path):
     file = write(tmp_path, [{"text": "Hello there " * 100}])
     data = load_dataset([file], encoder("text", max_length=20), None, None)
     train, held_out = split_examples(data, 0.2, seed=0)
-    assert len(held_out.rows) == round(0.2 * len(data.rows)) and len(train.rows) + len(held_out.rows) == len(data.rows)
+    assert len(held_out.examples) == round(0.2 * len(data.examples)) and len(train.examples) + len(
+        held_out.examples
+    ) == len(data.examples)
 
 
-def stream_of(rows, rows_per_step, shuffle=True, seed=5, per_row=1):
+def stream_of(rows, batch_size, shuffle=True, seed=5, per_row=1):
     def sample(number):
         return Sample(tokens=np.array([number, 0], dtype=np.int32), mask=np.array([False, True]))
 
-    return ExampleStream([[sample(r) for _ in range(per_row)] for r in range(rows)], rows_per_step, seed, shuffle)
+    return ExampleStream([[sample(r) for _ in range(per_row)] for r in range(rows)], batch_size, seed, shuffle)
 
 
 def numbers(samples):
     return [int(sample.tokens[0]) for sample in samples]
 
 
-@pytest.mark.parametrize("rows_per_step", [1, 3, 7, 10, 23])
-def test_every_row_comes_once_an_epoch_over_the_edges(rows_per_step):
-    stream = stream_of(10, rows_per_step)
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 10, 23])
+def test_every_row_comes_once_an_epoch_over_the_edges(batch_size):
+    stream = stream_of(10, batch_size)
     seen = [number for _ in range(30) for number in numbers(stream.take())]
     epochs = [seen[i : i + 10] for i in range(0, len(seen) - 9, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-    assert stream.position == 30 * rows_per_step
-    assert seen != [n for _ in range(30) for n in numbers(stream_of(10, rows_per_step, seed=6).take())]
+    assert stream.position == 30 * batch_size
+    assert seen != [n for _ in range(30) for n in numbers(stream_of(10, batch_size, seed=6).take())]
 
 
 def test_position_is_the_whole_state():

@@ -57,14 +57,14 @@ def plain(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("max_tokens", "on_long"), [(500, "truncate"), (21, "truncate"), (21, "drop")])
+@pytest.mark.parametrize(("max_length", "on_overlong"), [(500, "truncate"), (21, "truncate"), (21, "drop")])
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_tokens, on_long, adds_bos):
+def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_length, on_overlong, adds_bos):
     monkeypatch.setattr(indexed_dataset, "BLOCK", 64)  # so that there are many blocks
     handler, rows, options = KINDS[kind]
     tokenizer = PICO if adds_bos else byte_level(bos_token=None)
     source, prefix = written(tmp_path, handler, rows, tokenizer, **options)
-    encoder = Encoder(tokenizer, DataConfig(max_length=max_tokens, on_overlong=on_long), kind, len(tokenizer))
+    encoder = Encoder(tokenizer, DataConfig(max_length=max_length, on_overlong=on_overlong), kind, len(tokenizer))
     try:
         direct = load_dataset([source], encoder)
     except DataError as error:
@@ -72,30 +72,34 @@ def test_the_same_samples_as_from_the_rows(tmp_path, monkeypatch, kind, max_toke
             "no examples are left" if "no examples are left" in str(error) else r"out:\d+: no token to train on within"
         )
         with pytest.raises(DataError, match=told):
-            load_indexed(prefix, kind, len(tokenizer), max_tokens=max_tokens, on_long=on_long)
+            load_indexed(prefix, kind, len(tokenizer), max_length=max_length, on_overlong=on_overlong)
         return
-    options = {"max_tokens": max_tokens, "on_long": on_long, "bos_id": tokenizer.bos_token_id}
+    options = {"max_length": max_length, "on_overlong": on_overlong, "bos_id": tokenizer.bos_token_id}
     indexed = load_indexed(prefix, kind, len(tokenizer), **options)
-    assert plain(indexed) == plain(direct.rows)
+    assert plain(indexed) == plain(direct.examples)
     assert {name: indexed.counts[name] for name in ("read", "kept", "truncated")} == {
         name: direct.counts[name] for name in ("read", "kept", "truncated")
     }
-    assert indexed.lengths().tolist() == direct.rows.lengths().tolist()
-    assert indexed.counted() == direct.rows.counted()
+    assert indexed.lengths().tolist() == direct.examples.lengths().tolist()
+    assert indexed.counted() == direct.examples.counted()
     assert indexed.origin(0) == indexed[0][0].origin == f"{prefix}:0"
 
 
 def test_a_choice_of_rows(tmp_path):
     _, prefix = written(tmp_path, "AlpacaStyleInstructionHandler", CHAT, seq_length=60, neat_pack=True)
     rows = load_indexed(prefix, "chat", len(PICO))
-    assert "documents of packed rows apart" in rows.description and len(rows[0]) > 1
+    assert "packed documents separated" in rows.description and len(rows[0]) > 1
     some = rows.subset([3, 1])
     assert plain(some) == plain([rows[3], rows[1]]) and [sample.group for sample in some[1]] == [1] * len(rows[1])
     assert some.lengths().tolist() == [len(sample) for row in some for sample in row]
     assert some.counted() == sum(int(sample.mask.sum()) for row in some for sample in row)
-    assert some.fingerprint() != rows.fingerprint() != load_indexed(prefix, "chat", len(PICO), max_rows=3).fingerprint()
+    assert (
+        some.fingerprint()
+        != rows.fingerprint()
+        != load_indexed(prefix, "chat", len(PICO), max_examples=3).fingerprint()
+    )
     assert rows.fingerprint() == load_indexed(prefix, "chat", len(PICO)).fingerprint()
-    assert len(load_indexed(prefix, "chat", len(PICO), max_rows=3)) == 3
+    assert len(load_indexed(prefix, "chat", len(PICO), max_examples=3)) == 3
     rows.hold()
     rows[0][0].reward = 3.0
     assert rows[0][0].reward == 3.0
@@ -104,7 +108,7 @@ def test_a_choice_of_rows(tmp_path):
 def test_names_and_what_they_stand_for(tmp_path):
     _, prefix = written(tmp_path, "GeneralPretrainHandler", [{"text": "ab", "title": "c"}], json_keys=("text", "title"))
     assert is_indexed(prefix) and not is_indexed(str(tmp_path)) and not is_indexed(str(tmp_path / "rows.jsonl"))
-    with pytest.raises(UsageError, match=r"name one of them, as .*out_text_document"):
+    with pytest.raises(UsageError, match=r"give the name of one of them, for instance .*out_text_document"):
         load_indexed(prefix, "text", len(PICO))
     assert is_indexed(f"{prefix}_title_document")
     assert PICO.decode(load_indexed(f"{prefix}_title_document", "text", len(PICO))[0][0].tokens) == "<s>c"
@@ -131,12 +135,12 @@ def test_prompts_for_reinforcement_learning(tmp_path):
     )
     encoder = Encoder(PICO, DataConfig(), "prompt", len(PICO))
     direct, indexed = load_dataset([source], encoder), load_dataset([prefix], encoder)
-    assert [row[0].tokens.tolist() for row in indexed.rows] == [row[0].tokens.tolist() for row in direct.rows]
-    assert [row[0].columns for row in indexed.rows] == [{"labels": r["output"], "level": r["level"]} for r in rows]
-    assert indexed.rows[2][0].origin == f"{prefix}:2" and "5" not in indexed.rows[0][0].messages[0]["content"]
+    assert [row[0].tokens.tolist() for row in indexed.examples] == [row[0].tokens.tolist() for row in direct.examples]
+    assert [row[0].columns for row in indexed.examples] == [{"labels": r["output"], "level": r["level"]} for r in rows]
+    assert indexed.examples[2][0].origin == f"{prefix}:2" and "5" not in indexed.examples[0][0].messages[0]["content"]
     assert indexed.descriptions == [f"{prefix}: indexed prompt: input_ids, labels, level"]
-    assert len(load_dataset([prefix], encoder, max_rows=3).rows) == 3
-    longest = len(direct.rows[3][0].tokens)
+    assert len(load_dataset([prefix], encoder, max_examples=3).examples) == 3
+    longest = len(direct.examples[3][0].tokens)
     with pytest.raises(DataError, match=r"out:\d+: the prompt has .* cannot be truncated"):
         load_dataset([prefix], Encoder(PICO, DataConfig(max_length=longest - 1), "prompt", len(PICO)))
     with pytest.raises(DataError, match="no examples are left: 4 read"):
@@ -149,10 +153,10 @@ def test_prompts_of_other_tools(tmp_path):
     """They have no manifest, and often an attention mask: their labels are told from those of a conversation."""
     five, six = PICO.convert_tokens_to_ids(["5", "6"])
     prefix = columns(tmp_path, input_ids=[[7, 8], [9]], labels=[[five], [six, five]], attention_mask=[[1, 1], [1]])
-    rows = load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO))).rows
+    rows = load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO))).examples
     assert [row[0].columns for row in rows] == [{"labels": "5"}, {"labels": "65"}]
     columns(tmp_path, labels=[[five]])
-    with pytest.raises(DataError, match=r"has 1 rows, but .* has 2"):
+    with pytest.raises(DataError, match=r"has 1 examples, but .* has 2"):
         load_dataset([prefix], Encoder(PICO, DataConfig(), "prompt", len(PICO)))
     columns(tmp_path, labels=[[-100, 8], [9]])
     with pytest.raises(UsageError, match="kind chat: for sft, distill, not for reinforcement learning"):
@@ -172,11 +176,11 @@ def columns(folder, **rows):
     [
         ([[1, 2], [1, 99]], [[-100, 2], [-100, 99]], None, r"a:1: token 1: token id 99 is outside .* vocabulary of 50"),
         ([[1, -1]], [[-100, 2]], None, "token id -1"),
-        ([[1, 2]], [[-100, 3]], None, r"a:0: token 1: a label that is not the token itself"),
+        ([[1, 2]], [[-100, 3]], None, r"a:0: token 1: a label differs from its token"),
         ([[1, 2, 3]], [[1, 2, 3]], None, r"a:0: token 0: a label on the first token"),
         ([[1, 2, 3, 4]], [[-100, 2, 3, 4]], [[1, 1, 2, 2]], r"a:0: token 2: a label on the first token"),
         ([[1, 2], [3, 4]], [[-100, 2], [-100, -100]], None, "a:1: no token to train on"),
-        ([[1, 2]], [[-100, 2, 2]], None, "its sequences do not have the lengths"),
+        ([[1, 2]], [[-100, 2, 2]], None, "its sequences have other lengths"),
         ([[1, 2], []], [[-100, 2], []], None, "a:1: no tokens"),
     ],
 )

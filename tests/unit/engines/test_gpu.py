@@ -1,17 +1,22 @@
 """On a GPU: Triton kernels against reference kernels, captured against eager steps, bf16 against the trainer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest as Wanted
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kernels import reference
 from posttrain.engines.local import LocalEngine
+from posttrain.models.adapters import add_adapters, inject_saved
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
-from tests.tiny import NAMES, tiny_model, tiny_tokenizer
+from tests.tiny import MIXTURES, NAMES, saved_adapter, tiny_model, tiny_tokenizer
+from tests.unit.engines.test_paging import shorten_parts
 
 pytestmark = pytest.mark.gpu
 KINDS = {torch.float32: 1e-5, torch.bfloat16: 2**-5}  # the largest difference: a rounding step of numbers near 4
@@ -41,27 +46,31 @@ def test_norm_and_gate(dtype, width):
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(
-    ("width", "kv_heads", "heads"), [(8, 2, 4), (64, 2, 14), (128, 4, 28), (96, 8, 8), (256, 1, 4)]
+    ("width", "kv_heads", "heads", "size"),
+    [(8, 2, 4, 64), (64, 2, 14, 64), (128, 4, 28, 64), (128, 4, 28, 32), (96, 8, 8, 64), (256, 1, 4, 64)],
 )
-def test_rotation_and_attention(dtype, width, kv_heads, heads):
+def test_rotation_and_attention(dtype, width, kv_heads, heads, size):
     from posttrain.engines.kernels import triton
 
     rows, capacity = 37, 1024
-    caches = [random(40, capacity, kv_heads, width, dtype=dtype) for _ in range(2)]
+    blocks = rows * capacity // size + 1
+    caches = [random(blocks, size, kv_heads, width, dtype=dtype) for _ in range(2)]
     copies = [stream.clone() for stream in caches]
+    table = (torch.randperm(blocks - 1, device="cuda") + 1).view(rows, -1).int()
     positions = torch.randint(0, 1000, (rows,), device="cuda")
-    positions[:2] = torch.tensor([0, 1000])
+    positions[:2] = torch.tensor([0, capacity - 1])
+    places = table.gather(1, positions[:, None] // size)[:, 0].long() * size + positions % size
     cos, sin = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype)
     qkv = random(rows, (heads + 2 * kv_heads) * width, dtype=dtype)
     for norm in (None, random(width, dtype=dtype)):
-        expected = reference.rotate_and_store(qkv, cos, sin, positions, *caches, norm, norm, 1e-6)
-        close(triton.rotate_and_store(qkv, cos, sin, positions, *copies, norm, norm, 1e-6), expected, dtype, 8)
+        expected = reference.rotate_and_store(qkv, cos, sin, places, *caches, norm, norm, 1e-6)
+        close(triton.rotate_and_store(qkv, cos, sin, places, *copies, norm, norm, 1e-6), expected, dtype, 8)
         for stream, copy in zip(caches, copies, strict=True):
             close(copy, stream, dtype, 8)
     for window in (None, 100):
-        for few in (rows, 1):  # one row: the cache is split among programs
+        for few in (rows, 2):  # few rows: the cache is split among programs
             query = random(few, heads, width, dtype=dtype)
-            arguments = (query, *caches, positions[:few], 1001, None, window)
+            arguments = (query, *caches, table[:few], positions[:few], capacity, None, window)
             close(triton.attend(*arguments), reference.attend(*arguments), dtype)
 
 
@@ -81,10 +90,10 @@ def test_draws(dtype):
         assert (logprobs - expected_logprobs)[same].abs().max() < 1e-5
 
 
-def engine_for(name, dtype, slots=32):
+def engine_for(name, dtype, slots=32, **options):
     model = tiny_model(name).to("cuda", dtype).eval()
     model.set_attn_implementation(attention.NAME)
-    return LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots)
+    return LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), slots=slots, **options)
 
 
 def asked(count=100):
@@ -93,12 +102,13 @@ def asked(count=100):
     return [GenerationRequest(prompt=prompts[i // 4], group=i // 4, seed=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01}], ids=str)
 def test_a_captured_step_equals_an_eager_one(name, settings):
     sampling = Sampling(max_tokens=48, stop_ids=tuple(range(8, 20)), **settings)
     captured = engine_for(name, torch.float32)
     found = captured.generate(asked(), sampling)
+    assert captured.can_capture()
     assert captured.executor.graphs is not None and captured.executor.graphs.captured
     plainly = engine_for(name, torch.float32)
     plainly.prepare(asked(), sampling)
@@ -115,7 +125,78 @@ def test_a_captured_step_equals_an_eager_one(name, settings):
         assert np.abs(sample.logprobs - other.logprobs).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma2"])
+def test_preemption_and_parts_of_prompts_change_nothing(name, monkeypatch):
+    """Captured steps over a cache that is too small, and prompts in parts, against enough memory and whole prompts."""
+    sampling = Sampling(max_tokens=48, stop_ids=(8,))  # most need more blocks than admission keeps in reserve for them
+    expected = engine_for(name, torch.float32).generate(asked(), sampling)
+    engine = engine_for(name, torch.float32, block_size=16, cache_blocks=24)
+    shortened = shorten_parts(monkeypatch, 16)
+    for _ in range(2):  # the second time by graphs alone
+        found = engine.generate(asked(), sampling)
+        same = [(a, b) for a, b in zip(found, expected, strict=True) if a.tokens.tolist() == b.tokens.tolist()]
+        assert len(same) >= len(found) - 1  # a last bit may put a boundary between two tokens elsewhere
+        assert all(np.abs(a.logprobs - b.logprobs).max() < 1e-4 for a, b in same)
+    pool = engine.executor.cache.pool
+    assert engine.preemptions > 0 and shortened and pool.available == pool.count
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_captured_steps_record_experts(name, dtype):
+    """In float32 the trainer's routers choose the same ones; with the recorded ones log-probabilities agree."""
+    engine = engine_for(name, dtype, record_experts=True)
+    for _ in range(2):  # the second time by graphs alone, where there are some
+        samples = engine.generate(asked(), Sampling(max_tokens=24))
+    assert all((sample.experts[:-1][sample.mask[1:]] >= 0).all() for sample in samples)
+    batch = collate(samples, "cuda")
+    with torch.no_grad():
+        compared, replayed = (forward(engine.runner, batch, Wanted(experts=use)) for use in ("compare", "replay"))
+    share = float(compared.rerouted.sum()) / len(batch.counted)
+    assert share <= (0.002 if dtype == torch.float32 else 0.25)
+    expected = torch.from_numpy(np.concatenate([sample.logprobs for sample in samples])).cuda()
+    error = (replayed.logprobs - expected).abs()
+    largest, mean = (1e-3, 1e-5) if dtype == torch.float32 else (0.3, 0.02)
+    assert error.max() < largest and error.mean() < mean
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_several_adapters_in_captured_steps(name, dtype, tmp_path):
+    """Each sequence has its own, or none; the results are those of peft's adapter alone."""
+    targets = ("c_attn", "c_fc") if name == "gpt2" else ("all-linear",)
+    folders = {f"rank {rank}": saved_adapter(tiny_model(name), tmp_path / str(rank), rank, targets) for rank in (2, 17)}
+    engine = engine_for(name, dtype, frozen=True)
+    engine.use_adapters(folders)
+    names = ["", *folders]
+    mixed = [replace(request, adapter=names[i % 3]) for i, request in enumerate(asked())]
+    sampling = Sampling(max_tokens=16)
+    for _ in range(2):  # the second time by graphs alone, where there are some
+        found = engine.generate(mixed, sampling)
+    for adapter in names:
+        model = tiny_model(name)
+        if adapter:
+            inject_saved(model, folders[adapter])
+        model.to("cuda", dtype).eval().set_attn_implementation(attention.NAME)
+        own = [sample for sample, request in zip(found, mixed, strict=True) if request.adapter == adapter]
+        with torch.no_grad():
+            out = forward(ModelRunner.from_model(model), collate(own, "cuda"), Wanted())
+        error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in own]))
+        assert error.mean() < (1e-5 if dtype == torch.float32 else 0.02), adapter
+
+
+def test_half_precision_parts_of_prompts_agree_with_the_trainer(monkeypatch):
+    """The varlen kernel, with the keys of earlier parts from the cache."""
+    engine = engine_for("qwen2", torch.bfloat16)
+    assert shorten_parts(monkeypatch, 16) is not None
+    samples = engine.generate(asked(), Sampling(max_tokens=16))
+    with torch.no_grad():
+        out = forward(engine.runner, collate(samples, "cuda"), Wanted())
+    error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in samples]))
+    assert error.mean() < 0.01
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES, *MIXTURES}))
 @pytest.mark.parametrize("dtype", KINDS)
 def test_logprobs_equal_the_trainers(name, dtype):
     engine = engine_for(name, dtype)
@@ -128,6 +209,30 @@ def test_logprobs_equal_the_trainers(name, dtype):
         with torch.no_grad():
             for parameter in engine.runner.model.parameters():
                 parameter.mul_(1.05)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_adapters_are_computed_in_captured_steps(dtype):
+    pytest.importorskip("peft")
+    model = tiny_model("qwen2").to("cuda", dtype).eval()
+    add_adapters(model, ModelConfig(path="tiny", lora_rank=4), "token")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    model.set_attn_implementation(attention.NAME)
+    engine = LocalEngine(ModelRunner.from_model(model), tiny_tokenizer())
+    for _ in range(2):  # the second time by graphs, after the adapters have changed in place
+        samples = engine.generate(asked(), Sampling(max_tokens=48))
+        with torch.no_grad():
+            out = forward(engine.runner, collate(samples, "cuda"), Wanted())
+        error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in samples]))
+        assert error.mean() < (1e-5 if dtype == torch.float32 else 0.02), (error.mean(), error.max())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.1)
+    assert engine.executor.graphs is not None and engine.executor.graphs.captured
+    assert all(linear.adapters for layer in engine.decoder.layers for linear in (layer.qkv, layer.out))
 
 
 def test_the_largest_logits_by_blocks():

@@ -41,24 +41,30 @@ def test_random_numbers_are_even_and_independent():
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.1
 
 
+@pytest.mark.parametrize("size", [1, 3, 8, 24])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 1), (4, 1)])
-def test_attention_of_a_step_is_the_formula_row_by_row(kv_heads, group, window):
+def test_attention_of_a_step_is_the_formula_row_by_row(kv_heads, group, window, size):
     generator = torch.Generator().manual_seed(0)
-    slots, rows, capacity, width, value_width = 2 * ROWS_PER_BLOCK + 9, 2 * ROWS_PER_BLOCK + 3, 24, 8, 4
-    keys = torch.randn(slots, kv_heads, capacity, width, generator=generator).transpose(1, 2)
-    values = torch.randn(slots, kv_heads, capacity, value_width, generator=generator).transpose(1, 2)
+    rows, capacity, width, value_width = 2 * ROWS_PER_BLOCK + 3, 24, 8, 4
+    blocks = rows * capacity // size + 1
+    keys = torch.randn(blocks, kv_heads, size, width, generator=generator).transpose(1, 2)
+    values = torch.randn(blocks, kv_heads, size, value_width, generator=generator).transpose(1, 2)
+    table = (torch.randperm(blocks - 1, generator=generator) + 1).view(rows, -1).int()
     query = torch.randn(rows, kv_heads * group, width, generator=generator)
     positions = torch.randint(0, capacity - 1, (rows,), generator=generator)
     longest = int(positions.max()) + 1
-    bags = EmbeddingBagAttention(row_blocks(positions, longest, window, query.dtype), kv_heads * group, values)
-    both = attend(query, keys, values, positions, longest, None, window), bags.attend(query, keys, values, None)
+    row_blocks_of_step = row_blocks(positions, longest, window, query.dtype)
+    bags = EmbeddingBagAttention(row_blocks_of_step, kv_heads * group, values, table)
+    by_position = [stream.contiguous() for stream in (keys, values)]  # the layout of every other device
+    found = [attend(query, *both, table, positions, longest, None, window) for both in ((keys, values), by_position)]
+    found.append(bags.attend(query, keys, values, None))
     for row, last in enumerate(positions.tolist()):
         first = 0 if window is None else max(0, last + 1 - window)
+        k, v = (stream[table[row].long()].flatten(0, 1)[first : last + 1] for stream in (keys, values))
         for head in range(kv_heads * group):
-            k, v = (stream[row, first : last + 1, head // group] for stream in (keys, values))
-            expected = (k @ query[row, head] * width**-0.5).softmax(0) @ v
-            assert all((found[row, head] - expected).abs().max() < 1e-6 for found in both)
+            own = (k[:, head // group] @ query[row, head] * width**-0.5).softmax(0) @ v[:, head // group]
+            assert all((each[row, head] - own).abs().max() < 1e-6 for each in found)
 
 
 def test_the_sampled_token_is_where_the_cumulative_probability_passes_the_random_number():

@@ -14,7 +14,8 @@ from posttrain.engines.executor import bucket_size
 from posttrain.engines.local import LocalEngine
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
-from tests.tiny import NAMES, tiny_model, tiny_tokenizer
+from posttrain.nn.layers import supports_fused_layers
+from tests.tiny import MIXTURES, NAMES, tiny_model, tiny_tokenizer
 
 
 def engine_for(model, slots=4):
@@ -22,9 +23,22 @@ def engine_for(model, slots=4):
     return LocalEngine(ModelRunner.from_model(model.eval()), tiny_tokenizer(), slots=slots)
 
 
+@pytest.fixture(params=[False, True], ids=["own code", "fused"])
+def fused(request, monkeypatch):
+    """Whether mixtures of experts use the fused decoder, as they do on a GPU."""
+    if request.param:
+        monkeypatch.setattr(FusedDecoder, "supports", staticmethod(supports_fused_layers))
+    return request.param
+
+
 def prompts(lengths=(5, 11, 3, 8, 20, 1), seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(8, 60, n).astype(np.int32) for n in lengths]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_greedy_with_experts_equals_transformers_generate(name, fused):
+    test_greedy_equals_transformers_generate(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -255,7 +269,8 @@ def test_packed_weights_give_the_same(name, monkeypatch):
     engine = engine_for(model)
     requests = [GenerationRequest(prompt=p, seed=i) for i, p in enumerate(prompts())]
     expected = engine.generate(requests, Sampling(max_tokens=12))
-    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    monkeypatch.setattr(local, "MIN_PACKED_REQUESTS", 1)
+    monkeypatch.setattr(local, "MIN_PACKED_TOKENS", 1)
     packed = []
     found = engine.generate(requests, Sampling(max_tokens=12), on_token=lambda *_: packed.append(is_packed(engine)))
     assert all(packed) and not is_packed(engine)  # the copy is gone when all is said
@@ -268,7 +283,8 @@ def is_packed(engine):
 
 
 def test_frozen_weights_are_packed_once(monkeypatch):
-    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    monkeypatch.setattr(local, "MIN_PACKED_REQUESTS", 1)
+    monkeypatch.setattr(local, "MIN_PACKED_TOKENS", 1)
     model = tiny_model("llama").eval()
     engine = engine_for(model)
     request = GenerationRequest(prompt=prompts()[0], seed=3)
@@ -282,7 +298,8 @@ def test_frozen_weights_are_packed_once(monkeypatch):
 
 
 def test_weights_that_change_are_packed_again(monkeypatch):
-    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    monkeypatch.setattr(local, "MIN_PACKED_REQUESTS", 1)
+    monkeypatch.setattr(local, "MIN_PACKED_TOKENS", 1)
     model = tiny_model("qwen2_untied").eval()
     engine = engine_for(model)
     versions = []
@@ -303,7 +320,8 @@ def test_weights_that_change_are_packed_again(monkeypatch):
 
 
 def test_packing_respects_host_memory(monkeypatch):
-    monkeypatch.setattr(local, "WORTH_PACKING", (1, 1))
+    monkeypatch.setattr(local, "MIN_PACKED_REQUESTS", 1)
+    monkeypatch.setattr(local, "MIN_PACKED_TOKENS", 1)
     engine = engine_for(tiny_model("llama").eval())
     size = sum(parameter.nbytes for parameter in engine.runner.model.parameters())
     for memory, packs in ((size * 15, False), (size * 17, True)):
@@ -324,7 +342,10 @@ def test_joined_weights_are_saved_as_before(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_adapters_take_part():
+@pytest.mark.parametrize("together", [False, True])
+def test_adapters_take_part(together, monkeypatch):
+    """Computed by peft's modules, as on a CPU, and together, as on an accelerator."""
+    monkeypatch.setattr("posttrain.engines.decoder.fuses_adapters", lambda device: together)
     from posttrain.config.sections import ModelConfig
     from posttrain.models.adapters import add_adapters
 
@@ -344,9 +365,36 @@ def test_adapters_take_part():
     assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in after])).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES, *MIXTURES}))
 def test_which_models_the_fused_decoder_supports(name):
-    assert FusedDecoder.supports(tiny_model(name)) == (name in ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"))
+    dense, mixtures = ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"), ("mixtral", "qwen2_moe", "qwen3_moe")
+    model = tiny_model(name)
+    assert supports_fused_layers(model) == (name in (*dense, *mixtures))
+    assert FusedDecoder.supports(model) == (name in dense), "on a CPU"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_completions_of_experts_are_the_same_in_any_batch(name, monkeypatch):
+    """By the fused decoder: with few and many slots, when the host checks rarely, and with packed weights."""
+    monkeypatch.setattr(FusedDecoder, "supports", staticmethod(supports_fused_layers))
+    model = tiny_model(name).eval()
+    asked = [p for p in prompts((5, 11, 3, 8, 20, 1, 9), seed=3) for _ in range(6)]
+    requests = [GenerationRequest(prompt=p, group=i // 6, seed=i) for i, p in enumerate(asked)]
+    sampling = Sampling(max_tokens=20, stop_ids=SOME_STOPS)
+    expected = engine_for(model, slots=7).generate(requests, sampling)
+    rarely = AsOnAGPU(engine_for(model).runner, tiny_tokenizer(), slots=32)
+    found = [rarely.generate(requests, sampling)]
+    assert rarely.decoder is not None and rarely.decoder.can_capture
+    monkeypatch.setattr(local, "MIN_PACKED_REQUESTS", 1)
+    monkeypatch.setattr(local, "MIN_PACKED_TOKENS", 1)
+    found.append(engine_for(model, slots=5).generate(requests, sampling))
+    for samples in found:
+        same = [(a, b) for a, b in zip(samples, expected, strict=True) if a.tokens.tolist() == b.tokens.tolist()]
+        assert len(same) >= len(samples) - 1  # a last bit may put a boundary between two tokens elsewhere
+        assert all(np.abs(a.logprobs - b.logprobs).max() < 1e-5 for a, b in same)
+    batch = collate(expected)
+    out = forward(engine_for(model).runner, batch, Wanted())
+    assert np.abs(out.logprobs.detach().numpy() - np.concatenate([s.logprobs for s in expected])).max() < 1e-5
 
 
 def test_dynamic_rope_is_not_supported_by_the_fused_decoder():

@@ -4,12 +4,13 @@ import importlib.util
 
 import pytest
 
-from posttrain.config.sections import ModelConfig, TrainConfig
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.sections import ModelConfig, TrainConfig, with_algorithm
 from posttrain.core.errors import UsageError
-from posttrain.engines.base import EngineSpec, Sampling
+from posttrain.engines.base import EngineSpec
 from posttrain.engines.vllm.engine import distinct
-from posttrain.engines.vllm.options import check_sampling
 from posttrain.train.learner import Learner
+from posttrain.train.setup import make_online_algorithm
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
@@ -18,15 +19,11 @@ def test_without_vllm_the_error_says_how_to_get_it():
         Learner(ModelConfig(path="pico"), TrainConfig(), engine=EngineSpec("vllm"))
 
 
-def test_min_p_with_top_p_is_refused():
-    with pytest.raises(UsageError, match="another order than the trainer"):
-        check_sampling(Sampling(top_p=0.9, min_p=0.1))
-    for fine in (
-        {"top_p": 0.9, "top_k": 5},
-        {"min_p": 0.1, "top_k": 5},
-        {"top_p": 0.9, "min_p": 0.1, "temperature": 0},
-    ):
-        check_sampling(Sampling(**fine))
+@pytest.mark.parametrize(("engine", "first"), [("local", False), ("vllm", True)])
+def test_the_trainer_truncates_in_the_order_of_the_engine(engine, first):
+    config = with_algorithm(ALGORITHMS["grpo"])
+    config.rollout.engine, config.rollout.min_p, config.rollout.top_p = engine, 0.1, 0.9
+    assert make_online_algorithm("grpo", config).distribution.min_p_first is first
 
 
 def test_equal_prompts_of_several_processes_run_once():

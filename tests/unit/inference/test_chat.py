@@ -11,7 +11,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import Sampling
-from posttrain.inference.chat import Chat, ChatOptions, changed
+from posttrain.inference.chat import Chat, ChatOptions, with_setting
 from posttrain.inference.model import InferenceModel
 
 DATA = DataConfig(max_length=2**20)
@@ -94,14 +94,16 @@ def test_save(chat, tmp_path):
 
 def test_set():
     options = ChatOptions()
-    assert changed(options, "temperature", "0.2").sampling.temperature == 0.2
-    assert changed(options, "max_tokens", "7").sampling.max_tokens == 7
-    assert changed(options, "seed", "3").seed == 3 and changed(options, "history_turns", "0").history_turns == 0
-    asked = changed(options, "condition", "5")
-    assert asked.condition == 5.0 and changed(asked, "condition", "none").condition is None
+    assert with_setting(options, "temperature", "0.2").sampling.temperature == 0.2
+    assert with_setting(options, "max_tokens", "7").sampling.max_tokens == 7
+    assert (
+        with_setting(options, "seed", "3").seed == 3 and with_setting(options, "history_turns", "0").history_turns == 0
+    )
+    asked = with_setting(options, "condition", "5")
+    assert asked.condition == 5.0 and with_setting(asked, "condition", "none").condition is None
     for name, value in (("temperature", "hot"), ("temperature", "-1"), ("top_p", "0"), ("warmth", "1"), ("seed", "-1")):
         with pytest.raises(UsageError):
-            changed(options, name, value)
+            with_setting(options, name, value)
 
 
 def test_a_condition_is_asked_for(chat):
@@ -170,7 +172,7 @@ def test_an_answer_can_be_stopped(chat, monkeypatch):
 def test_two_models_have_a_conversation_each(model, tmp_path):
     written = []
     other = InferenceModel(ModelConfig(path="pico"), DATA)
-    with pytest.raises(UsageError, match="named twice"):
+    with pytest.raises(UsageError, match="given twice"):
         Chat([model, other], ChatOptions(), written.append)
     other.name = "other\x1b"
     with_noise = next(other.learner.model.parameters())
@@ -198,5 +200,5 @@ def test_named_templates(tmp_path):
 
 def test_a_model_without_a_template_needs_one(model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "chat_template", None)
-    with pytest.raises(UsageError, match="--template chatml"):
+    with pytest.raises(UsageError, match="--chat_template chatml"):
         model.encode([{"role": "user", "content": "Hi"}])

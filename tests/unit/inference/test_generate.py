@@ -16,8 +16,9 @@ from posttrain.core.types import Sample, SamplingDistribution
 from posttrain.data.reading.sources import read_records
 from posttrain.engines.base import EngineSpec, Sampling, seed_for
 from posttrain.inference.completion_files import read_completions
-from posttrain.inference.generate import Generation, GenerationProgress, generate, manifest_of, opened
+from posttrain.inference.generate import Generation, GenerationProgress, generate, manifest_of, open_locked
 from posttrain.inference.model import InferenceModel
+from tests.e2e.commands import command
 from tests.tiny import tiny_folder
 
 
@@ -181,8 +182,8 @@ def manifest_of_file(config):
     ("change", "words"),
     [
         ({"seed": 1}, "seed was 0, is 1"),
-        ({"n": 1}, "n was 2, is 1"),
-        ({"batch": 8}, "batch was 4, is 8"),
+        ({"n": 1}, "samples_per_prompt was 2, is 1"),
+        ({"batch": 8}, "batch_size was 4, is 8"),
         ({"window": (1, 2)}, "window was None"),
         ({"condition": 1.0}, "another data"),
         ({"sampling": Sampling(max_tokens=6, top_p=0.5)}, "top_p was 1.0, is 0.5"),
@@ -214,7 +215,7 @@ def test_nothing_is_overwritten(config):
 
 
 def test_one_process_at_a_time(config):
-    with opened(Path(config.out)), pytest.raises(UsageError, match="another process"):
+    with open_locked(Path(config.out)), pytest.raises(UsageError, match="another process"):
         generate(config)
 
 
@@ -260,7 +261,7 @@ def test_progress_in_words():
     ):
         with ProgressDisplay(print_line=lines.append) as display:
             progress.show_on(display)
-    assert lines == ["6 of 10 completions  100 tokens/s  eta 0:06", "10 of 10 completions  1,500 tokens/s"]
+    assert lines == ["6 of 10 completions  eta 0:06  100 tokens/s", "10 of 10 completions  1,500 tokens/s"]
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch):
@@ -269,8 +270,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch)
             monkeypatch.setattr("posttrain.core.progress.time.monotonic", lambda now=seconds: now)
             GenerationProgress(done, 60, tokens=done * 10, seconds=seconds).show_on(display)
     assert capsys.readouterr().err.splitlines() == [
-        "10 of 60 completions  100 tokens/s  eta 0:05",
-        "40 of 60 completions  33 tokens/s  eta 0:06",
+        "10 of 60 completions  eta 0:05  100 tokens/s",
+        "40 of 60 completions  eta 0:06  33 tokens/s",
         "60 of 60 completions  43 tokens/s",
     ]
 
@@ -283,3 +284,21 @@ def test_beams_are_answers_of_their_own(config):
     assert len(pairs) == 7 and all(a["index"] == b["index"] and a["tokens"] != b["tokens"] for a, b in pairs)
     with pytest.raises(UsageError, match="engine was 'local beams=3', is None"):
         generate(replace(config, n=2, resume=True, sampling=replace(greedy, temperature=1.0)))
+
+
+def test_sources_are_mixed_by_weight(tmp_path):
+    for name, count in (("a", 6), ("b", 2)):
+        rows = [{"prompt": f"{name}{number}"} for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+
+    def prompts(*options):
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}.jsonl"
+        words = ["pico", *files, "--output_file", str(out), "--max_tokens", "1", "--quiet", "--weights", "0.5", "0.5"]
+        assert command("generate", *words, *options) == 0
+        return [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+
+    mixed = [str(prompt) for prompt in prompts("--seed", "1")]
+    assert len(mixed) == 4 and sum("a" in prompt for prompt in mixed) == 2
+    halves = [*prompts("--window_size", "2"), *prompts("--window_size", "2", "--window_index", "2", "--seed", "7")]
+    assert [str(prompt) for prompt in halves] == mixed  # the windows do not overlap, whatever the seed

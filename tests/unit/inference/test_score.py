@@ -8,19 +8,21 @@ import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, RewardError, UsageError
-from posttrain.data.reading.examples import ChatExample
+from posttrain.core.progress import ProgressDisplay
 from posttrain.inference.completion_files import new_file, read_completions, write_rows
 from posttrain.inference.score import (
-    InferenceRewardModel,
     PartialScores,
+    ScoreProgress,
     Scoring,
     load_models,
+    reward_model_input,
     score,
     score_file,
     statistics,
 )
 from posttrain.rewards.base import Rewards
 from posttrain.train.launch import train
+from posttrain.train.reward_model import RewardModel
 
 CODE = """
 def length(text): return float(len(text))
@@ -51,7 +53,7 @@ def reward_model(tmp_path_factory):
     row = {"prompt": "say", "chosen": "a", "rejected": "b"}
     (folder / "pairs.jsonl").write_text(json.dumps(row) + "\n")
     options = {"model": {"path": "pico"}, "data": {"train": [str(folder / "pairs.jsonl")]}, "steps": 2, "quiet": True}
-    return str(train("reward", out=str(folder / "run"), **options).folder)
+    return str(train("reward", out=str(folder / "run"), **options).output_dir)
 
 
 def test_parts_and_weights(answers, tmp_path):
@@ -104,7 +106,7 @@ def test_reward_models_beside_functions(answers, tmp_path, reward_model):
         models = load_models(rewards, ModelConfig(), DataConfig())
         rows = score(answers, rewards, models).rows
     name = rewards.names[0]
-    alone = [models[0].verdicts([answer])[0].value for answer in answers]
+    alone = [models[0].score([reward_model_input(models[0], answer)])[0].value for answer in answers]
     assert [row["rewards"][name] for row in rows] == pytest.approx(alone, abs=1e-5)
     assert len(set(alone)) == len(alone)  # it reads the answers
     totals = [2 * value + len(answer.text) for value, answer in zip(alone, answers, strict=True)]
@@ -121,20 +123,17 @@ def test_a_function_combines_what_reward_models_and_others_said(answers, tmp_pat
 
 
 def test_a_reward_model_sees_what_it_was_trained_on(answers, reward_model):
-    model = InferenceRewardModel(ModelConfig(path=reward_model), DataConfig())
-    (sample,) = model.encoder.encode(as_example(answers[3]))
-    text = model.learner.tokenizer.decode(sample.tokens)
+    model = RewardModel.load(ModelConfig(path=reward_model), DataConfig())
+    examples = [reward_model_input(model, answer) for answer in answers]
+    (sample,) = model.encoder.encode(examples[3])
+    text = model.encoder.tokenizer.decode(sample.tokens)
     assert text == "<s><|user|>say<|end|><|assistant|>cccccc<|end|>"
-    assert model.verdicts(answers)[3].value == pytest.approx(model.learner.scores([sample])[0], abs=1e-5)
-
-
-def as_example(answer):
-    return ChatExample(origin="x", messages=[*answer.prompt, {"role": "assistant", "content": answer.text}])
+    assert model.score(examples)[3].value == pytest.approx(model.model.scores([sample])[0], abs=1e-5)
 
 
 def test_what_a_reward_model_cannot_read_is_a_failure(answers, reward_model):
-    model = InferenceRewardModel(ModelConfig(path=reward_model), DataConfig(max_length=12, on_overlong="drop"))
-    verdicts = model.verdicts(answers)
+    model = RewardModel.load(ModelConfig(path=reward_model), DataConfig(max_length=12, on_overlong="drop"))
+    verdicts = model.score([reward_model_input(model, answer) for answer in answers])
     assert [verdict.value is None for verdict in verdicts] == [False, False, False, True]
     assert verdicts[3].kind == "error" and "max_tokens = 12" in verdicts[3].reason
 
@@ -154,12 +153,12 @@ def test_files_are_not_lost(tmp_path):
     assert [json.loads(line)["a"] for line in file.read_text().splitlines()] == [1, 2]
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(UsageError, match="already"):
-        new_file(str(file), False, "other")
-    assert new_file(str(file), True, "other") == file
+        new_file(str(file), False, ["other"])
+    assert new_file(str(file), True, ["other"]) == file
     with pytest.raises(UsageError, match="is also the input"):
-        new_file(str(file), True, str(file))
-    with pytest.raises(UsageError, match="name the file"):
-        new_file(str(tmp_path), False, "other")
+        new_file(str(file), True, ["other", str(file)])
+    with pytest.raises(UsageError, match="name a file to write"):
+        new_file(str(tmp_path), False, ["other"])
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):
         read_completions(str(tmp_path / "empty.jsonl"))
@@ -204,3 +203,15 @@ def test_what_was_begun_for_another_question_is_of_no_use(tmp_path):
     assert PartialScores(tmp_path / "b", "one").verdicts == [[[None]]]
     assert PartialScores(tmp_path / "b", "other").verdicts == []
     assert PartialScores(tmp_path / "b", "one").verdicts == []
+
+
+def test_progress_counts_the_time_of_this_process_alone(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr("posttrain.inference.score.time.monotonic", lambda: now)
+    with ProgressDisplay() as display:
+        progress = ScoreProgress(display)
+        progress.report(600, 1000)  # scored by an earlier process
+        now = 110.0
+        progress.report(800, 1000)
+        progress.report(1000, 1000)
+    assert capsys.readouterr().out == "800 of 1,000 scored  eta 0:10\n"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from posttrain.inference.text_stream import TextStream, WordWrap, visible
+from posttrain.inference.text_stream import TextStream, WordWrap, escape_controls
 from posttrain.models.pico import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -58,7 +58,7 @@ def test_half_a_character_is_held_back():
     ],
 )
 def test_what_a_terminal_would_obey_is_written_out(text, shown):
-    assert visible(text) == shown
+    assert escape_controls(text) == shown
 
 
 def screen(text, width=24, pieces=3):

@@ -16,7 +16,7 @@ from posttrain.data.encoding.templates import apply_template
 from posttrain.engines.base import LOCAL, EngineSpec, Sampling
 from posttrain.inference.generate import Generation, devices_for, generate, manifest_of
 from posttrain.inference.model import InferenceModel, stop_ids_of
-from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, deciding, engine_of_words
+from posttrain.inference.workers import DEPTH, WorkerGenerators, check_workers, engine_settings
 from posttrain.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_folder
 
@@ -128,25 +128,23 @@ def test_it_gives_up_when_they_are_lost_again_and_again():
 @pytest.mark.parametrize(
     ("engine", "devices", "words"),
     [
-        (("vlm",), 1, "must be local, or vllm"),
-        (("vllm", "eager"), 1, "name=value"),
-        (("local", "a=1"), 1, "one option of its own"),
-        (("local", "beams=1"), 1, "beams=K from 2 on"),
-        (("local",), 0, "devices is 0"),
+        (EngineSpec("local", {"a": 1}), 1, "vllm_options is set, but engine is local"),
+        (EngineSpec("local", num_beams=1), 1, "num_beams is 1; it must be at least 2, or 0 for sampling"),
+        (EngineSpec("vllm", num_beams=2), 1, "only the local engine has beam search"),
+        (LOCAL, 0, "devices is 0"),
     ],
 )
 def test_what_cannot_be(engine, devices, words):
     with pytest.raises(UsageError, match=words):
-        check_workers(ModelConfig(path="pico"), engine_of_words(engine), ClusterConfig(devices=devices), Sampling())
+        check_workers(ModelConfig(path="pico"), engine, ClusterConfig(devices=devices), Sampling())
 
 
 @pytest.mark.parametrize(
     ("engine", "model", "sampling", "devices", "words"),
     [
-        (("vllm",), {"load_in_4bit": True}, {}, 1, "use the local engine"),
-        (("vllm",), {}, {"top_p": 0.9, "min_p": 0.1}, 1, "in another order"),
-        (("vllm", "tensor_parallel_size=2"), {}, {}, 3, "does not divide the 3 devices"),
-        (("vllm", "tensor_parallel_size=two"), {}, {}, 3, "must be a whole number"),
+        ({}, {"load_in_4bit": True}, {}, 1, "use --engine local"),
+        ({"tensor_parallel_size": 2}, {}, {}, 3, "does not divide the 3 devices"),
+        ({"tensor_parallel_size": "two"}, {}, {}, 3, "must be a whole number"),
     ],
 )
 def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
@@ -154,7 +152,7 @@ def test_what_vllm_cannot(engine, model, sampling, devices, words, monkeypatch):
     monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match=words):
         check_workers(
-            ModelConfig(**model), engine_of_words(engine), ClusterConfig(devices=devices), Sampling(**sampling)
+            ModelConfig(**model), EngineSpec("vllm", engine), ClusterConfig(devices=devices), Sampling(**sampling)
         )
 
 
@@ -173,8 +171,8 @@ def test_processes_of_a_launcher_are_not_doubled(config, monkeypatch):
 
 
 def test_the_engine_counts_where_it_decides_the_answers(config, monkeypatch):
-    assert deciding(LOCAL) == {}
-    assert deciding(EngineSpec("vllm", {"max_num_seqs": 4, "dtype": "half"})) == {"engine": "vllm dtype=half"}
+    assert engine_settings(LOCAL) == {}
+    assert engine_settings(EngineSpec("vllm", {"max_num_seqs": 4, "dtype": "half"})) == {"engine": "vllm dtype=half"}
     generate(config)
     monkeypatch.setattr("posttrain.engines.vllm.environment.prepare_environment", lambda: None)
     with pytest.raises(UsageError, match="engine was None, is 'vllm'"):

@@ -1,29 +1,38 @@
 """The fat steps of decoder layers give what the models' own code gives, forward and backward."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest, MicroBatch, Sample, SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.models import adapters
-from posttrain.nn import attention, layers, lm_head
+from posttrain.nn import attention, layers, lm_head, lora, routing, weights
 from posttrain.nn.forward import ModelRunner, forward, verify_against_stock
 from posttrain.nn.kernels import reference
 from posttrain.nn.optimizer import accumulate_into
+from posttrain.nn.routing import observe_routers
 
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -32,6 +41,15 @@ FAMILIES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 5}),
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}  # the first layer is dense
+MIXTURES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5, "sliding_window": 5}),
+    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, EXPERTS | SHARED),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe, some layers dense": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"mlp_only_layers": [1]}),
+}
+FAMILIES |= MIXTURES
 VOCABULARY = 97
 
 
@@ -61,28 +79,48 @@ def some_samples() -> list[Sample]:
     return [Sample(tokens=row.astype(np.int32), mask=np.arange(len(row)) >= 1) for row in rows]
 
 
-def gradients(model, device: str = "cpu", *, by: object = None, shared: int = 0) -> dict[str, torch.Tensor]:
-    """Of a loss that uses log-probabilities and entropies; `by` the steps of a module, or the model's own code."""
+def gradients(
+    model, device: str = "cpu", *, by: object = None, shared: int = 0, router_loss: float = 0.0, samples=None
+) -> dict[str, torch.Tensor]:
+    """Of a loss that uses log-probabilities and entropies; `by` the steps of a module, or the model's own code.
+
+    With `router_loss`, of the load-balancing loss instead. Experts that `samples` record are used.
+    """
     model = copy.deepcopy(model).to(device)
     runner = ModelRunner(model, attention.supports_varlen_kernel(model))  # without a plain head
+    observe_routers(model)
     if by is not None:
         assert layers.use_fused_layers(model, by)
         runner.fused_head = lm_head.FusedHead.from_model(model, by)
         assert runner.fused_head is not None
     verify_against_stock(runner)
-    loss = loss_of(runner, collate(some_samples(), torch.device(device), shared))
+    loss = loss_of(runner, collate(samples or some_samples(), torch.device(device), shared), router_loss)
     loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss.detach().float().cpu()}
 
 
-def loss_of(runner: ModelRunner, batch: MicroBatch) -> torch.Tensor:
-    names = frozenset({"logprobs", "entropy"})
-    out = forward(
-        runner,
-        batch,
-        ForwardRequest(names=names, distribution=SamplingDistribution(temperature=0.7), entropy_gradient=True),
+def routed_samples(model) -> list[Sample]:
+    """The samples with the experts that the model chooses."""
+    model, samples, chosen = copy.deepcopy(model), some_samples(), []
+    for router in routing.routers_of(model):
+        router.register_forward_hook(lambda _router, _args, output: chosen.append(output[2].numpy().astype(np.int16)))
+    with torch.no_grad():
+        loss_of(ModelRunner(model, varlen_kernel=False), collate(samples))
+    if chosen:
+        parts = np.split(np.stack(chosen, 1), np.cumsum(list(map(len, samples)))[:-1])
+        samples = [replace(sample, experts=part) for sample, part in zip(samples, parts, strict=True)]
+    return samples
+
+
+def loss_of(runner: ModelRunner, batch: MicroBatch, router_loss: float = 0.0) -> torch.Tensor:
+    names, distribution = frozenset({"logprobs", "entropy"}), SamplingDistribution(temperature=0.7)
+    request = ForwardRequest(
+        names=names, distribution=distribution, entropy_gradient=True, router_loss=router_loss, experts="replay"
     )
+    out = forward(runner, batch, request)
+    if router_loss:
+        return router_loss * out.router_loss
     return (out.logprobs * torch.arange(len(batch.tokens)).to(out.logprobs)).sum() + out.entropy.square().sum()
 
 
@@ -104,17 +142,54 @@ def test_loss_and_gradients_equal_the_models_own(family: str, shared: int) -> No
     assert largest_error(gradients(model, by=reference, shared=shared), gradients(model)) < 3e-6
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_adapters_keep_their_own_code(family: str) -> None:
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_load_balancing_loss_equals_the_models_own(family: str) -> None:
     model = model_of(family)
-    adapters.add_adapters(model, ModelConfig(lora_rank=4), "token")
+    found = gradients(model, by=reference, router_loss=10.0)
+    assert any(name.endswith("gate.weight") for name in found)
+    assert largest_error(found, gradients(model, router_loss=10.0)) < 3e-6
+
+
+def adapted_model(family: str, **options):
+    """Return a model whose adapters change its outputs."""
+    model = model_of(family)
+    adapters.add_adapters(model, ModelConfig(lora_rank=4, **options), "token")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "up_proj")])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2-moe", "mixtral"])
+def test_loss_and_gradients_with_adapters_equal_the_models_own(family: str, targets: tuple[str, ...]) -> None:
+    if "moe" in family or family == "mixtral":
+        targets = ("all-linear",) if targets == ("all-linear",) else ("q_proj", "v_proj")
+    model = adapted_model(family, lora_target_modules=targets)
     found = gradients(model, by=reference)
     assert any("lora_A" in name for name in found)
     assert not any(name.endswith("base_layer.weight") for name in found)
     assert largest_error(found, gradients(model)) < 3e-6
+
+
+def test_which_adapters_the_fused_layers_compute(monkeypatch) -> None:
+    """Others, such as those with dropout in training, keep their own code; what is switched off adds nothing."""
+    calls = []
+    real = lora.adapted_linear
+    monkeypatch.setattr(lora, "adapted_linear", lambda *given: (calls.append(1), real(*given))[1])
+    gradients(adapted_model("qwen2"), by=reference)
+    assert calls, "simple adapters are computed together"
+    model = adapted_model("qwen2", lora_dropout=0.5)
+    module = model.model.layers[0].self_attn.q_proj
+    assert lora.base_linear(module.train()) is None
+    assert lora.base_linear(module.eval()) is module.base_layer and lora.adapter_of(module) is not None
+    module.enable_adapters(False)
+    assert lora.adapter_of(module) is None
+    module.base_layer.weight.requires_grad_(True)
+    assert lora.base_linear(module) is None, "the gradient of the base weight is the own code's"
+    dora = model_of("qwen2")
+    inject_adapter_in_model(LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]), dora)
+    assert lora.base_linear(dora.model.layers[0].self_attn.q_proj) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +201,7 @@ def test_gradients_go_to_the_masters_where_there_are_some(family: str) -> None:
     runner = ModelRunner(model, varlen_kernel=False, fused_head=lm_head.FusedHead.from_model(model, reference))
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        setattr(parameter, layers.MASTER, masters[name])
+        setattr(parameter, weights.MASTER, masters[name])
         parameter.register_post_accumulate_grad_hook(accumulate_into(masters[name]))
     for _ in range(2):
         loss_of(runner, collate(some_samples(), torch.device("cpu"))).backward()
@@ -148,13 +223,13 @@ def test_weights_that_lie_in_a_row_are_the_modules_own() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers.use_fused_layers(model, reference)
     own = model.model.layers[0].self_attn
-    joined = layers.joined_view([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight])
+    joined = weights.joined_view([own.q_proj.weight, own.k_proj.weight, own.v_proj.weight])
     assert joined is not None
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with torch.no_grad():
         own.k_proj.weight.fill_(7.0)
     assert (joined[len(own.q_proj.weight) :][: len(own.k_proj.weight)] == 7.0).all()
-    assert layers.joined_view([own.k_proj.weight, own.q_proj.weight]) is None
+    assert weights.joined_view([own.k_proj.weight, own.q_proj.weight]) is None
 
 
 def test_gradients_of_gathered_keys_go_back_to_where_they_came_from() -> None:
@@ -177,14 +252,43 @@ def test_a_head_with_something_behind_it_is_left_alone() -> None:
 @pytest.mark.parametrize("shared", [0, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_no_less_exact_than_the_models_own_code(family: str, shared: int) -> None:
-    """Both in half precision on the device, against float32."""
+    """Both in half precision on the device, against float32; experts as in float32, since one other one is no error."""
     from posttrain.nn.kernels import triton
 
     model = model_of(family)
+    samples = routed_samples(model)
     exact = gradients(model)
     half = model.to(torch.bfloat16)
-    stock, fast = gradients(half, "cuda"), gradients(half, "cuda", by=triton, shared=shared)
+    stock = gradients(half, "cuda", samples=samples)
+    fast = gradients(half, "cuda", by=triton, shared=shared, samples=samples)
     assert largest_error(fast, exact) < 1.5 * largest_error(stock, exact)
+
+
+def expert_cases(drawn) -> dict:
+    """The functions for experts; one of the 12 gets no token, and the sizes are not multiples of a block."""
+    tokens, experts, width, inner = 300, 12, 200, 136
+    chosen = (torch.arange(tokens, device="cuda")[:, None] * torch.tensor([1, 3, 4], device="cuda") + 1) % 11
+    logits, x, weights = drawn(tokens, experts), drawn(tokens, width), drawn(tokens, 3)
+    gate_up_weight, down_weight = drawn(experts, 2 * inner, width), drawn(experts, width, inner)
+    order, place, ends = reference.sort_by_expert(chosen, experts)
+    rows, inner_rows, gate_up = drawn(3 * tokens, width), drawn(3 * tokens, inner), drawn(3 * tokens, 2 * inner)
+    total = torch.ones(experts, width, inner, device="cuda")
+    return {
+        "sort_by_expert": lambda by: by.sort_by_expert(chosen, experts),
+        "route": lambda by: by.route(logits, 3, renormalize=True, dtype=logits.dtype),
+        "route, all equal": lambda by: by.route(logits * 0, 3, renormalize=False, dtype=torch.float32),
+        "expert_linear": lambda by: (by.expert_linear(inner_rows, down_weight, ends),),
+        "backward": lambda by: (by.expert_linear(rows, down_weight.transpose(1, 2), ends),),
+        "gated": lambda by: (by.expert_linear(x, gate_up_weight, ends, order, 3, gated=True),),
+        "combine_rows": lambda by: (by.combine_rows(rows, place, weights), by.combine_rows(rows, place, None)),
+        "expert_weight_gradients": lambda by: (
+            by.expert_weight_gradients(rows, inner_rows, ends, None),
+            by.expert_weight_gradients(rows, inner_rows, ends, total.clone()),
+        ),
+        "weighted_silu_and_mul_backward": lambda by: by.weighted_silu_and_mul_backward(
+            inner_rows, gate_up, weights.reshape(-1)
+        ),
+    }
 
 
 @pytest.mark.gpu
@@ -222,6 +326,7 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
             ),
         ),
     }
+    cases |= expert_cases(drawn)
     for name, run in cases.items():
         for found, expected in zip(run(triton), run(reference), strict=True):
             error = float((found.float() - expected.float()).norm() / expected.float().norm())

@@ -4,6 +4,8 @@ import torch
 from posttrain.config.sections import TrainConfig
 from posttrain.nn.optimizer import LossScale, Optimizer
 
+SIZES = {"matrix": (16, 17), "norm": (130,), "small": (3, 2)}
+
 
 def parameters(dtype=torch.float32):
     torch.manual_seed(0)
@@ -38,6 +40,32 @@ def test_equals_plain_adamw_with_clipping_and_decay_on_matrices_only():
         assert optimizer.step(0.01 * (step + 1))["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
         for name in ours:
             assert torch.allclose(ours[name], theirs[name], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_in_host_memory_give_the_same_bits_and_resume(dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr("posttrain.nn.optimizer.STAGED_ELEMENTS", 64)
+
+    def weights():
+        torch.manual_seed(0)
+        return {name: torch.nn.Parameter(torch.randn(size, dtype=dtype)) for name, size in SIZES.items()}
+
+    config = TrainConfig(weight_decay=0.1, ema_decay=0.9)
+    plain, staged = Optimizer(weights(), config), Optimizer(weights(), config, host_moments=True)
+    for step in range(4):
+        if step == 2:  # what was saved with moments in host memory is read by either
+            staged.save(tmp_path)
+            resumed = weights()
+            for name, parameter in resumed.items():
+                parameter.data.copy_(staged.parameters[name])
+            staged = Optimizer(resumed, config, host_moments=True)
+            staged.load(tmp_path)
+        for optimizer in (plain, staged):
+            give_gradients(optimizer.parameters, step)
+            optimizer.step(0.01)
+        for name, tensor in plain.state().items():
+            assert torch.equal(tensor, staged.state()[name]), name
+        assert all(torch.equal(plain.parameters[name], staged.parameters[name]) for name in SIZES)
 
 
 def test_half_precision_weights_follow_masters_that_move_in_small_steps():

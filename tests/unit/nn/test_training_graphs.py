@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count_units
 from posttrain.data.packing import collate
 from posttrain.nn import layers, lm_head, training_graphs
 from posttrain.nn.forward import ModelRunner
@@ -186,7 +186,7 @@ def test_many_sizes_hold_little_more_than_the_largest(tmp_path):
     held = []
     for copies in (10, 10, 20, 20, 40, 40, 40, 10, 20, 20, 15, 15, 30, 30):
         made = rows(GROUPS * copies)
-        learner.forward_backward(made, total(), count(made, "token"), 1)
+        learner.forward_backward(made, total(), count_units(made, "token"), 1)
         learner.step(1e-3)
         held.append(training_graphs.graph_memory_bytes())
     assert learner.runner.graphs is not None and len(learner.runner.graphs.by_shape) >= 4
@@ -201,7 +201,7 @@ def trained(learner: Learner, passes: int, offset: int = 0) -> list[float]:
     losses = []
     for step in range(passes):
         made = rows(GROUPS if step % 3 else SLIGHTLY_LESS, seed=offset + step)
-        found = learner.forward_backward(made, total(), count(made, "token"), 1)
+        found = learner.forward_backward(made, total(), count_units(made, "token"), 1)
         losses.append(found["loss"][0])
         learner.step(1e-2)
     return losses
@@ -226,18 +226,18 @@ def test_gradients_stay_where_they_are_and_no_step_is_made_without_any(tmp_path,
     assert optimizer is not None
     learner.runner.graphs = TrainingGraphs(learner.model)
     made = rows(GROUPS)
-    learner.forward_backward(made, total(), count(made, "token"), 1)
+    learner.forward_backward(made, total(), count_units(made, "token"), 1)
     first = {name: (master.grad.data_ptr(), master.grad.clone()) for name, master in optimizer.masters.items()}
     optimizer.clear_gradients()
     weights = copy.deepcopy(learner.model.state_dict())
     learner.step(1e-2)
     assert all(torch.equal(weights[name], value) for name, value in learner.model.state_dict().items())
-    learner.forward_backward(made, total(), count(made, "token"), 1)
+    learner.forward_backward(made, total(), count_units(made, "token"), 1)
     for name, master in optimizer.masters.items():
         address, gradient = first[name]
         assert master.grad.data_ptr() == address
         torch.testing.assert_close(master.grad, gradient, rtol=1e-4, atol=1e-6)
-    learner.forward_backward(made, total(), count(made, "token"), 1)
+    learner.forward_backward(made, total(), count_units(made, "token"), 1)
     torch.testing.assert_close(
         optimizer.masters[name].grad, 2 * first[name][1], rtol=1e-4, atol=1e-6
     )  # a second call adds
@@ -271,7 +271,7 @@ def test_graphs_are_no_less_exact_than_plain_passes(name, share, tmp_path):
         learner.model.load_state_dict(fast.model.state_dict())
     gradients = []
     for learner in (fast, plain, exact):
-        learner.forward_backward(made, total(), count(made, "token"), 1)
+        learner.forward_backward(made, total(), count_units(made, "token"), 1)
         assert learner.optimizer is not None
         gradients.append({key: master.grad.clone() for key, master in learner.optimizer.masters.items()})
     quick, slow, right = gradients

@@ -7,7 +7,7 @@ import torch
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Outputs, Sample, count
+from posttrain.core.types import Outputs, Sample, count_units
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.fsdp import anchor_outputs
 from posttrain.parallel.layouts import ParallelLayout
@@ -66,7 +66,7 @@ def learn(learner, steps=3):
     objective = algo.objective(algo.forward_request(int))
     made, found = samples(), []
     for _ in range(steps):
-        sums = learner.forward_backward(made, objective, count(made, "token"), 1)
+        sums = learner.forward_backward(made, objective, count_units(made, "token"), 1)
         found.append((sums["loss"][0], learner.step(1e-3)["grad_norm"]))
     return found
 
@@ -130,6 +130,38 @@ def test_parts_leave_the_device_and_come_back(tmp_path, group):
     goes.offload("optimizer")
     goes.onload("optimizer")
     assert learn(goes) == learn(stays)
+
+
+def test_the_copy_that_generates_is_freed_while_the_policy_trains(tmp_path, group):
+    """With cluster.offload engine; completions are the same as with a copy that stays."""
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    stays, goes = (
+        Learner(model, TrainConfig(), layout=ParallelLayout(always=True, offload=frozenset(offload)))
+        for offload in ((), ("engine",))
+    )
+    requests = [GenerationRequest(prompt=np.array([1, 7, 9], dtype=np.int32), seed=n) for n in range(2)]
+    for _ in range(2):
+        drawn = [
+            [sample.tokens.tolist() for sample in one.generate(requests, Sampling(max_tokens=4))]
+            for one in (stays, goes)
+        ]
+        assert drawn[0] == drawn[1]
+        assert goes.generator.unsharded
+        assert learn(goes) == learn(stays)
+        assert stays.generator.unsharded and not goes.generator.unsharded and not goes.generator.engines
+
+
+@pytest.mark.gpu
+def test_the_freed_copy_leaves_its_memory_to_training(tmp_path, group):
+    model = ModelConfig(path=str(tiny_folder("llama", tmp_path)))
+    learner = Learner(model, TrainConfig(), layout=ParallelLayout(always=True, offload=frozenset({"engine"})))
+    learn(learner)  # the optimizer's states exist
+    held = torch.cuda.memory_allocated()
+    request = GenerationRequest(prompt=np.array([1, 7, 9], dtype=np.int32))
+    learner.generate([request], Sampling(max_tokens=4))
+    assert torch.cuda.memory_allocated() > held
+    learn(learner)
+    assert torch.cuda.memory_allocated() <= held
 
 
 @pytest.mark.gpu

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cli import rewards as rewards_verb
+from posttrain.cli import score
+from posttrain.config.sections import OnlineConfig, RewardConfig
 from posttrain.core.errors import UsageError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rewards.builtin import verifiers
+from posttrain.train.setup import make_rewards
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +45,7 @@ def test_a_function_that_combines_without_reward_models():
         assert [combine(row, rewards.weights) for row in rows] == [1.0, 0.0, 0.0]
         (row,) = rewards.score(asked("5"))  # without a ground truth gsm8k fails
         assert combine(row, rewards.weights) is None and "another reward failed" in row[2].reason
-    missing = pytest.raises(UsageError, match="no columns of the data: rewards")
+    missing = pytest.raises(UsageError, match="not columns of the data: rewards")
     with Rewards([f"{mine}:gated"], workers=1) as rewards, missing:
         rewards.check(["ground_truth"])
 
@@ -68,8 +72,8 @@ def test_the_sum_of_a_failed_one_is_none():
         (["format", f"combine:{ROOT}/examples/reward.py:gated"], {"weights": [1, 1]}, "replaces the weighted sum"),
         (["format"], {"weights": [1, 2]}, "1 rewards but 2 weights"),
         (["format"], {"weights": [float("nan")]}, "finite"),
-        (["format"], {"timeout_seconds": 0}, "rewards.timeout_seconds is 0"),
-        (["format"], {"workers": 0}, "rewards.workers is 0"),
+        (["format"], {"timeout_seconds": 0}, "reward.timeout_seconds is 0"),
+        (["format"], {"workers": 0}, "reward.workers is 0"),
         (["format"], {"max_failure_rate": 2}, "max_failure_rate is 2"),
     ],
 )
@@ -119,3 +123,56 @@ def test_the_page_lists_every_verifier():
     text = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
     section = text.partition("## Built-in verifiers")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE) == list(verifiers())
+
+
+@pytest.fixture
+def no_isolation(tmp_path):
+    """A reward that leaves its child process without libseccomp, so that programs cannot be isolated there."""
+    file = tmp_path / "my.py"
+    file.write_text(
+        "from posttrain.sandbox import programs\n"
+        "def fail(*_):\n    raise OSError('libseccomp.so.2 is not installed')\n"
+        "programs.compile_filter = fail\n"
+        "def one(text):\n    return 1.0\n",
+        encoding="utf-8",
+    )
+    return f"{file}:one"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_programs_run_without_isolation_only_if_the_user_allows_it(tmp_path, no_isolation, allowed):
+    proof = tmp_path / "proof"
+    program = f"open({str(proof)!r}, 'w').close()\nprint(5)"
+    with Rewards([no_isolation, "code"], workers=1, timeout_seconds=60, allow_unprotected_code=allowed) as rewards:
+        if not allowed:
+            with pytest.raises(UsageError, match=r"libseccomp.*reward.allow_unprotected_code"):
+                rewards.check()
+        (row,) = rewards.score(asked(program, inputs=[""], outputs=["5"]))
+        assert row[1].value == (1.0 if allowed else None), row[1]
+    assert proof.exists() is allowed  # not isolated: it can write the files of this user
+
+
+@pytest.mark.parametrize("verb", ["score", "rewards check"])
+def test_commands_run_programs_without_isolation_only_if_the_user_allows_it(tmp_path, no_isolation, verb):
+    file, out = tmp_path / "data.jsonl", tmp_path / "scored.jsonl"
+    file.write_text('{"prompt": "?", "completion": "print(5)", "inputs": [""], "outputs": ["5"]}\n', encoding="utf-8")
+    args = [str(file), "--reward", no_isolation, "code", "--timeout_seconds", "60", "--workers", "1"]
+    if verb == "score":
+        run, args = score.run, [*args, "--out", str(out)]
+    else:
+        run, args = rewards_verb.run, ["check", *args]
+    with pytest.raises(UsageError, match=r"libseccomp.*reward.allow_unprotected_code"):
+        run(args)
+    assert run([*args, "--allow_unprotected_code"]) == 0
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_training_passes_the_permission_on(no_isolation, allowed):
+    config = OnlineConfig()
+    config.reward = RewardConfig(functions=(no_isolation, "code"), workers=1, allow_unprotected_code=allowed)
+    with make_rewards(config) as rewards:
+        if allowed:
+            rewards.check()
+        else:
+            with pytest.raises(UsageError, match=r"libseccomp.*reward.allow_unprotected_code"):
+                rewards.check()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import UsageError
-from posttrain.rewards.signatures import adapt, many_results, number, one_result
+from posttrain.rewards.signatures import adapt, finite_reward, many_results, one_result
 from posttrain.rewards.verdict import Completion
 
 TALK = [{"role": "user", "content": "2+2?"}]
@@ -117,7 +117,11 @@ def test_results_become_numbers():
     assert many_results(([1.0, 0.0], ["42", "NO ANSWER"]), 2) == [(1.0, "42"), (0.0, "NO ANSWER")]
     for bad in (None, float("nan"), float("inf"), "1", [1], {}, object(), json):
         with pytest.raises((ValueError, TypeError)):
-            number(bad)
-    for bad, message in (([1.0], "1 rewards for 2"), (1.0, "a float, not a list"), ({"x": 1}, "without any of")):
+            finite_reward(bad)
+    for bad, message in (
+        ([1.0], "1 rewards for 2"),
+        (1.0, "returned one number for 2 completions"),
+        ({"x": 1}, "without any of"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
             many_results(bad, 2)

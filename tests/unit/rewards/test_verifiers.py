@@ -1,5 +1,6 @@
 """The built-in verifiers: exact values, and extractors that no text can upset."""
 
+import re
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.errors import UsageError
+from posttrain.data.ground_truth import last_boxed
+from posttrain.rewards.base import Rewards
 from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.choice import chosen
 from posttrain.rewards.code import find_tests, program_of
 from posttrain.rewards.countdown import evaluate
-from posttrain.rewards.format import strict_structure
-from posttrain.rewards.math import assistant_part, gsm8k_answer, last_boxed, last_number, math_equal
+from posttrain.rewards.format import boxed_positions, strict_structure
+from posttrain.rewards.math import assistant_part, gsm8k_answer, last_number, math_equal
 from posttrain.rewards.verdict import Completion
 
 GOOD = r"<think>First, add.</think> <answer>\boxed{\frac{1}{2}}</answer>"
@@ -352,3 +355,30 @@ def test_programs_that_cannot_be_isolated_are_refused(monkeypatch):
         verifiers()["code"].prepare()
     monkeypatch.setattr("posttrain.rewards.verifier.settings.allow_unprotected_code", True)
     verifiers()["code"].prepare()
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "choice", "countdown", "code"])
+def test_a_verifier_without_its_ground_truth_is_refused_before_anything_is_generated(name):
+    with Rewards([name]) as rewards, pytest.raises(UsageError, match=f"reward {name} compares .* found level, prompt"):
+        rewards.check(["level", "prompt"])
+
+
+@pytest.mark.parametrize("name", ["strict_format", "format"])
+@pytest.mark.parametrize("text", [r"\boxed{", "\\boxed{\n", "<think>", "</think><answer>", "</answer> ", "</think> "])
+def test_formats_of_long_texts(name, text):
+    """Takes minutes, not milliseconds, where the time grows with the square of the length."""
+    assert score(name, "<think>" + text * (4_000_000 // len(text))) == (-0.5 if name == "strict_format" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [
+        (r"\boxed{1} \boxed{2}", [0, 10]),
+        (r"\boxed{\boxed{2}}", [0]),
+        ("\\boxed{1\n2} \\boxed{3}", [12]),
+        ("\\boxed{\\boxed{\n} \\boxed{}\\boxed{x", [17]),
+        ("}\\boxed{\\boxed{1\\boxed{}", [1]),
+    ],
+)
+def test_boxes_are_those_of_the_pattern(text, starts):
+    assert boxed_positions(text) == [match.start() for match in re.finditer(r"\\boxed\{.*?\}", text)] == starts

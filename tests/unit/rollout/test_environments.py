@@ -1,5 +1,7 @@
 """Whatever an environment does, it costs its own episode, and the others go on as if nothing had happened."""
 
+import os
+import signal
 import textwrap
 
 import pytest
@@ -112,7 +114,7 @@ FAULTS = {
     "exit": "SystemExit",
     "die": "exit code 3",
     "crash": "SIGSEGV",
-    "hang": "no result within 5 s; the end of its output:\nso tired",
+    "hang": "no result within 5 s (timeout_seconds); the end of its output:\nso tired",
     "eat": "MemoryError",
     "number": "not (messages, reward)",
     "nan": "must be a finite number",
@@ -155,6 +157,16 @@ def test_what_another_left_behind_is_not_held_against_it(environments):
     say(environments, going, "poison", "a", "b")  # the next step of anybody in that process ends it
     assert not any(episode.failure for episode in going)
     assert [contents(episode)[-1] for episode in going] == ["1: poison", "1: a", "1: b"]
+
+
+def test_a_process_that_is_killed_costs_no_episode(environments):
+    going = episodes("")
+    environments.advance(going)
+    for process in environments.processes:
+        if process.supervisor.process is not None:
+            os.kill(process.supervisor.process.process.pid, signal.SIGKILL)  # the reaper, and the child with it
+    say(environments, going, "a")
+    assert contents(going[0]) == ["hello", "1: a"], going[0].failure
 
 
 def test_memory_that_one_holds_is_there_for_the_others(environments):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import DataError, PosttrainError, UsageError
+from posttrain.core.errors import DataError, UsageError
 from posttrain.core.jsonl import as_line
 from posttrain.core.types import Prompt, Sample
 from posttrain.rollout import records
@@ -131,18 +131,13 @@ def test_resuming_drops_steps_that_are_done_again(run):
     assert [row["step"] for _, row in records.read_rows(file)] == [1, 1, 2]
 
 
-def test_samples_may_change_and_a_full_disk_is_reported(tmp_path):
+def test_samples_may_change_after_they_are_added(tmp_path):
     written, rollout = records.RolloutWriter(tmp_path, 0), made(1)
     written.add([rollout], 1)
     rollout.sample.reward, rollout.text = 5.0, "later"
     written.flush()
     [(_, [read])] = records.read_steps(tmp_path)
     assert read.text == "answer 1" and read.sample.reward == 0.0
-    written.file.close()
-    with open("/dev/full", "ab", buffering=0) as written.file:  # noqa: PTH123
-        written.add([rollout], 2)
-        with pytest.raises(PosttrainError, match="cannot write: No space left"):
-            written.flush()
 
 
 def test_a_line_that_is_no_rollout_is_reported_with_its_number(run, tmp_path):

@@ -96,8 +96,8 @@ def test_completions_are_scored_while_others_are_generated(rewards):
     begin = made.scorer.score_early
 
     @contextmanager
-    def watched(count):
-        with begin(count) as found:
+    def watched(count, budget):
+        with begin(count, budget) as found:
             add, found.add = found.add, lambda rollout: (early.append(rollout), add(rollout))
             yield found
 
@@ -274,6 +274,38 @@ def test_state_loses_no_prompt_and_repeats_none(rewards, ahead):
             for name in ("group", "version", "reward", "finish", "origin"):
                 assert getattr(one.sample, name) == getattr(other.sample, name)
             assert (one.text, one.rewards, one.prompt.columns) == (other.text, other.rewards, other.prompt.columns)
+
+
+@pytest.mark.parametrize("slow_training", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_position_is_that_of_the_batch_that_was_returned(rewards, ahead, dynamic, slow_training):
+    """Batches ahead have used later prompts already: how many depends on timing; and a checkpoint keeps them apart."""
+    options = {"reward": "hard", "rollout__dynamic_sampling": dynamic, "rollout__dynamic_sampling_max_batches": 4}
+
+    def positions(made, steps):
+        for step in steps:
+            made.next_batch(step)
+            if slow_training:
+                made.wait()  # training takes so long that all batches ahead are finished
+            yield made.position
+
+    expected = list(positions(rollouts(rewards, **options), range(6)))  # on-policy: the position of the stream
+    assert expected == sorted(set(expected)) and (dynamic or expected == [2, 4, 6, 8, 10, 12])
+    before, after = (rollouts(rewards, rollout__ahead=ahead, **options) for _ in range(2))
+    found = list(positions(before, range(3)))
+    after.load_state(json.loads(json.dumps(before.state())))
+    after.stream.position = before.stream.position
+    assert found + list(positions(after, range(3, 6))) == expected
+
+
+def test_pending_batches_of_an_old_checkpoint_have_the_position_of_their_last_prompt(rewards):
+    before, after = (rollouts(rewards, rollout__ahead=1) for _ in range(2))
+    before.next_batch(0)
+    after.load_state([{key: value for key, value in row.items() if key != "position"} for row in before.state()])
+    after.stream.position = before.stream.position
+    after.next_batch(1)
+    assert after.position == 4
 
 
 def test_an_error_of_a_batch_ahead_is_raised_by_next_batch(rewards):

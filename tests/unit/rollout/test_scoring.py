@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import RewardError
 from posttrain.core.types import Sample
-from posttrain.rewards.base import Rewards
+from posttrain.rewards.base import Rewards, Verdict
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.scoring import RolloutScorer
 from tests.unit.rollout.made import TOKENIZER, ids, online, prompt
@@ -62,8 +62,9 @@ def test_a_combining_function(tmp_path):
     specs = [f"{file}:letters", "model:somewhere/judge", f"combine:{file}:gated"]
     with Rewards(specs, workers=1, max_failure_rate=0.5) as rewards:
         rewards.check(["ground_truth"])
+        three = Verdict(value=3.0, kind="ok")
         asked = RolloutScorer(
-            rewards, {1: lambda asked: [3.0] * len(asked)}, online(reward__functions=specs), TOKENIZER
+            rewards, {1: lambda asked: [three] * len(asked)}, online(reward__functions=specs), TOKENIZER
         )
         rollouts = [rollout("ab"), rollout("abcdef"), rollout("no"), rollout("bad")]
         asked.score(rollouts)
@@ -76,7 +77,7 @@ def test_the_environment_and_reward_models_count_too(rewards):
     rollouts = [rollout("a", rewards={"environment": 0.25}), rollout("b")]
     place = 1
     rewards_and_model = scorer(rewards, reward__weights=(1.0, 10.0))
-    rewards_and_model.models = {place: lambda asked: [7.0 for _ in asked]}
+    rewards_and_model.models = {place: lambda asked: [Verdict(value=7.0, kind="ok") for _ in asked]}
     rewards_and_model.score(rollouts)
     assert [r.sample.reward for r in rollouts] == [1 + 70 + 0.25, 1 + 70]
 
@@ -108,7 +109,7 @@ def test_rewards_over_the_running_deviation(batches, clip, stopped_after):
     config = online(reward__functions=specs, reward__normalize="running", reward__clip=clip)
     given_out, found, examined = [], [], []
     with Rewards(specs) as rewards:
-        scores = {0: lambda asked: given_out[-1]}
+        scores = {0: lambda asked: [Verdict(value=value, kind="ok") for value in given_out[-1]]}
         running = RolloutScorer(rewards, scores, config, TOKENIZER)
         for number, batch in enumerate(batches):
             given_out.append(batch)
@@ -131,7 +132,7 @@ def test_rewards_that_are_all_alike_have_no_deviation(value):
     with Rewards(specs) as rewards:
         running = RolloutScorer(
             rewards,
-            {0: lambda asked: [value] * len(asked)},
+            {0: lambda asked: [Verdict(value=value, kind="ok")] * len(asked)},
             online(reward__functions=specs, reward__normalize="running"),
             TOKENIZER,
         )
@@ -194,7 +195,7 @@ def test_the_penalty_is_a_reward_of_its_own_and_counts_the_tokens_of_the_environ
 
 
 def test_early_scoring_ends_if_generation_fails(rewards):
-    with pytest.raises(MemoryError), scorer(rewards).score_early(4) as early:
+    with pytest.raises(MemoryError), scorer(rewards).score_early(4, rewards.timeout_budget(4)) as early:
         early.add(rollout("a b"))
         raise MemoryError("no room")
     early.thread.join(60)

@@ -81,7 +81,7 @@ def test_the_form_and_the_columns_are_checked():
         rewards.check()
     with (
         Rewards([lambda text, level: 1.0]) as rewards,
-        pytest.raises(UsageError, match="no columns of the data: level"),
+        pytest.raises(UsageError, match="not columns of the data: level"),
     ):
         rewards.check(["question"])
 
@@ -97,5 +97,5 @@ def test_what_cannot_be_sent_is_refused(monkeypatch):
 
 
 def test_another_process_says_what_to_do():
-    with pytest.raises(UsageError, match="go on from Python, with the function given again"):
+    with pytest.raises(UsageError, match="Resume from Python and pass the function again"):
         parse_spec("in-memory:of_another_process")

@@ -144,14 +144,18 @@ def test_a_response_takes_no_longer_than_its_time(server, monkeypatch):
     wait_for(lambda: not server.service.engine.open)
 
 
-def test_a_client_that_does_not_read_is_cut_off(server, monkeypatch):
-    """Its response is larger than what the kernel buffers."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_is_cut_off(server, monkeypatch, stream):
+    """Its response is larger than what the kernel buffers; others are served meanwhile."""
     monkeypatch.setattr(server.http.limits, "request_seconds", 2.0)
     with RawConnection(server.port) as connection:
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = {**BODY, "n": 64, "max_tokens": 100, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
-        connection.send("POST", "/v1/chat/completions", body)
-        wait_for(lambda: not server.http.under_way())
+        connection.send("POST", "/v1/chat/completions", {**body, "stream": stream})
+        wait_for(lambda: server.service.engine.open)  # its time runs
+        monkeypatch.undo()
+        assert ask(server.port, "POST", "/v1/chat/completions", BODY)[0] == 200
+        wait_for(lambda: not server.http.under_way() and not server.service.engine.open)
 
 
 def test_the_longest_idle_connections_make_room(server, monkeypatch):

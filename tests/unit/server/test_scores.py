@@ -5,13 +5,12 @@ import json
 import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.inference.completion_files import CompletionExample
-from posttrain.inference.score import InferenceRewardModel
 from posttrain.rewards.base import Completion, Rewards
 from posttrain.server import app, scores
 from posttrain.server.app import ServeOptions
 from posttrain.server.metrics import ServerMetrics
 from posttrain.train.launch import train
+from posttrain.train.reward_model import RewardModel
 from tests.unit.server.serving import ask, metrics_of, running
 
 TOKEN = "a-long-secret"
@@ -23,9 +22,9 @@ def model(tmp_path_factory):
     rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "no"} for n in range(8)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"model": {"path": "pico"}, "data": {"train": [str(folder / "pairs.jsonl")]}, "steps": 2, "quiet": True}
-    path = str(train("reward", out=str(folder / "run"), **options).folder)
+    path = str(train("reward", out=str(folder / "run"), **options).output_dir)
     assert scores.has_score_head(path) and not scores.has_score_head("pico")
-    return InferenceRewardModel(ModelConfig(path=path), DataConfig(max_length=40, on_overlong="error"))
+    return RewardModel.load(ModelConfig(path=path), DataConfig(max_length=40, on_overlong="error"))
 
 
 @pytest.fixture(params=["", TOKEN], ids=["open", "with a token"])
@@ -43,7 +42,7 @@ def completion(text, messages=None):
 
 def expected(model, text, prompt="3+1="):
     told = [{"role": "user", "content": prompt}]
-    (verdict,) = model.verdicts([CompletionExample(prompt=told, plain=False, text=text, row={}, origin="here")])
+    (verdict,) = model.score([model.completion(told, text, finish="stop", origin="here")])
     return verdict.value
 
 

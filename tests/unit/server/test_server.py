@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
+from posttrain.engines.kv_cache import BLOCK_SIZE
 from tests.unit.server.serving import PATIENCE, RawConnection, ask, metrics_of, pico, serving, wait_for
 
 openai = pytest.importorskip("openai")
@@ -209,7 +210,7 @@ GOOD = {"model": "pico", "messages": ASKED}
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"messages": ASKED, "model": "gpt"}, 404, "there is pico"),
+        ({"messages": ASKED, "model": "gpt"}, 404, "this server has pico"),
         ({"messages": []}, 400, "at least one message"),
         ({"messages": [{"role": "user", "content": ""}] * 20_000}, 400, "a conversation may have 1,024"),
         ({"messages": [{"role": "king", "content": "a"}]}, 400, "messages[0].role"),
@@ -233,8 +234,8 @@ GOOD = {"model": "pico", "messages": ASKED}
         ({**GOOD, "top_logprobs": 3}, 400, "logprobs: true"),
         ({**GOOD, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({**GOOD, "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
-        ({**GOOD, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ({**GOOD, "temprature": 1}, 400, "no field 'temprature'"),
+        ({**GOOD, "tools": [{"type": "function"}]}, 400, "tools[0]: expected"),
+        ({**GOOD, "temprature": 1}, 400, "unknown field 'temprature'"),
         (b"{", 400, "not JSON"),
         (b"[1]", 400, "JSON object"),
         (b'{"temperature": NaN}', 400, "not JSON"),
@@ -380,7 +381,8 @@ def test_metrics_add_up():
             found['posttrain_completion_seconds_bucket{le="+Inf"}'] == found["posttrain_completion_seconds_count"] == 4
         )
         assert found["posttrain_first_token_seconds_count"] == 1
-        assert found["posttrain_slots"] == 2
+        assert found["posttrain_slots"] == 2 and found["posttrain_preemptions_total"] == 0
+        assert found["posttrain_prompt_tokens_reused_total"] == 3 * ((prompt - 1) // BLOCK_SIZE * BLOCK_SIZE)
         buckets = [value for name, value in found.items() if name.startswith("posttrain_completion_seconds_bucket")]
         assert buckets == sorted(buckets)
         page = ask(server.port, "GET", "/metrics")[2]

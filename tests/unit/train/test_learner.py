@@ -12,7 +12,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.checkpoints.tensor_files import load_tensors
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count
+from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count_units
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.models import memory
@@ -60,7 +60,7 @@ def learn(learner, seed, chosen=None, rate=1e-2):
     """One step on some samples."""
     chosen = chosen or objective()
     some = samples(seed)
-    sums = learner.forward_backward(some, chosen, count(some, chosen.unit), sum(map(len, some)))
+    sums = learner.forward_backward(some, chosen, count_units(some, chosen.unit), sum(map(len, some)))
     return sums, learner.step(rate)
 
 
@@ -343,7 +343,7 @@ def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path)
     wanted = Objective(request=ForwardRequest(names=frozenset({"values"})), loss=squares, unit="token")
     before = learner.evaluate(made, wanted)["loss"][0]
     for _ in range(3):
-        learner.forward_backward(made, wanted, count(made, "token"), 1)
+        learner.forward_backward(made, wanted, count_units(made, "token"), 1)
         learner.step(1e-2)
     assert learner.evaluate(made, wanted)["loss"][0] < before
     learner.save(tmp_path)
@@ -355,12 +355,12 @@ def test_a_value_head_on_a_language_model_is_trained_and_saved(folder, tmp_path)
 
 def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
     learner = Learner(ModelConfig(path=folder("llama")), TrainConfig(), sampler_copy=True)
-    mine = [parameter.detach().clone() for parameter in learner.generator.copy.model.parameters()]
+    mine = [parameter.detach().clone() for parameter in learner.generator.sampler.model.parameters()]
     made = samples()
     wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
-    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.forward_backward(made, wanted, count_units(made, "token"), 1)
     learner.step(1e-2)
-    theirs = list(learner.generator.copy.model.parameters())
+    theirs = list(learner.generator.sampler.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     learner.update_generator(1)
     trained = list(learner.model.parameters())
@@ -373,7 +373,7 @@ def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
     learner = Learner(ModelConfig(path=folder("llama")), TrainConfig())
     made = samples()
     wanted = Objective(request=ForwardRequest(), loss=ALGORITHMS["sft"](ALGORITHMS["sft"].Config()).loss, unit="token")
-    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.forward_backward(made, wanted, count_units(made, "token"), 1)
     learner.step(1e-2)
     places = [parameter.data_ptr() for parameter in learner.model.parameters()]
     expected = learner.logprobs(made)
@@ -384,7 +384,7 @@ def test_what_is_offloaded_frees_the_device_and_comes_back_as_it_was(folder):
         np.testing.assert_array_equal(one, other)
     learner.onload("optimizer")
     assert places == [parameter.data_ptr() for parameter in learner.model.parameters()], "the engine's graphs need them"
-    learner.forward_backward(made, wanted, count(made, "token"), 1)
+    learner.forward_backward(made, wanted, count_units(made, "token"), 1)
     learner.step(1e-2)
     frozen = Learner(ModelConfig(path=folder("llama")), TrainConfig(), trainable=False)
     expected = frozen.logprobs(made)

@@ -5,13 +5,17 @@ import threading
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 
 from posttrain.cluster.local import LocalPool
 from posttrain.cluster.processes import ProcessPool, RendezvousStore
 from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.core.errors import PosttrainError, WorkerError
-from posttrain.train.rollout_workers import ModelLock, RolloutWorkers
+from posttrain.core.types import Sample
+from posttrain.engines.base import GenerationRequest, Sampling, check_samples
+from posttrain.train.model_lock import ModelLock
+from posttrain.train.rollout_workers import RolloutWorkers
 from tests.unit.cluster.things import FakeRolloutWorker, FakeWeightSender
 
 SECONDS = 60.0
@@ -58,11 +62,11 @@ def test_samples_come_in_order_with_the_newest_weights(workers, tmp_path):
     assert group.generate(REQUESTS[:1], None) == [(0, 1)], "fewer requests than workers"
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", "stop", "hang"])
 def test_a_worker_that_is_lost_during_generation(workers, tmp_path, how, caplog):
     group = workers(2)
     group.update(0)
-    group.slots[0].pool.timeout_seconds = 2.0 if how == "stop" else SECONDS
+    group.slots[0].pool.timeout_seconds = SECONDS if how == "kill" else 2.0
     fault = tmp_path / f"generate-{how}"
     fault.touch()
     group.slots[0].submit("misbehave", "generate")
@@ -93,6 +97,69 @@ def test_a_worker_that_is_lost_during_a_weight_update(workers, tmp_path, moment)
     answers = group.generate(REQUESTS, None)
     assert [request for request, _ in answers] == REQUESTS
     assert {version for _, version in answers} == {group.version}, "all have the same weights"
+
+
+def test_weights_that_a_worker_dropped_are_sent_again(workers, tmp_path):
+    """Weights of neighbouring steps differ less than the probe shows: the worker's version tells."""
+    group = workers(2)
+    group.update(0)
+    (tmp_path / "dropped-1").touch()
+    group.update(1)
+    assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
+    assert len(group.made) == 2, "none was replaced"
+
+
+@pytest.mark.parametrize("moment", ["connect", "receive", "check", "generate"])
+def test_a_worker_that_fails_is_not_replaced(workers, tmp_path, moment):
+    group = workers(2)
+    (tmp_path / f"{moment}-raise").touch()
+    with pytest.raises(WorkerError, match=r"rollout worker, rank 0 .* 7 rows, but 8 are expected") as failed:
+        group.update(0)
+        group.generate(REQUESTS, None)
+    assert not failed.value.lost, "the run is not restarted"
+    assert len(group.made) == 2
+
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+
+
+def sample(tokens=(5, 6, 7, 1, 2), mask=(0, 0, 0, 1, 1), logprobs=(0, 0, 0, -1, -2)):
+    return Sample(
+        tokens=np.array(tokens, dtype=np.int32),
+        mask=np.array(mask, dtype=np.bool_),
+        logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("garbage", "words"),
+    [
+        ([], "0 samples for 1 requests"),
+        ([sample(tokens=(5, 6, 7, 1, 10))], "token id 10 is not in the vocabulary of 10"),
+        ([sample(tokens=(5, 6, 7, -1, 2))], "token id -1 is not in"),
+        ([sample(tokens=(5, 6, 8, 1, 2))], "does not begin with the prompt"),
+        ([sample((5, 6, 7), (0, 0, 0), (0, 0, 0))], "it has 0 tokens, of at most 2"),
+        ([sample((5, 6, 7, 1, 2, 3), (0, 0, 0, 1, 1, 1), (0, 0, 0, -1, -2, -3))], "it has 3 tokens, of at most 2"),
+        ([sample(mask=(0, 0, 0, 1, 0))], "mask"),
+        ([sample(logprobs=(0, 0, 0, -1, float("nan")))], "log-probabilities are not finite"),
+        ([sample(logprobs=None)], "log-probabilities are not finite"),
+    ],
+)
+def test_garbage_of_an_engine_is_not_trained_on(garbage, words):
+    class Engine:
+        def generate(self, requests, sampling):
+            return garbage
+
+    def samples_of(generated):
+        garbage[:] = generated
+        check = partial(check_samples, vocabulary=10, engine="a rollout worker")
+        slot = WorkerSlot(LocalPool, lambda pool: pool.start("rollout", Engine))
+        group = RolloutWorkers([slot], None, lambda size: size, check)
+        return group.generate([GenerationRequest(prompt=PROMPT, group=4)], Sampling(max_tokens=2))
+
+    with pytest.raises(PosttrainError, match=f"a rollout worker returned .*{words}"):
+        samples_of(list(garbage))
+    assert len(samples_of([sample()])) == 1
 
 
 def test_it_gives_up_after_three_attempts(workers, tmp_path):

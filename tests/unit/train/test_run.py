@@ -1,9 +1,16 @@
-"""A run leaves the process as it found it."""
+"""A run leaves the process as it found it, and saves beside training."""
 
+import errno
 import gc
+import os
+import threading
 import weakref
 
-from posttrain import sft
+import pytest
+
+from posttrain import Callback, sft
+from posttrain.checkpoints import checkpoint
+from posttrain.core.errors import PosttrainError
 from posttrain.train.learner import Learner
 from tests.e2e.rows import write_rows
 
@@ -28,3 +35,46 @@ def test_a_model_can_be_freed_after_its_run(tmp_path, monkeypatch):
     assert min(frozen) > 1000 and gc.get_freeze_count() == 0
     gc.collect()
     assert [model() for model in made] == [None]
+
+
+class Steps(Callback):
+    """Notes the steps, and sets `second` after the second one."""
+
+    def __init__(self, error=""):
+        self.seen, self.error, self.second = [], error, threading.Event()
+
+    def on_step(self, state):
+        self.seen.append(state.step)
+        if state.step == 2:
+            self.second.set()
+            if self.error:
+                raise ValueError(self.error)
+
+
+def test_checkpoints_are_sealed_while_training_goes_on(tmp_path, monkeypatch):
+    rows, seal, steps = write_rows("chat", tmp_path), checkpoint._seal, Steps()
+
+    def late_seal(folder, step):
+        assert steps.second.wait(60), "training waited for the first save"
+        seal(folder, step)
+
+    monkeypatch.setattr(checkpoint, "_seal", late_seal)
+    sft("pico", rows, max_steps=3, save={"every_steps": 1}, output_dir=tmp_path / "run", callbacks=[steps])
+    saved = checkpoint.list_checkpoints(tmp_path / "run/checkpoints")
+    assert [checkpoint.step_of(path) for path in saved] == [3, 2, 1] and all(map(checkpoint.is_valid, saved))
+
+
+@pytest.mark.parametrize("error", ["", "an error of its own"])
+def test_a_save_that_fails_beside_training_ends_the_run(tmp_path, monkeypatch, error, capsys):
+    rows, steps = write_rows("chat", tmp_path), Steps(error)
+
+    def full_disk(folder, step):
+        assert steps.second.wait(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "_seal", full_disk)
+    with pytest.raises(PosttrainError, match=error or r"step 1 was not saved.*No space"):
+        sft("pico", rows, max_steps=9, save={"every_steps": 1}, output_dir=tmp_path / "run", callbacks=[steps])
+    assert steps.seen == [1, 2], "it is noticed before the next save"
+    assert ("step 1 was not saved" in capsys.readouterr().err) is bool(error), "one is raised, the other is a warning"
+    assert not list((tmp_path / "run/checkpoints").iterdir())

@@ -138,7 +138,7 @@ def test_alpaca_instructions(tmp_path):
 
 def test_columns_under_other_names(tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "query": "not this", "output": "nor this", "text": "nor this"}]
-    keys = json.dumps({"prompt": "problem", "query": "", "response": "answer", "system": ""})
+    keys = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
     columns, _ = run(tmp_path, "AlpacaStyleInstructionHandler", rows, map_keys=keys)
     assert columns["packed_input_ids"] == [answered("1+2", "3")[0]]
 
@@ -156,14 +156,14 @@ def test_sharegpt_instructions(tmp_path):
 def test_sharegpt_in_other_words(tmp_path):
     rows = [{"talk": [{"who": "me", "what": "1+2"}, {"who": "it", "what": "3"}]}]
     tags = {"role_tag": "who", "content_tag": "what", "user_tag": "me", "assistant_tag": "it"}
-    keys = json.dumps({"messages": "talk", "tags": tags})
+    keys = {"messages": "talk", "tags": tags}
     columns, _ = run(tmp_path, "SharegptStyleInstructionHandler", rows, map_keys=keys)
     assert columns["packed_input_ids"] == [answered("1+2", "3")[0]]
 
 
 def test_prompts_for_reinforcement_learning(tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "level": 5, "source": "book"}]
-    keys = json.dumps({"prompt": "problem", "query": "", "response": "answer", "system": ""})
+    keys = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
     more = ("labels", "level", "source")
     columns, manifest = run(
         tmp_path, "R1AlpacaStyleInstructionHandler", rows, map_keys=keys, dataset_additional_keys=more
@@ -205,7 +205,7 @@ def test_pairs(tmp_path, handler, row):
 
 def test_process_rewards(tmp_path):
     rows = [{"input": "1+2 is# 12#", "value": ["+", "-"]}]
-    columns, manifest = run(tmp_path, "AlpacaStyleProcessRewardHandler", rows, placeholder_token="#")
+    columns, manifest = run(tmp_path, "AlpacaStyleProcessRewardHandler", rows, placeholder="#")
     tokens = ids("1+2 is# 12#")
     labels = [NOT] * len(tokens)
     labels[tokens.index(ids("#")[0])], labels[-1] = ids("+")[0], ids("-")[0]
@@ -226,7 +226,7 @@ def test_process_rewards_have_no_token_for_a_half_right_step(tmp_path):
 
 def test_a_template_by_name(tmp_path):
     tokenizer = byte_level(template=None)
-    columns, _ = run(tmp_path, "AlpacaStyleInstructionHandler", [ALPACA], tokenizer=tokenizer, prompt_type="chatml")
+    columns, _ = run(tmp_path, "AlpacaStyleInstructionHandler", [ALPACA], tokenizer=tokenizer, chat_template="chatml")
     tokens, labels = columns["packed_input_ids"][0], columns["packed_labels"][0]
     assert tokenizer.decode(tokens).rstrip() == (
         "<|im_start|>user\nAdd.\n1+2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
@@ -255,7 +255,7 @@ def test_a_bad_row_stops_or_is_set_aside(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:[23]: "):
         run(tmp_path, "AlpacaStyleInstructionHandler", rows)
     assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl"}
-    columns, manifest = run(tmp_path, "AlpacaStyleInstructionHandler", rows, on_bad_row="quarantine")
+    columns, manifest = run(tmp_path, "AlpacaStyleInstructionHandler", rows, on_bad_example="quarantine")
     assert len(columns["packed_input_ids"]) == 2 and manifest["counts"]["bad"] == 2
     aside = [json.loads(line) for line in (tmp_path / "out_packed_quarantine.jsonl").read_text().splitlines()]
     assert [row["row"] for row in aside] == rows[1:3] and "rows.jsonl:2" in aside[0]["reason"]
@@ -272,7 +272,7 @@ def test_a_line_that_is_no_row_is_set_aside(tmp_path):
     )
     with pytest.raises(DataError, match=r"rows\.jsonl:2: broken JSON"):
         preprocess(config, PICO, lambda _: None)
-    config.on_bad_row = "quarantine"
+    config.on_bad_example = "quarantine"
     counts = preprocess(config, PICO, lambda _: None)["counts"]
     assert (counts["read"], counts["kept"], counts["bad"]) == (3, 2, 1)
 
@@ -289,9 +289,8 @@ def test_a_line_that_is_no_row_is_set_aside(tmp_path):
         ({"split_sentences": True}, "split_sentences works with GeneralPretrainHandler, not with Alpaca"),
         ({"workers": 0}, "workers is 0"),
         ({"seq_length": 2}, "seq_length is 2"),
-        ({"map_keys": "{"}, "map_keys"),
-        ({"map_keys": '{"nothing": "x"}'}, "unknown column 'nothing'; known are prompt, query"),
-        ({"prompt_type": "chatnl"}, "Did you mean chatml"),
+        ({"map_keys": {"nothing": "x"}}, "unknown column 'nothing'; known are prompt, query"),
+        ({"chat_template": "chatnl"}, "Did you mean chatml"),
         ({"input": ("nowhere.jsonl",)}, r"nowhere\.jsonl"),
     ],
 )
@@ -320,8 +319,35 @@ def test_the_command_reads_a_file_and_options(tmp_path, capsys):
     (tmp_path / "d.yaml").write_text("handler_nam: x\n")
     with pytest.raises(UsageError, match=r"d\.yaml:1: handler_nam: no such option. Did you mean handler_name"):
         command([str(tmp_path / "d.yaml")])
-    with pytest.raises(UsageError, match="tokenizer_name_or_path is not set"):
+    with pytest.raises(UsageError, match=r"tokenizer is not set\. Give a directory, .*--tokenizer MODEL"):
         command(["--input", source, "--handler_name", next(iter(HANDLERS)), "--output_prefix", "x"])
+
+
+# Commands of MindSpeed-LLM and MindSpeed-RL as their users have them, places replaced.
+MINDSPEED = [
+    "--input ROWS --tokenizer-name-or-path pico --tokenizer-type PretrainedFromHF --cache-dir CACHE --handler-name "
+    "GeneralPretrainHandler --output-prefix OUT --json-keys output --workers 1 --n-subs 16 --log-interval 1000",
+    "--input ROWS --tokenizer-name-or-path pico --output-prefix OUT --workers 1 --log-interval 1000 --tokenizer-type "
+    "PretrainedFromHF --handler-name AlpacaStyleInstructionHandler --prompt-type chatml --seed 1234",
+    "--input ROWS --tokenizer-name-or-path pico --output-prefix OUT --tokenizer-type PretrainedFromHF --handler-name "
+    "AlpacaStyleInstructionHandler --map-keys KEYS --seq-length 64 --append-eod --neat-pack",
+]
+
+
+@pytest.mark.parametrize("line", MINDSPEED)
+def test_commands_of_mindspeed(tmp_path, line, capsys):
+    places = {"ROWS": write_rows(tmp_path, [ALPACA]), "OUT": f"{tmp_path}/out", "CACHE": f"{tmp_path}/cache"}
+    places["KEYS"] = '{"prompt":"instruction","query":"input","response":"output"}'
+    assert command([places.get(word, word) for word in line.split()]) == 0
+    assert read(tmp_path) and not capsys.readouterr().err
+
+
+def test_the_template_of_mindspeed_is_ours(tmp_path):
+    rows = write_rows(tmp_path, [ALPACA])
+    for out, option in (("a", "--prompt-type"), ("b", "--chat_template")):
+        words = ["--input", rows, "--tokenizer", "pico", "--handler_name", "AlpacaStyleInstructionHandler"]
+        assert command([*words, "--output_prefix", f"{tmp_path}/{out}", option, "chatml"]) == 0
+    assert read(tmp_path, "a") == read(tmp_path, "b") != {}
 
 
 # Packing
@@ -499,3 +525,11 @@ def test_nothing_is_done_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "encode_parts", None)
     messages = []
     assert preprocess(config, PICO, messages.append) == first and "already complete" in messages[0]
+
+
+@pytest.mark.parametrize("flag", ["--slow_tokenizer", "--tokenizer-not-use-fast"])
+def test_options_about_an_implementation_that_does_not_exist_are_refused(flag, tmp_path):
+    source = write_rows(tmp_path, [ALPACA])
+    words = ["--input", source, "--handler_name", next(iter(HANDLERS)), "--output_prefix", "x", "--tokenizer", "pico"]
+    with pytest.raises(UsageError, match="has no effect with transformers 5"):
+        command([*words, flag])

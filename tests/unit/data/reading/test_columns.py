@@ -107,3 +107,64 @@ def test_a_missing_column_is_named(their):
     with pytest.raises(DataError) as caught:
         read("prompt", {"q": 1, "reward_model": {"ground_truth": 3}, "a": {"b": 2}}, map_keys=keys)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "messages"),
+    [
+        ({"prompt": "turns.0", "completion": "turns.-1"}, {"turns": ["q", "x", "a"]}, [user("q"), bot("a")]),
+        (  # JSON inside a text, and a number as text
+            {"prompt": "meta.ask.0.text", "completion": "meta.result"},
+            {"meta": '{"ask": [{"text": "q"}], "result": 36}'},
+            [user("q"), bot("36")],
+        ),
+        (
+            {"prompt": "{story}\n{info.ask} Answer in \\boxed{}.", "completion": "n"},
+            {"story": "s", "info": {"ask": "q?"}, "n": 1.5},
+            [user("s\nq? Answer in \\boxed{}."), bot("1.5")],
+        ),
+    ],
+)
+def test_paths_through_lists_and_json_numbers_and_joined_columns(keys, row, messages):
+    _, [example] = read("chat", row, map_keys=keys)
+    assert example.messages == messages
+
+
+@pytest.mark.parametrize(
+    ("their", "message"),
+    [
+        ("turns.3", 'f.jsonl:1: turns.3: no such column, but data.map_keys has "prompt": "turns.3"'),
+        ("{turns}", "f.jsonl:1: turns: is list; data.map_keys puts it into a text"),
+        ("{none}", "f.jsonl:1: none: is null; data.map_keys puts it into a text"),
+        ("x {y}", 'f.jsonl:1: y: no such column, but data.map_keys has "prompt": "x {y}"; the columns are turns, none'),
+    ],
+)
+def test_paths_and_texts_that_cannot_be_filled(their, message):
+    with pytest.raises(DataError) as caught:
+        read("prompt", {"turns": ["q"], "none": None}, map_keys={"prompt": their})
+    assert str(caught.value).startswith(message)
+
+
+def test_labels_stay_numbers():
+    row = {"q": "q", "a": "a", "good": 1}
+    _, [example] = read("labelled", row, map_keys={"prompt": "q", "completion": "a", "label": "good"})
+    assert example.label == 1.0
+
+
+def test_a_function_of_the_user_makes_the_columns(tmp_path):
+    file = tmp_path / "convert_for_test.py"
+    file.write_text(
+        "def columns(record):\n    return {'prompt': record['q'], 'completion': 'yes' if record['a'] else 'no'}\n"
+        "def nothing(record):\n    return None\n"
+    )
+    rows = {"q": "is 7+8 15?", "a": True}, {"q": "is 7+8 78?", "a": False}
+    _, examples = read("chat", *rows, map_keys={"function": f"{file}:columns"})
+    assert [example.messages[-1] for example in examples] == [bot("yes"), bot("no")]
+    with pytest.raises(DataError, match=r"f.jsonl:2: columns\(\) of data.map_keys raised KeyError: 'q'"):
+        read("chat", rows[0], {"a": 1}, map_keys={"function": f"{file}:columns"})
+    with pytest.raises(DataError, match=r"f.jsonl:1: nothing\(\) of data.map_keys must return columns as a dict"):
+        read("chat", rows[0], map_keys={"function": f"{file}:nothing"})
+    with pytest.raises(UsageError, match=r"has no function 'other'; it has columns, nothing"):
+        read("chat", rows[0], map_keys={"function": f"{file}:other"})
+    with pytest.raises(UsageError, match=r"there is no file .*missing.py"):
+        read("chat", rows[0], map_keys={"function": "missing.py:other"})

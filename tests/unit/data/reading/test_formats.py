@@ -46,6 +46,7 @@ def system(text):
     return {"role": "system", "content": text}
 
 
+CALL = {**bot(""), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
 CHATS = {
     "chat: messages": ({"messages": [system("s"), user("q"), bot("a")]}, [system("s"), user("q"), bot("a")]),
     "prompt and completion: prompt, completion": ({"prompt": "q", "completion": "a"}, [user("q"), bot("a")]),
@@ -62,14 +63,14 @@ CHATS = {
             "conversations": [
                 {"from": "system", "value": "s"},
                 {"from": "human", "value": "q"},
-                {"from": "function_call", "value": "f()"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
                 {"from": "observation", "value": "1"},
                 {"from": "gpt", "value": "a"},
                 {"from": "user", "value": "q"},
                 {"from": "assistant", "value": "b"},
             ]
         },
-        [system("s"), user("q"), bot("f()"), {"role": "tool", "content": "1"}, bot("a"), user("q"), bot("b")],
+        [system("s"), user("q"), CALL, {"role": "tool", "content": "1"}, bot("a"), user("q"), bot("b")],
     ),
     "GSM8K: question, answer": ({"question": "q", "answer": "a\n#### 1"}, [user("q"), bot("a\n#### 1")]),
     "multiple choice: question, A, B, C, answer": (
@@ -119,7 +120,7 @@ VERL = {"prompt": [user("q")], "reward_model": {"style": "rule", "ground_truth":
 PROMPTS = {
     "prompt: prompt": ({"prompt": "q", "answer": "4", "level": 2}, None),
     "prompt: prompt, tools": ({"prompt": [user("q")], "tools": '[{"name": "f"}]'}, None),
-    "messages to answer: messages": ({"messages": [user("q")], "id": 1}, None),
+    "prompt messages: messages": ({"messages": [user("q")], "id": 1}, None),
     "verl: prompt, reward_model, extra_info": (
         # as the countdown files: whatever else is there, the prompt is the prompt
         {**VERL, "question": "q?", "answer": "a", "nums": [1]},
@@ -186,7 +187,7 @@ PAIRS = {
     "preference: prompt, chosen, rejected": (
         {"prompt": "q", "chosen": "good", "rejected": "bad"},
         [user("q")],
-        0.0,
+        None,
     ),
     "preference: prompt, chosen, rejected, margin": (
         {"prompt": [user("q")], "chosen": [bot("good")], "rejected": bot("bad"), "margin": 2},
@@ -211,7 +212,7 @@ PAIRS = {
             "rejected": "\n\nHuman: a: b\n\nAssistant: c\n\nd\n\nHuman: q\n\nAssistant: bad ",
         },
         [user("a: b"), bot("c\n\nd"), user("q")],
-        0.0,
+        None,
     ),
     "ShareGPT pairwise: conversations, chosen, rejected": (
         {
@@ -220,17 +221,17 @@ PAIRS = {
             "rejected": {"from": "gpt", "value": "bad"},
         },
         [system("s"), user("q")],
-        0.0,
+        None,
     ),
     "Alpaca pairwise: instruction, input, chosen, rejected": (
         {"instruction": "i", "input": "j", "chosen": "good", "rejected": "bad"},
         [user("i\nj")],
-        0.0,
+        None,
     ),
     "Alpaca pairwise, output a list of two: instruction, output": (
         {"instruction": "i", "output": ["good", "bad"]},
         [user("i")],
-        0.0,
+        None,
     ),
 }
 
@@ -312,7 +313,7 @@ def test_a_file_for_other_verbs_says_which():
     assert message.startswith(
         "f.jsonl:1: the format is preference: prompt, chosen, rejected, which is data for reward, dpo"
     )
-    assert "Formats for sft, distill:" in message and "Alpaca: instruction, output" in message
+    assert "Usual formats for sft, distill: chat: messages; " in message and "Alpaca: instruction, output" in message
     # Labels say that some answers are bad: not to be learned by imitation.
     assert "data for kto" in refusal("chat", {"messages": [user("q"), bot("a")], "label": False})
     assert "data for prm" in refusal("text", {"problem": "q", "steps": ["a"], "label": 0})
@@ -320,17 +321,27 @@ def test_a_file_for_other_verbs_says_which():
     assert "the format is verl: prompt, reward_model, extra_info, which is data for reinforcement learning." in refusal(
         "chat", VERL
     )
-    assert "Formats for reinforcement learning:\n" in refusal("prompt", {"text": "t"})
+    assert "Usual formats for reinforcement learning: chat: " in refusal("prompt", {"text": "t"})
 
 
 def test_unknown_and_ambiguous_columns_are_never_guessed():
     message = refusal("chat", {"query": "q", "reply": "a"})
-    assert (
-        "no known format has the columns query, reply" in message
-        and "prompt and completion: prompt, completion" in message
+    assert message == (
+        "f.jsonl:1: no known format has the columns query, reply. Formats that come near: query and answer (answer "
+        "missing); query and response (response missing); xLAM (answers, tools missing). If these columns are meant, "
+        "map them: --data.map_keys "
+        '\'{"prompt": "query", "completion": "reply"}\'. docs/data.md lists all formats.'
     )
+    assert "Map the columns to prompt and chosen and rejected, for example" in refusal("pair", {"foo": 1})
     message = refusal("chat", {"prompt": "q", "completion": "a", "messages": [user("q"), bot("a")]})
     assert "ambiguous columns: chat: messages or prompt and completion: prompt, completion" in message
+    assert message.endswith('remove one of the columns, for example with --data.map_keys \'{"messages": ""}\'')
+    assert 'for example --data.map_keys \'{"text": "COLUMN"}\'' in refusal("text", {"input_ids": [1, 2]})
+
+
+def test_text_without_spaces_between_words_counts_as_text():
+    verdict, _ = read("chat", {"instruction": "q", "output": "a", "output_zh": "七加八等于十五", "lang": "zh"})
+    assert verdict.endswith("; not used: output_zh")
 
 
 def test_every_row_must_have_the_format_of_the_first():

@@ -63,9 +63,9 @@ def test_epochs_and_seeds_are_interleaved_differently():
     assert np.array_equal(mixture.order(3, 7, True), mixture.order(3, 7, True))
 
 
-def stream(rows_per_step, mixture=None, rows=30):
+def stream(batch_size, mixture=None, rows=30):
     samples = [[Sample(tokens=np.array([n, 0], dtype=np.int32), mask=np.array([False, True]))] for n in range(rows)]
-    return ExampleStream(samples, rows_per_step, seed=3, mixture=mixture)
+    return ExampleStream(samples, batch_size, seed=3, mixture=mixture)
 
 
 def numbers(samples):
@@ -99,7 +99,7 @@ def test_a_position_resumes_at_the_exact_row_for_any_number_of_workers(mixture, 
 def test_the_stream_knows_the_length_of_its_epoch():
     mixture = Mixture((10, 20), (0.5, 0.5))
     mixed = stream(5, mixture)
-    assert mixed.rows_per_epoch == 20 and stream(5).rows_per_epoch == 30
+    assert mixed.examples_per_epoch == 20 and stream(5).examples_per_epoch == 30
     epochs = [numbers(mixed.take(20)) for _ in range(2)]
     assert all(sorted(n for n in epoch if n < 10) == list(range(10)) for epoch in epochs)
     assert sorted(n for epoch in epochs for n in epoch if n >= 10) == list(range(10, 30))

@@ -1,0 +1,58 @@
+"""Turns the options that several tools share into what the library takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.config.tools import EngineArgs, LoadArgs, PromptArgs, RewardArgs, check_at_least
+from posttrain.core.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from posttrain.engines.base import EngineSpec
+
+
+@contextmanager
+def reading_progress() -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many examples were read."""
+    with ProgressDisplay(stream=sys.stderr, transient=True) as display:
+        yield lambda rows: display.update(f"{rows:,} examples", done=rows, total=None)
+
+
+def model_of(path: str, options: LoadArgs) -> ModelConfig:
+    return ModelConfig(path=path, dtype=options.dtype, load_in_4bit=options.load_in_4bit)
+
+
+def data_of(options: PromptArgs, files: tuple[str, ...]) -> DataConfig:
+    check_at_least(options, max_examples=0)
+    return DataConfig(
+        train=files,
+        chat_template=options.chat_template,
+        map_keys=options.map_keys,
+        max_examples=options.max_examples,
+        weights=options.weights,
+        max_length=options.max_prompt_length,
+        on_overlong=options.on_overlong,
+        on_bad_example=options.on_bad_example,
+    )
+
+
+def engine_of(options: EngineArgs) -> EngineSpec:
+    from posttrain.engines.base import EngineSpec
+
+    return EngineSpec(options.engine, options.vllm_options, num_beams=options.num_beams)
+
+
+def rewards_of(options: RewardArgs) -> dict[str, Any]:
+    """Return the arguments of `Rewards` and `Scoring`, apart from the rewards themselves."""
+    return {
+        "weights": options.reward_weights,
+        "timeout_seconds": options.timeout_seconds,
+        "memory_gib": options.memory_gib,
+        "workers": options.workers,
+        "env": options.env,
+        "allow_unprotected_code": options.allow_unprotected_code,
+    }

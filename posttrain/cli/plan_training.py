@@ -1,0 +1,229 @@
+"""The plan of a training run: batches, steps and memory, from the data and the model's config, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from posttrain.algorithms import ALGORITHMS, Algorithm
+from posttrain.cli.plan_layouts import fitting_options, other_roles
+from posttrain.config.sections import Config, OnlineConfig
+from posttrain.core.devices import default_device, device_memory
+from posttrain.core.logging import quiet_libraries
+from posttrain.core.types import Sample
+from posttrain.models import memory
+from posttrain.models.loading import compute_dtype
+from posttrain.models.memory import MemoryEstimate, ModelMemory
+from posttrain.models.tokenizers import load_tokenizer
+from posttrain.train.layout_check import check_layouts
+from posttrain.train.memory_plan import (
+    MicroBatches,
+    estimate_memory,
+    full_micro_batch,
+    pack_first_steps,
+    sharding_of,
+    vocabulary_of,
+    with_model,
+    without_cache,
+)
+from posttrain.train.run_data import RunData, load_data
+
+GIB = 2**30
+
+Row = tuple[str, str, str]
+"""A line of the plan: name, value, note."""
+
+
+def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
+    """Print the plan; the last line says whether it fits. `device_gib`: memory of accelerators that are not here."""
+    quiet_libraries()
+    algo = ALGORITHMS[verb](config.algo)
+    device = torch.device("cuda") if device_gib else default_device()
+    check_layouts(config, algo)
+    model = memory.empty_model(config.model, algo.head, compute_dtype(config.model, device))
+    data, batches = None, MicroBatches(counts=[], largest=full_micro_batch(config, algo))
+    if config.data.train:
+        data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model))
+        print(*data.train.descriptions, sep="\n")
+        batches = pack_first_steps(config, algo, data)
+    print(f"{verb} of {config.model.path}: {parameter_counts(memory.model_memory(model, average=False))}\n")
+    print_rows("batches", batch_rows(config, algo, data, batches))
+    print_memory(config, algo, batches, device_gib)
+    return 0
+
+
+def print_memory(config: Config, algo: Algorithm, batches: MicroBatches, device_gib: float) -> None:
+    """Print the memory that training needs, and in the last line whether it fits."""
+    device = torch.device("cuda") if device_gib else default_device()
+    name, available = ("one device", round(device_gib * GIB)) if device_gib else device_memory(device)
+    needs = estimate_memory(config, algo, device, batches.largest, available)
+    where = f"{'each device' if sharding_of(config).devices > 1 else name} with {format_size(available)}"
+    print_rows(f"memory on {where}", memory_rows(config, algo, device, needs, batches.largest))
+    print_rows("peak memory in", [(phase, format_size(size), "") for phase, size in needs.phases.items()])
+    others = list(other_roles(config, algo, device, available))
+    if others:
+        rows = [(role.role, format_size(role.needed) if role.needed else "?", role.note) for role in others]
+        print_rows("memory on each device of other roles", rows)
+    print(verdict(config, algo, device, batches.largest, needs, available))
+
+
+def batch_rows(config: Config, algo: Algorithm, data: RunData | None, batches: MicroBatches) -> Iterator[Row]:
+    """Yield the number of devices, examples, tokens, steps and micro-batches."""
+    train, sharding = config.train, sharding_of(config)
+    if sharding.devices > 1:
+        note = f"data parallel {sharding.data_parallel_size}"
+        note += f", context parallel {sharding.context}" if sharding.context > 1 else ""
+        note += f", tensor parallel {sharding.tensor}" if sharding.tensor > 1 else ""
+        note += f", expert parallel {sharding.experts}" if sharding.experts > 1 else ""
+        note += f", {sharding.replicate} copies" if sharding.replicate > 1 else ""
+        yield "devices", f"{sharding.devices:,}", f"{note}; ZeRO stage {sharding.zero}"
+    if data is None:
+        yield "examples", "?", "data.train is not set"
+        yield "steps", f"{train.max_steps:,}" if train.max_steps else "?", f"of {train.batch_size} examples"
+        if isinstance(config, OnlineConfig):
+            yield completions_row(config)
+        yield "micro-batch tokens", f"{sum(map(len, batches.largest)):,}", "at most"
+        return
+    yield from data_rows(config, algo, data)
+    yield from micro_batch_rows(config, data, batches)
+    if data.eval is not None:
+        yield "evaluation examples", f"{len(data.eval.examples):,}", ""
+
+
+def completions_row(config: OnlineConfig) -> Row:
+    n = config.rollout.samples_per_prompt
+    return "completions per step", f"{config.train.batch_size * n:,}", f"{n} per prompt"
+
+
+def data_rows(config: Config, algo: Algorithm, data: RunData) -> Iterator[Row]:
+    """Yield the number of examples, samples, tokens and steps."""
+    examples, counts = len(data.train.examples), data.train.counts
+    lengths, counted = data.train.examples.lengths(), data.train.examples.counted()
+    tokens = int(lengths.sum())
+    changed = ", ".join(f"{counts[key]:,} {key}" for key in ("truncated", "dropped", "quarantined") if counts[key])
+    yield "examples", f"{examples:,}", f"of {counts['read']:,} read" + f" ({changed})" * bool(changed)
+    online = config if isinstance(config, OnlineConfig) else None
+    if online is None:
+        yield "samples", f"{len(lengths):,}", f"{algo.group_size} per example"
+        note = f"{counted:,} trained on; "
+    else:
+        yield completions_row(online)
+        note = f"of prompts; at most {online.rollout.max_tokens:,} per completion; "
+    mean, sample = tokens / len(lengths), "sample" if online is None else "prompt"
+    yield "tokens", f"{tokens:,}", f"{note}{mean:,.0f} per {sample} on average, {lengths.max():,} at most"
+    epochs = data.examples_after[-1] / data.stream.examples_per_epoch
+    note = f"of {config.train.batch_size} examples: {epochs:.2f} epochs"
+    note += f", {data.examples_after[-1] / examples * tokens:,.0f} tokens" if online is None else ""
+    yield "steps", f"{data.steps:,}", note
+
+
+def micro_batch_rows(config: Config, data: RunData, batches: MicroBatches) -> Iterator[Row]:
+    """Yield the number of micro-batches per step, and the size of the largest."""
+    sharding, counts = sharding_of(config), batches.counts
+    limit, largest = config.train.micro_batch_tokens * sharding.context, sum(map(len, batches.largest))
+    note = "per device, " if sharding.data_parallel_size > 1 else ""
+    note += f"{min(counts)} to {max(counts)}, " if min(counts) < max(counts) else ""
+    note += f"of at most {limit:,} tokens"
+    note += f"; counted in the first {len(counts)} steps" if len(counts) < data.steps else ""
+    yield "micro-batches per step", f"{sum(counts) / len(counts):.1f}", note
+    note = "tokens: one example exceeds train.micro_batch_tokens" if largest > limit else "tokens"
+    yield "largest micro-batch", f"{largest:,}", note
+
+
+def memory_rows(
+    config: Config, algo: Algorithm, device: torch.device, needs: MemoryEstimate, largest: list[Sample]
+) -> Iterator[Row]:
+    """Yield what takes memory on a device that trains; `largest`: the samples of the largest micro-batch."""
+    own, step = needs.model, needs.step
+    on = config.model.gradient_checkpointing
+    other = estimate_memory(with_model(config, gradient_checkpointing=not on), algo, device, largest).step.activations
+    dtype = str(compute_dtype(config.model, device)).removeprefix("torch.")
+    quantized = "4 bits; adapters and unquantized layers " * config.model.load_in_4bit
+    yield "weights", format_size(own.weights), quantized + dtype
+    divided = sharding_of(config).devices > 1
+    note = "float32, this device's part" if divided else "float32"
+    yield "master weights", format_size(own.masters), note if own.masters else "none: the weights are float32"
+    yield "gradients", format_size(own.gradients), "float32"
+    moments = "in host memory" if "moments" in config.cluster.offload else "two float32 moments"
+    yield "AdamW", format_size(own.optimizer), moments
+    if own.average:
+        yield "EMA", format_size(own.average), "float32"
+    if needs.reference:
+        yield "reference", format_size(needs.reference), "" if needs.reference_stays else "freed before the first step"
+    if needs.critic:
+        yield (
+            "critic",
+            format_size(needs.critic),
+            "weights, master weights, gradients, AdamW, if as large as the policy",
+        )
+    if needs.teacher:
+        yield "teacher", format_size(needs.teacher), ""
+    if needs.gathered:
+        yield "gathered", format_size(needs.gathered), "parameters of the layers in use, and gradients being reduced"
+    if needs.engine:
+        note = f"{format_size(needs.engine_weights)} of weights, the rest for the KV cache"
+        note += "; while completions are generated" if needs.engine_sleeps else "; all the time"
+        yield "vLLM", format_size(needs.engine), note
+    if needs.sampler:
+        yield (
+            "generation weights",
+            format_size(needs.sampler),
+            f"a whole copy, {dtype}; none with cluster.rollout_devices",
+        )
+    if needs.cache:
+        yield (
+            "KV cache",
+            format_size(needs.cache),
+            "of completions being generated; fewer at a time where memory is short",
+        )
+    note = f"{format_size(other)} {'without' if on else 'with'} model.gradient_checkpointing"
+    if not step.peak:
+        yield "activations", "?", "unknown: this architecture cannot be run without its weights"
+        return
+    tokens = -(-sum(map(len, largest)) // sharding_of(config).context)
+    yield "activations", format_size(step.activations), f"of {tokens:,} tokens; {note}"
+    yield "temporary buffers", format_size(step.peak - step.activations), "a chunk of logits, gradients in flight"
+
+
+def verdict(
+    config: Config, algo: Algorithm, device: torch.device, largest: list[Sample], needs: MemoryEstimate, available: int
+) -> str:
+    """Return one line: it fits, or the smallest change of options that makes it fit."""
+    needs = without_cache(needs)
+    total = format_size(needs.with_overhead)
+    if not needs.step.peak:
+        return f"It needs {total} of {format_size(available)}, plus activations, which could not be counted."
+    full = [role for role in other_roles(config, algo, device, available) if not role.fits]
+    if needs.fits(available) and not full:
+        return f"It fits: about {total} of {format_size(available)}, including libraries and fragmentation."
+    too_large = (
+        f"It does not fit: it needs about {total}, and {memory.MARGIN:.0%} of {format_size(available)} stay free."
+    )
+    if full:
+        found = f"{format_size(full[0].needed)}, and may have {format_size(max(0.0, full[0].limit))}"
+        too_large = f"It does not fit: a device of the role {full[0].role} needs {found}."
+    elif needs.engine_weights > (1 - memory.ENGINE_MARGIN) * needs.engine:
+        weights = format_size(needs.engine_weights)
+        too_large = f"It does not fit: vLLM has {format_size(needs.engine)} for {weights} of weights and the KV cache."
+    options = fitting_options(config, algo, device, largest, available)
+    if options is None:
+        return f"{too_large} Use a smaller model, more devices or devices with more memory."
+    words, by_itself = " ".join(options[0]), options[1] and config.train.fit_memory and device.type != "cpu"
+    return f"{too_large} A run sets by itself: {words}" if by_itself else f"{too_large} It fits with {words}"
+
+
+def parameter_counts(model: ModelMemory) -> str:
+    trained = "" if model.trained == model.parameters else f", {model.trained:,} of them trained"
+    return f"{model.parameters:,} parameters{trained}"
+
+
+def format_size(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
+
+
+def print_rows(title: str, rows: Iterable[Row]) -> None:
+    print(f"{title}:")
+    for name, value, note in rows:
+        print(f"  {name:<22}{value:>14}  {note}".rstrip())
+    print()

@@ -1,0 +1,113 @@
+"""Refuses model files whose values would make loading take all time or memory, before anything is built from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import UsageError
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "first_k_dense_replace")
+HEADS = ("num_attention_heads", "n_head", "num_key_value_heads", "multi_query_group_num")
+WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
+HIDDEN = ("hidden_size", "n_embd", "n_embed")
+HEAD_SIZES = ("head_dim", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+VOCABULARY = ("vocab_size", "padded_vocab_size")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+POSITIONS = ("max_position_embeddings", "n_positions")
+MAY_BE_ZERO = (*EXPERTS, *WIDTHS, "num_nextn_predict_layers", "first_k_dense_replace", "qk_nope_head_dim")
+LIMITS = {  # several times what any known model has
+    **dict.fromkeys(LAYERS, 1024),
+    **dict.fromkeys(HEADS, 4096),
+    **dict.fromkeys(WIDTHS, 2**22),
+    **dict.fromkeys(HIDDEN, 2**18),
+    **dict.fromkeys(HEAD_SIZES, 2**14),
+    **dict.fromkeys(VOCABULARY, 2**24),
+    **dict.fromkeys(EXPERTS, 2**14),
+    **dict.fromkeys(POSITIONS, 10**9),
+}
+MAX_DEPTH = 8  # of sections inside sections
+MAX_VALUES = 200_000  # of the whole file: labels of a classifier are listed in it
+MAX_ADDED_TOKENS = 20_000  # every text is searched for each of them
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def check_model_config(config: Any, where: str, weight_bytes: int = 0) -> None:
+    """Raises UsageError if a value of config.json is not plausible.
+
+    `weight_bytes`: size of the weight files, if they are known; a matrix cannot have many times as many values.
+    """
+    if not isinstance(config, dict):
+        raise UsageError(f"{where}: config.json holds {type(config).__name__} instead of a mapping")
+    for section in nested_mappings(config, where):
+        for name, largest in LIMITS.items():
+            value = section.get(name)
+            if value is None or (isinstance(value, list) and all(isinstance(one, int) for one in value)):
+                continue  # absent, or one value for each layer
+            smallest = 0 if name in MAY_BE_ZERO else 1
+            if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= largest:
+                shown = f"{value!r}"[:60]
+                raise UsageError(f"{where}: config.json: {name} is {shown}; it must be from {smallest} to {largest:,}")
+        if weight_bytes:
+            check_matrices(section, where, weight_bytes)
+
+
+def nested_mappings(config: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Yields the configuration and all mappings in it; refuses one that is nested too deeply or too large."""
+    waiting: list[tuple[Any, int]] = [(config, 0)]
+    seen = 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if depth > MAX_DEPTH:
+            raise UsageError(f"{where}: config.json: sections are nested more than {MAX_DEPTH} deep")
+        if isinstance(value, dict):
+            yield value
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+        seen += len(inner)
+        if seen > MAX_VALUES:
+            raise UsageError(f"{where}: config.json has more than {MAX_VALUES:,} values")
+        waiting += [(one, depth + 1) for one in inner if isinstance(one, (dict, list))]
+
+
+def check_matrices(section: dict[str, Any], where: str, weight_bytes: int) -> None:
+    """Refuses a matrix with more values than the weight files can hold, at one bit for each."""
+
+    def first(names: tuple[str, ...]) -> tuple[str, int]:
+        return next(((name, value) for name in names if isinstance(value := section.get(name), int)), ("", 0))
+
+    (hidden_name, hidden), (head_name, heads) = first(HIDDEN), first(HEADS)
+    for name, width in (first(VOCABULARY), first(WIDTHS), (head_name, heads * first(HEAD_SIZES)[1])):
+        if hidden * width > 8 * weight_bytes:
+            raise UsageError(
+                f"{where}: config.json: {hidden_name} and {name} make a matrix of {hidden:,} x {width:,}, but the "
+                f"weight files have {weight_bytes:,} bytes in all"
+            )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Returns the size of a folder's weight files; 0 if it has none, as a hub name or a folder with only a config."""
+    return sum(file.stat().st_size for file in folder.glob("model*.safetensors")) if folder.is_dir() else 0
+
+
+def check_tokenizer_files(folder: Path, where: str) -> None:
+    """Raises UsageError if a tokenizer has more added tokens than can be read and searched for within seconds.
+
+    config.json is checked too, since transformers reads it to choose the tokenizer's class.
+    """
+    with suppress(OSError, ValueError, RecursionError):  # it has none, or the loader says what is wrong with the file
+        check_model_config(json.loads((folder / "config.json").read_bytes()), where)
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            check_added_tokens((folder / name).read_bytes().count(b'"single_word"'), f"{where}: {name}")
+    extra = folder / "added_tokens.json"  # maps each token to its number
+    if extra.is_file():
+        check_added_tokens(extra.read_bytes().count(b'":'), f"{where}: {extra.name}")
+
+
+def check_added_tokens(count: int, where: str) -> None:
+    if count > MAX_ADDED_TOKENS:
+        raise UsageError(f"{where}: {count:,} added tokens; at most {MAX_ADDED_TOKENS:,} are allowed")

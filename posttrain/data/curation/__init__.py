@@ -1,0 +1,1 @@
+"""Near-duplicates, overlap with evaluation sets, mixing and splitting of files."""

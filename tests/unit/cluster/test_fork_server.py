@@ -1,0 +1,86 @@
+"""Workers that are forked behave as those that are started: environment, exit codes, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.cluster import fork_server as forks
+from posttrain.cluster.processes import ProcessPool, RendezvousStore
+from posttrain.core.errors import WorkerError
+from tests.unit.cluster.things import Thing
+
+SECONDS = 300.0  # generous: the machine may be busy
+MODULES = ("torch", "tests.unit.cluster.things")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARK", "of this test")
+    monkeypatch.chdir(tmp_path)
+    store = RendezvousStore(SECONDS)
+    made = ProcessPool(2, tmp_path, timeout_seconds=SECONDS, rendezvous=store, preload=MODULES)
+    yield made
+    made.close()
+    assert store.store  # lives as long as the pool
+
+
+def test_forked_workers_have_environment_folder_log_and_session_of_their_own(pool, tmp_path):
+    things = pool.start("thing", Thing, "name")
+    processes = [process for _, process, _, _ in things.call("who")]
+    assert [channel.process.pid for channel in pool.channels] == processes
+    assert things.call("environment", "MARK") == ["of this test"] * 2
+    for number, process in enumerate(processes):
+        assert Path(f"/proc/{process}/cwd").readlink() == tmp_path
+        assert os.getsid(process) == process
+        assert f"--- worker process {process}" in (tmp_path / f"worker-{number}.log").read_text()
+    assert len(list(Path(f"/proc/{processes[0]}/task").iterdir())) > 1, "its threads are its own"
+    pool.close()
+    assert [channel.process.poll() for channel in pool.channels] == [0, 0]
+
+
+def test_a_forked_worker_that_is_killed_is_named(pool):
+    things = pool.start("thing", Thing, "name")
+    with pytest.raises(WorkerError, match=r"rank 1 .*was killed by SIGKILL") as lost:
+        things.scatter("kill", [False, True])
+    assert lost.value.lost
+
+
+def test_when_the_server_is_killed_its_workers_are_lost_and_the_next_ones_have_a_new_one(pool, tmp_path):
+    things = pool.start("thing", Thing, "name")
+    things.call("who")
+    (server,) = [found for found in forks._servers.values() if not found.lost and found.modules == MODULES]
+    os.kill(server.server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        things.scatter("stop", [False, False])
+    again = ProcessPool(1, tmp_path, timeout_seconds=SECONDS, rendezvous=RendezvousStore(SECONDS), preload=MODULES)
+    assert again.start("thing", Thing, "new").call("echo", 3) == [3]
+    again.close()
+
+
+def test_nothing_is_left_when_the_controller_is_killed(tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from posttrain.cluster.processes import ProcessPool, RendezvousStore\n"
+        "from tests.unit.cluster.things import Thing\n"
+        "pool = ProcessPool(1, Path(sys.argv[1]), timeout_seconds=300, rendezvous=RendezvousStore(300),\n"
+        f"                   preload={MODULES!r})\n"
+        "pool.start('thing', Thing, 'name').call('who')\n"
+        "from posttrain.cluster import fork_server as forks\n"
+        "(server,) = forks._servers.values()\n"
+        "print(server.server.pid, pool.channels[0].process.pid, flush=True)\ntime.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as controller:
+        processes = controller.stdout.readline().split()
+        controller.kill()
+    assert len(processes) == 2
+    until = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < until, "something is left"
+        time.sleep(0.05)

@@ -1,0 +1,131 @@
+"""What a plan accepts a run accepts, and the other way round; what it proposes too."""
+
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from posttrain.algorithms import ALGORITHMS
+from posttrain.cli import plan_training
+from posttrain.cli.train import read
+from posttrain.core.errors import UsageError
+from posttrain.models import memory
+from posttrain.parallel.fsdp import ModelShards
+from posttrain.train.layout_check import check_layouts, layout_of
+from tests.tiny import tiny_folder
+
+FAMILIES = ("llama", "qwen3", "mixtral", "deepseek_v3", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    return {family: str(tiny_folder(family, place)) for family in FAMILIES}
+
+
+def options_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
+    """A layout, valid or not; most sizes are small, so that about half are."""
+    sizes = {name: rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4)) for name in ("tensor", "context", "expert")}
+    chosen = {f"cluster.{name}_parallel_size": size for name, size in sizes.items()}
+    chosen |= {"cluster.devices": rng.choice((1, 2, 4, 4, 6, 8, 8, 16)), "model.lora_rank": rng.choice((0, 0, 4))}
+    chosen["cluster.replicate_size"] = rng.choice((1, 1, 1, 2))
+    chosen |= {"model.path": folders[rng.choice(FAMILIES)]}
+    words = [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+    return words + ["--cluster.offload", "parameters"] * (rng.random() < 0.1)
+
+
+def planned(words: list[str]) -> str:
+    """Why `posttrain plan` refuses it; empty: it does not."""
+    try:
+        config = read("sft", words, data=False)
+        check_layouts(config, ALGORITHMS["sft"](config.algo))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def run(words: list[str]) -> str:
+    """Why the processes of a run refuse it: each shards its model, in a group whose other members are pretended."""
+    try:
+        config = read("sft", words, data=False)
+    except UsageError as error:
+        return str(error)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.cluster.devices)
+    try:
+        layout = layout_of(config, "actor")
+        if layout.is_sharded():
+            model = memory.empty_model(config.model, "token", torch.float32).to_empty(device="cpu")
+            ModelShards.create(layout, torch.device("cpu"), torch.float32).shard(model)
+    except UsageError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_plan_and_run_agree_on_two_hundred_layouts(folders):
+    rng, reasons = random.Random(0), []
+    for _ in range(200):
+        words = options_of(rng, folders)
+        reasons.append(planned(words))
+        assert run(words) == reasons[-1], words
+    assert 20 < reasons.count("") < 180 and len({reason[:30] for reason in reasons}) > 5, "some of each kind"
+
+
+SIZES = "--cluster.devices 8 --data.max_length 512 --train.micro_batch_tokens 512"
+ADVISED = {"sft": SIZES, "grpo": f"{SIZES} --reward gsm8k --rollout.max_tokens 64"}
+
+
+@pytest.mark.parametrize("verb", ADVISED)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_is_advised_fits_and_is_accepted(verb, family, folders, monkeypatch, capsys):
+    """At sizes at which less and less fits."""
+    monkeypatch.setattr(memory, "BASE_BYTES", 0)
+    words = [*shlex.split(ADVISED[verb]), "--model.path", folders[family], "--model.dtype", "bfloat16"]
+    seen = set()
+    for mebibytes in (1.2, 0.9, 0.7, 0.5, 0.35):
+        plan_training.plan(verb, read(verb, words, data=False), mebibytes / 1024)
+        advice = re.search(r"(?:It fits with|A run sets by itself:) (.*)", capsys.readouterr().out)
+        if advice is None:
+            continue
+        changed = read(verb, [*words, *shlex.split(advice[1])], data=False)
+        plan_training.plan(verb, changed, mebibytes / 1024)
+        assert "It fits: about" in capsys.readouterr().out.splitlines()[-1], (mebibytes, advice[1])
+        seen |= set(re.findall(r"--(\S+)", advice[1]))
+    assert any(name.startswith("cluster.") for name in seen), seen
+
+
+def test_a_device_that_is_nearly_full_is_no_fit(capsys):
+    config = read("sft", ["--model.path", "pico", "--data.max_length", "256"], data=False)
+    plan_training.plan("sft", config, 80.0)
+    needed = re.search(r"It fits: about ([\d.]+) MiB", capsys.readouterr().out)
+    assert needed is not None
+    plan_training.plan("sft", config, float(needed[1]) / 1024 / 0.995)
+    assert "It does not fit" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_vllm_beside_the_policy_has_its_share_while_it_generates(capsys):
+    options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "4", "--rollout.engine", "vllm"]
+
+    def row(name: str, *more: str) -> str:
+        plan_training.plan("grpo", read("grpo", [*options, *more], data=False), 80.0)
+        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {name} ")), "")
+
+    assert "32.0 GiB  1.8 MiB of weights" in row("vLLM") and "while completions are generated" in row("vLLM")
+    assert not row("generation weights"), "no copy of the learners' own"
+    assert "0.9 MiB of weights" in row("vLLM", "--rollout.vllm_options", '{"tensor_parallel_size": 2}')
+    assert "40.0 GiB" in row("vLLM", "--rollout.vllm_options", '{"gpu_memory_utilization": 0.5}')
+    awake = row("forward and backward", "--rollout.vllm_options", '{"enable_sleep_mode": false}')
+    assert "32." in awake and "32." not in row("forward and backward")
+    assert "32." in row("generation")
+
+
+def test_a_role_that_does_not_fit_is_named(tmp_path: Path, capsys):
+    options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "4", "--cluster.rollout_devices", "1"]
+    plan_training.plan("grpo", read("grpo", [*options, "--rollout.max_tokens", "8"], data=False), 0.5)
+    assert "a device of the role rollout needs" in capsys.readouterr().out.splitlines()[-1]
