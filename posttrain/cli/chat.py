@@ -70,7 +70,7 @@ def run(args: list[str]) -> int:
     from posttrain.engines.base import Sampling
     from posttrain.inference.chat import Chat, ChatOptions
     from posttrain.inference.model import CONDITION, InferenceModel, check_sampling
-    from posttrain.inference.text_stream import WordWrap
+    from posttrain.inference.terminal_text import WordWrap
 
     chat_options = ChatOptions(
         sampling=check_sampling(Sampling.of(options)),

@@ -14,8 +14,8 @@ from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from posttrain.endpoint.metrics import ServerMetrics
     from posttrain.server.app import ServeOptions, Service
-    from posttrain.server.metrics import ServerMetrics
 
 LONGEST_PROMPT = 2**20  # tokens: the encoder has no limit; the service checks max_length
 
@@ -95,8 +95,8 @@ def run(args: list[str]) -> int:
     import asyncio
 
     from posttrain.core.logging import quiet_libraries
+    from posttrain.endpoint.metrics import ServerMetrics
     from posttrain.server import completions, scores
-    from posttrain.server.metrics import ServerMetrics
 
     quiet_libraries()
     is_reward_model = scores.has_score_head(options.model)

@@ -11,9 +11,10 @@ from typing import Any
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.data.reading.cells import make_message
 from posttrain.data.reading.examples import Message
+from posttrain.endpoint.text_stream import TextStream
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.inference.model import CONDITION, InferenceModel, check_sampling, conditioned, has_position_table
-from posttrain.inference.text_stream import TextStream, escape_controls
+from posttrain.inference.terminal_text import escape_controls
 
 HELP = """\
 /clear           start a new conversation (also: clear, new)

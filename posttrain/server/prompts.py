@@ -17,21 +17,13 @@ import numpy as np
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Ints
 from posttrain.data.encoding.encoder import Encoder
-from posttrain.data.encoding.tokens import whole_tokens
-from posttrain.data.encoding.tool_formats import (
-    FORMATS,
-    THINK,
-    format_of,
-    message_grammar,
-    without_dropped_reasoning,
-    writes_reasoning,
-)
+from posttrain.data.encoding.tool_formats import message_grammar, without_dropped_reasoning
+from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.messages import MessageFormat
+from posttrain.endpoint.protocol import CompletionRequest, parse_body
 from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel, encode_conversation
-from posttrain.server.errors import ApiError
-from posttrain.server.protocol import CompletionRequest, ParseOptions, parse_body
 
-PROMPT_END = 8  # tokens of the prompt's end, in which <think> is looked for
 FORGET_AFTER = 10_000  # conversations after which the encoder's cache of message shapes is dropped
 
 Parse = Callable[[dict[str, Any]], CompletionRequest]
@@ -57,13 +49,8 @@ class PromptReader:
         self.tokenizer: Any = copy.deepcopy(model.tokenizer)
         self.encoder = Encoder(self.tokenizer, model.encoder.config, "prompt", self.vocabulary)
         self.conversations = 0
-        template = self.tokenizer.chat_template
         self.grammars = grammars or GrammarCompiler(self.tokenizer, self.vocabulary, self.stop_ids)
-        self.format, self.thinks = format_of(template), writes_reasoning(template)
-        self.special = {
-            token: self.tokenizer.convert_tokens_to_ids(token)
-            for token in whole_tokens(self.tokenizer, control_only=True)
-        }
+        self.format = MessageFormat(self.tokenizer, self.stop_ids, name)
 
     def read(self, raw: bytes, parse: Parse) -> Prompts:
         """Return the request and its prompts as tokens; raise ApiError if it is not valid."""
@@ -94,41 +81,24 @@ class PromptReader:
         if self.conversations % FORGET_AFTER == 0:
             self.encoder = Encoder(self.tokenizer, self.encoder.config, "prompt", self.vocabulary)
         messages = without_dropped_reasoning(request.messages, self.tokenizer.chat_template)
-        tools = request.output.tools
-        if tools is not None and self.format is None:
-            supported = ", ".join(format.name for format in FORMATS)
-            raise ApiError(
-                400,
-                f"tools: the chat template of {self.name} writes no tool calls, or in a format that is not known; "
-                f"the formats are {supported}",
-                param="tools",
-            )
-        return encode_conversation(self.encoder, messages, self.name, tools.tools if tools else None).tokens
+        tools = self.format.tools_of(request)
+        return encode_conversation(self.encoder, messages, self.name, tools).tokens
 
     def plan_message(self, request: CompletionRequest, prompt: Ints) -> None:
         """Set how the completion is read as a message, and the grammar that it must follow, if any."""
+        self.format.set_parsing(request, prompt)
         tools, schema = request.output.tools, request.output.schema
-        end = str(self.tokenizer.decode(prompt[-PROMPT_END:])).rstrip()
-        format = self.format if tools else None
-        several = tools is None or tools.several
-        marks = [self.special[mark] for mark in (format.marks if format else ()) if mark in self.special]
-        options = ParseOptions(
-            format, self.thinks, end.endswith(THINK), several, frozenset(marks) - frozenset(self.stop_ids)
-        )
-        request.parsing = options
-        if tools and not several and format and format.end:  # nothing is generated after the first call
-            request.end_texts = (format.end,)
         free = tools is not None and tools.choice == "auto"
         if schema is None and (tools is None or (free and not tools.strict)):
             return
         grammar = message_grammar(
-            format,
+            request.parsing.tools,
             tools.callable_tools() if tools else (),
             literal=self.literal,
             schema=schema if tools is None or free else None,
             text=free and schema is None,
-            several=several,
-            in_reasoning=options.in_reasoning,
+            several=request.parsing.several,
+            in_reasoning=request.parsing.in_reasoning,
         )
         try:
             request.constraint = self.grammars.compile(grammar)
@@ -138,7 +108,8 @@ class PromptReader:
 
     def literal(self, text: str) -> str:
         """Write a text in a grammar: as a token if it is a special one, as a string otherwise."""
-        return f"<[{self.special[text]}]>" if text in self.special else json.dumps(text, ensure_ascii=False)
+        special = self.format.special
+        return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
     def tokens(self, prompt: str | list[int]) -> Ints:
         """Encode a text; control tokens in it count as such, since clients of this API apply the chat template."""

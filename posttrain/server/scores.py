@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from posttrain.data.reading.examples import LabelledExample
+from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.http import Handler
+from posttrain.endpoint.metrics import ServerMetrics
+from posttrain.endpoint.protocol import parse_body, read_messages, read_string
 from posttrain.models.loading import read_config
 from posttrain.models.paths import resolve_path
-from posttrain.server.app import Handler
-from posttrain.server.errors import ApiError
-from posttrain.server.metrics import ServerMetrics
-from posttrain.server.protocol import parse_body, read_messages, read_string
 from posttrain.train.reward_model import RewardModel
 
 MAX_COMPLETIONS = 1024  # of one request

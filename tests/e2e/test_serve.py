@@ -99,7 +99,7 @@ def test_a_run_is_served_as_it_chats(tmp_path, capsys):
     with Process(run, "--name", "mine", "--slots", 2) as server:
         answer = server.client.chat.completions.create(model="mine", messages=ASKED, temperature=0, max_tokens=20)
         text = answer.choices[0].message.content
-        from posttrain.inference.text_stream import escape_controls
+        from posttrain.inference.terminal_text import escape_controls
 
         assert escape_controls(text) == said
         assert server.end(signal.SIGTERM)[0] == 0

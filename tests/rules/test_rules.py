@@ -21,6 +21,7 @@ LAYERS = [
     {"nn"},
     {"models"},
     {"engines", "convert"},
+    {"endpoint"},
     {"rollout", "cluster"},
     {"train"},
     {"inference"},

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from posttrain.inference.text_stream import TextStream, WordWrap, escape_controls
+from posttrain.endpoint.text_stream import TextStream
+from posttrain.inference.terminal_text import WordWrap, escape_controls
 from posttrain.models.pico import build_tokenizer
 
 TOKENIZER = build_tokenizer()

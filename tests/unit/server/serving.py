@@ -8,11 +8,12 @@ import time
 from contextlib import contextmanager
 
 from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.endpoint.http import listen
+from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.inference.model import InferenceModel
 from posttrain.server import app, completions
-from posttrain.server.app import ApiServer, ServeOptions, listen
+from posttrain.server.app import ApiServer, ServeOptions
 from posttrain.server.completions import CompletionService
-from posttrain.server.metrics import ServerMetrics
 
 PATIENCE = 120  # seconds; only a hang is ever that slow
 

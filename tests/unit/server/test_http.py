@@ -8,7 +8,7 @@ import time
 import pytest
 
 from posttrain.core.errors import UsageError
-from posttrain.server import http_limits
+from posttrain.endpoint import http_limits
 from posttrain.server.app import ServeOptions, is_loopback
 from tests.unit.server.serving import PATIENCE, RawConnection, ask, pico, serving, wait_for
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from posttrain.server.errors import ApiError
+from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.protocol import read_chat
 from posttrain.server.prompts import PromptReader, PromptThreads
-from posttrain.server.protocol import read_chat
 from tests.unit.server.serving import PATIENCE, pico
 
 BODY = b'{"messages": [{"role": "user", "content": "1+1="}]}'

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.rewards.base import Completion, Rewards
 from posttrain.server import app, scores
 from posttrain.server.app import ServeOptions
-from posttrain.server.metrics import ServerMetrics
 from posttrain.train.launch import train
 from posttrain.train.reward_model import RewardModel
 from tests.unit.server.serving import ask, metrics_of, running

@@ -8,13 +8,13 @@ import pytest
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.types import Sample
+from posttrain.endpoint import tools
+from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.protocol import read_chat, read_completion
 from posttrain.engines.base import GenerationRequest, Sampling, seed_for
 from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel
-from posttrain.server import tools
-from posttrain.server.errors import ApiError
 from posttrain.server.prompts import PromptReader
-from posttrain.server.protocol import read_chat, read_completion
 from tests.chat_templates import THINKER
 from tests.unit.server.serving import ask, serving
 from tests.unit.server.test_server import client_of, streamed

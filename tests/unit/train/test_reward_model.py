@@ -93,7 +93,7 @@ def test_rollouts_files_and_requests_have_the_same_score(model, path, place, pro
     in_file = score_file(Scoring(file=str(file), out=str(out), reward=(f"model:{path}",))).rows[0]["reward"]
 
     pytest.importorskip("starlette", reason="the server needs starlette and uvicorn")
-    from posttrain.server.metrics import ServerMetrics
+    from posttrain.endpoint.metrics import ServerMetrics
     from posttrain.server.scores import ScoreService
 
     service = ScoreService(model, name="", queue=1, seconds=1, metrics=ServerMetrics({}))

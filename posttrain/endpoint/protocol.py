@@ -13,10 +13,10 @@ from typing import Any
 
 from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat
 from posttrain.data.reading.examples import Message
+from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.tools import Output, read_output
 from posttrain.engines.base import Sampling
 from posttrain.engines.grammar import GrammarConstraint
-from posttrain.server.errors import ApiError
-from posttrain.server.tools import Output, read_output
 
 MAX_CHOICES = 128  # completions per request
 MAX_MESSAGES = 1024  # per conversation; the time to encode them grows with their square

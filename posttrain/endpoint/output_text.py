@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.endpoint.protocol import TokenLogprob, TokenText
+from posttrain.endpoint.text_stream import TextStream
 from posttrain.engines.sampling import TopLogprobs
-from posttrain.inference.text_stream import TextStream
-from posttrain.server.protocol import TokenLogprob, TokenText
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte
 

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from posttrain.server.errors import ApiError
+from posttrain.endpoint.errors import ApiError
 
 if TYPE_CHECKING:
-    from posttrain.server.protocol import Fields
+    from posttrain.endpoint.protocol import Fields
 
 MAX_TOOLS = 128
 MAX_SCHEMA_CHARACTERS = 2**16  # of all schemas of a request, as JSON

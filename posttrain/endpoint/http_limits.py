@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from posttrain.server.errors import ApiError
+from posttrain.endpoint.errors import ApiError
 
 HEAD_BYTES = 32 * 2**10  # request line and headers
 MAX_CONNECTIONS = 1024

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from posttrain.endpoint.metrics import ServerMetrics
+from posttrain.endpoint.output_text import OutputText, TokenTexts, longest_beginning
 from posttrain.models.pico import build_tokenizer
-from posttrain.server.metrics import ServerMetrics
-from posttrain.server.output_text import OutputText, TokenTexts, longest_beginning
 from tests.tiny import tiny_tokenizer
 
 PICO = build_tokenizer()

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint that `posttrain serve` and the agents of training share: protocol, HTTP, engine."""
