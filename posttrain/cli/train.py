@@ -18,10 +18,21 @@ def run(verb: str, args: list[str]) -> int:
             launched.serve_controller()
             return 0
     config = read(verb, args)
+    start_workers_importing(config)
     from posttrain.train.launch import train_from
 
     train_from(verb, config)
     return 0
+
+
+def start_workers_importing(config: Config) -> None:
+    """Let the process that workers are forked from import the libraries now, beside this one, to start sooner."""
+    if config.cluster.devices == 1 or config.cluster.ray_address or launched_size() > 1:
+        return
+    from posttrain.cluster.processes import start_importing
+    from posttrain.train import WORKER_MODULES
+
+    start_importing(config.cluster.devices, WORKER_MODULES)
 
 
 def read(verb: str, args: list[str], *, data: bool = True) -> Config:

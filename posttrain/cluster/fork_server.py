@@ -100,12 +100,12 @@ class ForkServer:
         return process, Connection(ours.detach())
 
     def close(self) -> None:
-        """End the server and its workers, and wait for it."""
+        """End the server and its workers, and wait for it. One that has no workers may still be importing."""
         with contextlib.suppress(OSError):  # it has ended
             self.control.shutdown(socket.SHUT_RDWR)
         try:
-            self.server.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # it is still importing
+            self.server.wait(CLOSE_SECONDS if self.processes else 0)
+        except subprocess.TimeoutExpired:
             self.server.kill()
             self.server.wait()
 

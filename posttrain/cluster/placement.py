@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +15,7 @@ from posttrain.cluster.processes import (
     ProcessPool,
     RendezvousStore,
     devices_for_workers,
-    threads_per_worker,
+    worker_threads,
 )
 from posttrain.cluster.ray import RayCluster
 from posttrain.cluster.worker_pool import WorkerPool
@@ -80,7 +79,6 @@ class Placement:
             ranks = range(first_number, first_number + size)
             return self.launched.pool(ranks, self.logs, timeout, lambda: self.step)
         devices = devices_for_workers(self.cluster.devices)
-        threads = 0 if devices or "OMP_NUM_THREADS" in os.environ else threads_per_worker(self.cluster.devices)
         return ProcessPool(
             size,
             self.logs,
@@ -89,7 +87,7 @@ class Placement:
             first_number=first_number,
             current_step=lambda: self.step,
             devices=devices[first_number : first_number + size] if devices else None,
-            threads=threads,
+            threads=0 if devices else worker_threads(self.cluster.devices),
             preload=self.preload,
         )
 

@@ -147,6 +147,17 @@ def worker_environment(device: str | None, threads: int, loopback: bool) -> dict
     return variables | choose_device(device)
 
 
+def start_importing(workers: int, preload: Sequence[str]) -> None:
+    """Start the process that workers on a CPU are forked from, so that it imports libraries while this process does."""
+    if workers > 1 and sys.platform == "linux" and devices_for_workers(workers) is None:
+        fork_server(preload, worker_environment(None, worker_threads(workers), loopback=True))
+
+
+def worker_threads(workers: int) -> int:
+    """Return the number of CPU threads of each of `workers` processes; 0: OMP_NUM_THREADS says it."""
+    return 0 if "OMP_NUM_THREADS" in os.environ else threads_per_worker(workers)
+
+
 def threads_per_worker(workers: int) -> int:
     """Return the number of CPU threads for each of `workers` processes on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // workers)

@@ -16,7 +16,7 @@ from posttrain.convert.parameters import ModelShape, count_mtp_layers, model_par
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import read_json
-from posttrain.core.model_limits import check_model_config
+from posttrain.core.model_limits import check_files, check_model_config
 
 MANIFEST = "convert.json"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -52,6 +52,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
+    check_files(folder, str(folder))
     config = read_json(path)
     check_model_config(config, str(folder))
     return config

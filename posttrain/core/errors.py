@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,18 @@ class Stopped(PosttrainError):  # noqa: N818  a request, not a fault
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+@contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers library into a UsageError about `what`.
+
+    It happens for a regular expression of tokenizer.json that needs too many steps. A panic is no Exception: a thread
+    that does not expect it would end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UsageError(f"{what}: the tokenizer failed: {' '.join(str(error).split())[:300]}") from None

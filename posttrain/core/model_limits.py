@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,11 @@ LIMITS = {  # several times what any known model has
 MAX_DEPTH = 8  # of sections inside sections
 MAX_VALUES = 200_000  # of the whole file: labels of a classifier are listed in it
 MAX_ADDED_TOKENS = 20_000  # every text is searched for each of them
+MAX_STOP_TOKENS = 1_000  # of generation_config.json
+MAX_FILE_BYTES = 2**28  # of a file that describes a model or a tokenizer; the largest known have 35 MB
+MAX_NORMALIZERS = 100
+MAX_GROWTH = 4096  # of a text by the replacements of a tokenizer's normalizers
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -93,19 +99,76 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors")) if folder.is_dir() else 0
 
 
+def check_files(folder: Path, where: str) -> None:
+    """Raises UsageError if reading a file that describes the model would not end: a pipe, a device, or a huge file."""
+    for file in (file for pattern in DESCRIPTIONS for file in folder.glob(pattern)):
+        with suppress(OSError):  # a link to nothing: the loader says that the file is missing
+            found = file.stat()
+            if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+                raise UsageError(f"{where}: {file.name} is not a regular file")
+            if found.st_size > MAX_FILE_BYTES:
+                raise UsageError(f"{where}: {file.name} has {found.st_size:,} bytes; at most {MAX_FILE_BYTES:,} can be")
+
+
+def check_generation_config(folder: Path, where: str) -> None:
+    """Raises UsageError if the end tokens in generation_config.json are not token ids, or too many to look for."""
+    try:
+        config = json.loads((folder / "generation_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # it has none, or the loader says what is wrong with the file
+        return
+    ids = config.get("eos_token_id") if isinstance(config, dict) else []
+    for one in (several := ids if isinstance(ids, list) else [ids])[: MAX_STOP_TOKENS + 1]:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, int) or not -1 <= one < 2**31):
+            raise UsageError(f"{where}: generation_config.json: eos_token_id is {repr(one)[:60]}, which is no token id")
+    if len(several) > MAX_STOP_TOKENS:
+        counts = f"{len(several):,} end tokens; at most {MAX_STOP_TOKENS:,} are allowed"
+        raise UsageError(f"{where}: generation_config.json: {counts}")
+
+
 def check_tokenizer_files(folder: Path, where: str) -> None:
     """Raises UsageError if a tokenizer has more added tokens than can be read and searched for within seconds.
 
-    config.json is checked too, since transformers reads it to choose the tokenizer's class.
+    The same if its normalizers make texts many times as long. config.json is checked too, since transformers reads it
+    to choose the tokenizer's class.
     """
+    check_files(folder, where)
     with suppress(OSError, ValueError, RecursionError):  # it has none, or the loader says what is wrong with the file
         check_model_config(json.loads((folder / "config.json").read_bytes()), where)
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            check_added_tokens((folder / name).read_bytes().count(b'"single_word"'), f"{where}: {name}")
+            content = (folder / name).read_bytes()
+            check_added_tokens(content.count(b'"single_word"'), f"{where}: {name}")
+            if name == TOKENIZER_FILES[0] and b'"Replace"' in content:
+                check_normalizers(content, f"{where}: {name}")
     extra = folder / "added_tokens.json"  # maps each token to its number
     if extra.is_file():
         check_added_tokens(extra.read_bytes().count(b'":'), f"{where}: {extra.name}")
+
+
+def check_normalizers(content: bytes, where: str) -> None:
+    """Raises UsageError if the replacements of a tokenizer.json can make a text thousands of times as long."""
+    try:
+        waiting = [json.loads(content)["normalizer"]]
+    except (ValueError, RecursionError, LookupError, TypeError):  # the loader says what is wrong with the file
+        return
+    seen, growth = 0, 1.0
+    while waiting:
+        step = waiting.pop()
+        if not isinstance(step, dict):
+            continue
+        seen += 1
+        inner = step.get("normalizers")
+        waiting += inner if isinstance(inner, list) else []
+        replaced = step.get("pattern")
+        if step.get("type") == "Replace" and isinstance(replaced, dict):
+            text = replaced.get("String")  # otherwise a regular expression, which may match between two characters
+            added = len(str(step.get("content", "")))
+            growth *= max(1.0, added / max(1, len(text)) if isinstance(text, str) else 1 + added)
+        if seen > MAX_NORMALIZERS or growth > MAX_GROWTH:
+            raise UsageError(
+                f"{where}: its normalizers could make a text more than {MAX_GROWTH:,} times as long, or are more than "
+                f"{MAX_NORMALIZERS}"
+            )
 
 
 def check_added_tokens(count: int, where: str) -> None:

@@ -22,11 +22,14 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import CheckpointError, UsageError
+from posttrain.core.files import read_json
+from posttrain.core.model_limits import check_files
 from posttrain.core.types import Head
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
+MAX_RANK = 2**14  # larger than any known model's layers need
 TASKS: dict[Head, str] = {"token": "CAUSAL_LM", "score": "SEQ_CLS"}
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about a kernel that is not needed
@@ -233,13 +236,17 @@ def inject_saved(model: PreTrainedModel, folder: Path) -> None:
     adapter = PeftConfig.from_pretrained(str(folder))
     if adapter.peft_type != PeftType.LORA:
         raise UsageError(f"{folder} holds adapters of type {adapter.peft_type.value}; only LORA is supported")
+    for rank in (adapter.r, *(adapter.rank_pattern or {}).values()):
+        if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise UsageError(f"{folder / CONFIG}: a rank is {repr(rank)[:60]}; it must be from 1 to {MAX_RANK:,}")
     inject(model, adapter)
     load_adapter(model, folder)
 
 
 def base_model_of(folder: Path) -> str:
     """Return the name or path of the model that the adapters in a folder belong to."""
-    base = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    check_files(folder, str(folder))
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise UsageError(f"{folder / CONFIG} names no base model: set base_model_name_or_path in it")
     return str(base)

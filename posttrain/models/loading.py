@@ -23,7 +23,7 @@ from transformers import (
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.model_limits import check_model_config, weight_bytes
+from posttrain.core.model_limits import check_files, check_generation_config, check_model_config, weight_bytes
 from posttrain.core.types import Head
 from posttrain.models import adapters, paths
 from posttrain.models.tensors import abbreviate, file_tensors, module_tensors, read_shards
@@ -257,6 +257,8 @@ def meta_as_cpu(model: PreTrainedModel) -> Iterator[None]:
 def read_config(source: str, head: Head) -> PreTrainedConfig:
     """Read the model's configuration and switch off dropout: sampler and trainer must compute the same function."""
     with paths.loading_errors(source):
+        check_files(Path(source), f"model.path: {source}")
+        check_generation_config(Path(source), f"model.path: {source}")
         written, _ = PreTrainedConfig.get_config_dict(source, **paths.hub_options(source))
         check_model_config(written, f"model.path: {source}", weight_bytes(Path(source)))
         config = AutoConfig.from_pretrained(source, **paths.hub_options(source))

@@ -28,6 +28,7 @@ LIBRARY_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError),
     *(SafetensorError, StrictDataclassError),
 )
+MAX_STACKED_ADAPTERS = 16
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -54,7 +55,15 @@ def resolve_path(path: str) -> str:
 
 def resolve_base(source: str) -> str:
     """Return the path of the model that the adapters in a folder belong to."""
-    return resolve_path(adapters.base_model_of(Path(source)))
+    below = [source]
+    while is_adapter(below[-1]):
+        below.append(resolve_path(adapters.base_model_of(Path(below[-1]))))
+        if len(below) > MAX_STACKED_ADAPTERS:
+            raise UsageError(
+                f"{Path(source) / adapters.CONFIG}: base_model_name_or_path leads through more than "
+                f"{MAX_STACKED_ADAPTERS} adapters, or back to itself; set it to the model that was adapted"
+            )
+    return below[1]
 
 
 def base_model_path(source: str) -> str:

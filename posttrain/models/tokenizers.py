@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from posttrain.config.sections import ModelConfig
+from posttrain.core.errors import tokenizer_errors
 from posttrain.core.model_limits import check_added_tokens, check_tokenizer_files
 from posttrain.models import paths
 
@@ -19,7 +20,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     while paths.is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = paths.resolve_base(source)
     check_tokenizer_files(Path(source), f"{option}: {source}")
-    with paths.loading_errors(source, option):
+    with paths.loading_errors(source, option), tokenizer_errors(f"{option}: {source}"):
         if is_bare_vocabulary(Path(source)):
             tokenizer = tokenizer_from_vocabulary(Path(source))
         else:

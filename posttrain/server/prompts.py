@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.errors import PosttrainError, UsageError, tokenizer_errors
 from posttrain.core.types import Ints
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.tool_formats import message_grammar, without_dropped_reasoning
@@ -113,7 +113,8 @@ class PromptReader:
 
     def tokens(self, prompt: str | list[int]) -> Ints:
         """Encode a text; control tokens in it count as such, since clients of this API apply the chat template."""
-        ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
+        with tokenizer_errors("prompt"):
+            ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, "the tokenizer has no tokens for the prompt", param="prompt")
         if min(ids) < 0 or max(ids) >= self.vocabulary:

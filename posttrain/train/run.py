@@ -32,6 +32,7 @@ from posttrain.models.export import load_trained_model
 from posttrain.models.loading import vocabulary_size
 from posttrain.models.paths import model_fingerprint, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
+from posttrain.train import WORKER_MODULES
 from posttrain.train.callbacks import CallbackRunner, MetricFunctions, TrainingState
 from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
@@ -41,7 +42,6 @@ from posttrain.train.run_directory import RunDirectory, StopSignals
 RESUMED_KEYS = ("step", "position", "progress", "fingerprints", "rng", "config")  # of a checkpoint's state.json
 ORDER_OPTIONS = ("seed", "data.shuffle")  # with other values of these, the stream has other examples at a position
 DATA_FINGERPRINTS = ("data", "evaluation data")
-WORKER_MODULES = ("posttrain.train.rollout_workers",)  # imports what learners and rollout workers need
 UNCOMPARED = ("output_dir", "resume", "allow_changed_data", "quiet")  # options that do not change what is computed
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from posttrain.core.errors import UsageError
+from posttrain.core.errors import UsageError, tokenizer_errors
 from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.data.encoding.word_cache import WordCache
 
@@ -102,9 +102,10 @@ class TokenEncoder:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = control_as_text
-        if self.words is not None and not control_as_text:
-            return self.words.encode(texts)
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with tokenizer_errors(f"a text that begins with {texts[0][:40]!r}, or one after it"):
+            if self.words is not None and not control_as_text:
+                return self.words.encode(texts)
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _encode_texts(self, texts: Sequence[str], first: bool, control_as_text: bool = False) -> list[list[int]]:
         if first or not self.needs_anchor:

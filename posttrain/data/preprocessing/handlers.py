@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.config.sections import DataConfig
-from posttrain.core.errors import DataError, UsageError
+from posttrain.core.errors import DataError, UsageError, tokenizer_errors
 from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.core.types import ExampleKind, Sample
 from posttrain.data.encoding.encoder import Encoded, Encoder
@@ -337,7 +337,8 @@ class R1AlpacaStyleInstructionHandler(Handler):
         return columns
 
     def _plain(self, text: str) -> Numbers:
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        with tokenizer_errors(f"a text that begins with {text[:40]!r}"):
+            return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
 def prompt_of(example: Example) -> list[Message]:
