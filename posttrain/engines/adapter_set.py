@@ -3,7 +3,7 @@
     y = x W' + b + s_i (x A_i') B_i'      i: the adapter of the row's sequence
 
 The matrices of all adapters of a layer are stacked, shorter ones padded with zeros. The rows of a pass are sorted by
-adapter once, and every adapted layer then adds two grouped products, as the experts of nn/experts.py are computed: no
+adapter once, and every adapted layer then adds two grouped products, those of layers with the same input at once: no
 shape depends on which adapters a batch uses, so a CUDA graph can contain them.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.errors import UsageError
 from posttrain.models.adapters import CONFIG, PREFIX, WEIGHTS, is_adapted
-from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.kernels.reference import LowRankParts, kernels_for
 
 STACKED = "stacked_adapters"  # attribute of a linear layer that adapters of a set change
 # Settings of peft that change what an adapter computes; only these values are supported.
@@ -118,6 +118,32 @@ class StackedAdapters:
         return kernels.combine_rows(kernels.expert_linear(inner, self.b, rows.ends), rows.place, None)
 
 
+class JoinedStacks:
+    """The adapters of linear layers with the same input, computed together."""
+
+    def __init__(self, stacks: Sequence[StackedAdapters | None], sizes: Sequence[int]) -> None:
+        """`stacks`, `sizes`: of each layer; None: no adapter changes it."""
+        found = [stack for stack in stacks if stack is not None]
+        self.owner, rank = found[0].owner, max(stack.a.shape[1] for stack in found)
+        self.parts = LowRankParts(list(sizes), [stack is not None for stack in stacks], rank)
+        padded = [rank - stack.a.shape[1] for stack in found]
+        pad = torch.nn.functional.pad
+        self.a = torch.cat([pad(stack.a, (0, 0, 0, more)) for stack, more in zip(found, padded, strict=True)], 1)
+        self.b = torch.cat([pad(stack.b, (0, more)) for stack, more in zip(found, padded, strict=True)], 1)
+        first = column = 0
+        for stack in found:  # share the memory
+            stack.a, stack.b = self.a[:, first : first + rank], self.b[:, column : column + stack.b.shape[1]]
+            first, column = first + rank, column + stack.b.shape[1]
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        """Return the layers' outputs with what the adapters of each row add; `gated`: silu(gate) * up of them."""
+        rows, kernels = self.owner.rows, self.owner.kernels
+        if rows is None:
+            return kernels.silu_and_mul(out) if gated else out
+        inner = kernels.low_rank_inner(x, self.a, rows.ends, rows.order)
+        return kernels.add_low_rank(out, inner, self.b, self.parts, 1.0, rows.ends, rows.order, gated=gated)
+
+
 def add_adapters_output(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     """Hook of a layer that runs its own code."""
     x = args[0]
@@ -167,4 +193,4 @@ def check_layer(model: Any, layer: str, a: torch.Tensor, b: torch.Tensor | None,
         raise UsageError(f"{folder}: {layer} of the model has shape {tuple(shape)}, the adapter {found}")
 
 
-__all__ = ["STACKED", "AdapterSet"]
+__all__ = ["STACKED", "AdapterSet", "JoinedStacks"]

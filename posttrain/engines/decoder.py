@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.core.types import MicroBatch
-from posttrain.engines.adapter_set import STACKED, AdapterSet
+from posttrain.engines.adapter_set import STACKED, AdapterSet, JoinedStacks
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import KVCache
 from posttrain.nn import attention
 from posttrain.nn.experts import has_plain_experts, is_mixture, route_tokens, run_experts
 from posttrain.nn.layers import head_norms, sliding_window_of, supports_fused_layers
-from posttrain.nn.lora import Adapter, adapted_linear, adapter_of, base_linear, join_adapters
+from posttrain.nn.lora import Adapter, JoinedAdapters, adapted_linear, adapter_of, base_linear, join_adapters
 from posttrain.nn.routing import LAYER, NOT_RECORDED
 from posttrain.nn.weights import join_storage
 
@@ -41,13 +41,14 @@ class FusedLinear:
     than the layers themselves.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, modules: Sequence[torch.nn.Module], kernels: ModuleType) -> None:
+        self.modules, self.kernels = modules, kernels
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
         self.adapters: list[Adapter | None] = []
-        self.stacked: list[Any] = []  # of each module, if the engine has a set of adapters
+        self.joined_adapters: JoinedAdapters | None = None
+        self.stacks: JoinedStacks | None = None  # if the engine has a set of adapters
         linears: list[Any] = [linear for linear in map(base_linear, modules) if linear is not None]
         self.sizes = [linear.out_features for linear in linears]
         if len(linears) < len(modules) or len({linear.bias is not None for linear in linears}) > 1:
@@ -55,21 +56,29 @@ class FusedLinear:
         adapters = [adapter_of(module) for module in modules]
         if any(adapters) and not fuses_adapters(linears[0].weight.device):
             return
-        self.stacked = [getattr(module, STACKED, None) for module in modules]
-        self.weight = join_storage([linear.weight for linear in linears])
-        self.bias = join_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
+        stacks = [getattr(module, STACKED, None) for module in modules]
+        if any(stacks):
+            self.stacks = JoinedStacks(stacks, self.sizes)
         if any(adapters):
             join_adapters(modules)
             self.adapters = adapters
+            if JoinedAdapters.supports(modules):
+                self.joined_adapters = JoinedAdapters(modules, kernels)
+        self.weight = join_storage([linear.weight for linear in linears])
+        self.bias = join_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.joined_adapters is not None:
+            return self.joined_adapters(x)
         out = self.project(x)
-        column = 0
-        for size, stacked in zip(self.sizes, self.stacked, strict=False):
-            if stacked is not None and (added := stacked.output(x)) is not None:
-                out[:, column : column + size] += added
-            column += size
-        return out
+        return out if self.stacks is None else self.stacks.add(x, out)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up, if these are the layers."""
+        if self.joined_adapters is not None:
+            return self.joined_adapters(x, gated=True)
+        out = self.project(x)
+        return self.kernels.silu_and_mul(out) if self.stacks is None else self.stacks.add(x, out, gated=True)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layers without the adapters of an AdapterSet."""
@@ -100,28 +109,30 @@ class DenseMLP:
 
     captured = True  # whether a CUDA graph can contain it
 
-    def __init__(self, mlp: Any) -> None:
-        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
-        self.down = FusedLinear([mlp.down_proj])
+    def __init__(self, mlp: Any, kernels: ModuleType) -> None:
+        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj], kernels)
+        self.down = FusedLinear([mlp.down_proj], kernels)
         self.linears = [self.gate_up, self.down]
 
-    def __call__(self, x: torch.Tensor, kernels: ModuleType, keep: KeepExperts | None = None) -> torch.Tensor:
-        return self.down(kernels.silu_and_mul(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor, keep: KeepExperts | None = None) -> torch.Tensor:
+        return self.down(self.gate_up.gated(x))
 
 
 class MixtureMLP:
     """The router and the experts of a layer; experts that all tokens use are a dense MLP."""
 
-    def __init__(self, mlp: Any) -> None:
-        self.mlp = mlp
+    def __init__(self, mlp: Any, kernels: ModuleType) -> None:
+        self.mlp, self.kernels = mlp, kernels
         self.captured = has_plain_experts(mlp)
-        self.shared_gate = FusedLinear([mlp.shared_expert_gate]) if hasattr(mlp, "shared_expert_gate") else None
+        gate = getattr(mlp, "shared_expert_gate", None)
+        self.shared_gate = None if gate is None else FusedLinear([gate], kernels)
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
-        self.shared = None if shared is None else DenseMLP(shared)
+        self.shared = None if shared is None else DenseMLP(shared, kernels)
         self.linears = [] if self.shared is None else self.shared.linears
 
-    def __call__(self, x: torch.Tensor, kernels: ModuleType, keep: KeepExperts | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, keep: KeepExperts | None = None) -> torch.Tensor:
         """`keep` is called with the chosen experts."""
+        kernels = self.kernels
         weights, chosen = route_tokens(self.mlp.gate, x, kernels)
         if keep is not None:
             keep(self.mlp.gate, chosen)
@@ -131,7 +142,7 @@ class MixtureMLP:
             out = self.mlp.experts(x, chosen, weights)
         if self.shared is None:
             return out
-        shared = self.shared(x, kernels)
+        shared = self.shared(x)
         return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
 
@@ -154,8 +165,8 @@ class FusedDecoder:
     def __init__(self, model: Any, kernels: ModuleType, adapters: AdapterSet | None = None) -> None:
         self.adapters = adapters
         self.body = getattr(model, model.base_model_prefix)
-        self.head = FusedLinear([model.get_output_embeddings()])
         self.kernels = kernels
+        self.head = FusedLinear([model.get_output_embeddings()], kernels)
         self.layers = [self.fuse(layer) for layer in self.body.layers]
         per_layer = [(layer.qkv, layer.out, *layer.mlp.linears) for layer in self.layers]
         self.linears = [*chain.from_iterable(per_layer), self.head]
@@ -177,9 +188,9 @@ class FusedDecoder:
         own = layer.self_attn
         return DecoderLayer(
             module=layer,
-            qkv=FusedLinear([own.q_proj, own.k_proj, own.v_proj]),
-            out=FusedLinear([own.o_proj]),
-            mlp=MixtureMLP(layer.mlp) if is_mixture(layer.mlp) else DenseMLP(layer.mlp),
+            qkv=FusedLinear([own.q_proj, own.k_proj, own.v_proj], self.kernels),
+            out=FusedLinear([own.o_proj], self.kernels),
+            mlp=(MixtureMLP if is_mixture(layer.mlp) else DenseMLP)(layer.mlp, self.kernels),
             norms=head_norms(layer),
             window=sliding_window_of(layer),
             kv_shape=(own.config.num_key_value_heads, own.head_dim),
@@ -250,7 +261,7 @@ class FusedDecoder:
                     adapters.select(wanted)
             x = layer.out(heads.flatten(1))
             normed, total = kernels.add_norm(x, total, next_norm.weight, next_norm.variance_epsilon)
-            x = layer.mlp(normed, kernels, keep)
+            x = layer.mlp(normed, keep)
         return kernels.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
 
     def pack(self) -> None:

@@ -79,7 +79,8 @@ def use_fused_layers(model: Any, kernels: ModuleType | None = None, *, join_weig
         return False
     kernels = kernels or kernels_for(next(model.parameters()).device)
     for layer in getattr(model, model.base_model_prefix).layers:
-        for modules in (qkv_projections(layer), *map(gate_up_projections, dense_mlps(layer))):
+        outputs = [[layer.self_attn.o_proj], *([mlp.down_proj] for mlp in dense_mlps(layer))]
+        for modules in (qkv_projections(layer), *map(gate_up_projections, dense_mlps(layer)), *outputs):
             linears = [base_linear(module) for module in modules]
             if join_weights and all(linear is not None for linear in linears):
                 join_storage([linear.weight for linear in linears])

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from posttrain.nn.kernels.reference import LowRankParts
 from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
+
+ZEROS_AFTER_BIAS = "zeros_after_bias"  # attribute of a linear layer
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -57,10 +61,66 @@ def adapter_of(module: Any) -> Adapter | None:
 
 
 def join_adapters(modules: Sequence[Any]) -> None:
-    """Lay out the matrices A of the modules' adapters as one matrix."""
-    adapters = [adapter_of(module) for module in modules]
-    if found := [adapter.a for adapter in adapters if adapter is not None]:
-        join_storage(found)
+    """Lay out the weights of linear layers with the same input and the matrices A of their adapters as one matrix.
+
+    The matrices B are another one, if their ranks are equal. Biases are followed by zeros for the rows of A.
+    """
+    found = [adapter for module in modules if (adapter := adapter_of(module)) is not None]
+    linears = [base_linear(module) for module in modules]
+    if not found:
+        return
+    a = [adapter.a for adapter in found]
+    join_storage([*(linear.weight for linear in linears), *a])
+    if len({adapter.b.shape[1] for adapter in found}) == 1:
+        join_storage([adapter.b for adapter in found])
+    if all(linear.bias is not None for linear in linears):
+        join_storage([*(linear.bias for linear in linears), _zeros_after(linears[-1], sum(map(len, a)))])
+
+
+def _zeros_after(linear: Any, count: int) -> torch.nn.Parameter:
+    """Return zeros to follow the bias of a layer in memory; the layer keeps them, outside of its state."""
+    (zeros,) = getattr(linear, ZEROS_AFTER_BIAS, (None,))
+    if zeros is None or len(zeros) != count or zeros.device != linear.bias.device or zeros.dtype != linear.bias.dtype:
+        zeros = torch.nn.Parameter(linear.bias.detach().new_zeros(count), requires_grad=False)
+        setattr(linear, ZEROS_AFTER_BIAS, (zeros,))  # in a tuple: not registered as a parameter
+    return zeros
+
+
+class JoinedAdapters:
+    """Linear layers with the same input and their adapters for generation: one product and one kernel.
+
+    [y, h] = x [W, A]' + [b, 0]      y_i + s h_i B_i'      h_i: the columns of layer i's adapter
+    """
+
+    def __init__(self, modules: Sequence[Any], kernels: ModuleType) -> None:
+        """`modules`: for which `supports` holds."""
+        join_adapters(modules)
+        self.kernels = kernels
+        linears = [base_linear(module) for module in modules]
+        adapters = [adapter_of(module) for module in modules]
+        found = [adapter for adapter in adapters if adapter is not None]
+        self.weight = join_storage([*(linear.weight for linear in linears), *(adapter.a for adapter in found)])
+        self.b = join_storage([adapter.b for adapter in found])[None]
+        self.scaling = found[0].scaling
+        sizes = [linear.out_features for linear in linears]
+        self.parts = LowRankParts(sizes, [adapter is not None for adapter in adapters], found[0].b.shape[1])
+        self.width = sum(sizes)
+        self.bias = None
+        if linears[0].bias is not None:
+            zeros = _zeros_after(linears[-1], len(self.weight) - self.width)
+            self.bias = join_storage([*(linear.bias for linear in linears), zeros])
+
+    @staticmethod
+    def supports(modules: Sequence[Any]) -> bool:
+        """Whether the adapters have one rank and one scaling."""
+        found = [adapter for module in modules if (adapter := adapter_of(module)) is not None]
+        return len({(adapter.b.shape[1], adapter.scaling) for adapter in found}) == 1
+
+    def __call__(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        """Return the outputs, concatenated; `gated`: silu(gate) * up of the two layers."""
+        joined = F.linear(x, self.weight, self.bias)
+        base, inner = joined[:, : self.width], joined[None, :, self.width :]
+        return self.kernels.add_low_rank(base, inner, self.b, self.parts, self.scaling, gated=gated)
 
 
 def adapted_linear(
@@ -140,4 +200,12 @@ def project_adapted(x: torch.Tensor, modules: Sequence[Any], weight: torch.Tenso
     return AdaptedLinear.apply(x, weight, bias, adapters, sizes, *matrices)
 
 
-__all__ = ["Adapter", "adapted_linear", "adapter_of", "base_linear", "join_adapters", "project_adapted"]
+__all__ = [
+    "Adapter",
+    "JoinedAdapters",
+    "adapted_linear",
+    "adapter_of",
+    "base_linear",
+    "join_adapters",
+    "project_adapted",
+]

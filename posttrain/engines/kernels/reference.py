@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from posttrain.nn.kernels.reference import add_low_rank as add_low_rank
 from posttrain.nn.kernels.reference import add_norm as add_norm
 from posttrain.nn.kernels.reference import combine_rows as combine_rows
 from posttrain.nn.kernels.reference import expert_linear as expert_linear

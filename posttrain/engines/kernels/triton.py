@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.nn.kernels.triton import add_low_rank as add_low_rank
 from posttrain.nn.kernels.triton import add_norm as add_norm
 from posttrain.nn.kernels.triton import combine_rows as combine_rows
 from posttrain.nn.kernels.triton import expert_linear as expert_linear

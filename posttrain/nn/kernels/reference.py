@@ -8,6 +8,7 @@ function returned, and some of its inputs or results.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -244,6 +245,70 @@ def combine_rows(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor 
     if weights is not None:
         of_tokens = of_tokens * weights[..., None].float()
     return of_tokens.sum(1).to(rows.dtype)
+
+
+# Low-rank adapters
+
+
+@dataclass(slots=True, eq=False)
+class LowRankParts:
+    """Linear layers whose outputs are joined, and which of them have an adapter; all adapters have the same rank."""
+
+    sizes: list[int]  # number of outputs of each layer
+    adapted: list[bool]
+    rank: int
+    tables: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)  # of kernels/triton.py
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """Return (first column, size, first row in the joined matrices B, first rank) of each layer.
+
+        The row is -1 for a layer without an adapter.
+        """
+        found, column, row, rank = [], 0, 0, 0
+        for size, adapted in zip(self.sizes, self.adapted, strict=True):
+            found.append((column, size, row if adapted else -1, rank))
+            column += size
+            row, rank = (row + size, rank + self.rank) if adapted else (row, rank)
+        return found
+
+
+def low_rank_inner(x: torch.Tensor, a: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Multiply rows with the matrices A of their adapters: [n, in], [E, R, in] -> [1, n, R], sorted by adapter.
+
+    `ends`, `order`: see sort_by_expert. A kernel may return several summands along the first dimension.
+    """
+    return expert_linear(x, a, ends, order)[None]
+
+
+def add_low_rank(
+    base: torch.Tensor,  # [n, out]
+    inner: torch.Tensor,  # [summands, n, R]
+    b: torch.Tensor,  # [E, rows, rank]
+    parts: LowRankParts,
+    scaling: float,
+    ends: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Return base + scaling * inner B', where each layer of `parts` has its own ranks of `inner` and rows of `b`.
+
+    With `ends` and `order` the rows of `inner` are sorted by adapter, row i is that of base[order[i]], and each adapter
+    has its own `b`; otherwise there is one adapter. `gated`: the layers are gate and up, and the result is
+    silu(gate) * up.
+    """
+    out, inner = base.clone(), inner.sum(0).to(base.dtype)
+    ranges = [(0, len(base))] if ends is None else expert_ranges(ends)
+    for adapter, (first, last) in enumerate(ranges):
+        places = torch.arange(first, last, device=base.device) if order is None else order[first:last]
+        for column, size, row, rank in parts.rows():
+            if row < 0 or first == last:
+                continue
+            own = inner[first:last, rank : rank + parts.rank].float()
+            added = own @ b[adapter, row : row + size].float().t() * scaling
+            columns = slice(column, column + size)
+            out[places, columns] = (out[places, columns].float() + added).to(out.dtype)
+    return silu_and_mul(out) if gated else out
 
 
 def weighted_silu_and_mul_backward(

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.nn.kernels.reference import LowRankParts
+
 PROGRAMS = 1056  # each processes many rows and sums their part of a weight's gradient
 VOCABULARY_BLOCK = 8192
 
@@ -541,6 +543,158 @@ def combine_rows_kernel(
             value = value * tl.load(weights + token * PER_TOKEN + choice).to(tl.float32)
         total += value
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+# Low-rank adapters
+
+
+def low_rank_inner(x: torch.Tensor, a: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    rows, (adapters, ranks, depth) = len(x), a.shape
+    wide = x.dtype == torch.float32
+    # Few programs would each read long rows: the depth is divided, and add_low_rank sums the parts in order.
+    splits = max(1, min(16, depth // 512))
+    inner = torch.empty(splits, rows, ranks, dtype=torch.float32, device=x.device)
+    low_rank_inner_kernel[(splits, adapters, triton.cdiv(rows, 32 * adapters))](
+        x, a, ends, order, inner, rows, ranks, depth, a.stride(0), a.stride(1), SPLITS=splits,
+        PRECISION="ieee" if wide else "tf32", ROWS=32, RANKS=max(16, triton.next_power_of_2(ranks)),
+        DEPTH=32 if wide else 64, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return inner
+
+
+@triton.jit(do_not_specialize=["rows"])
+def low_rank_inner_kernel(
+    x, a, ends, order, inner, rows, ranks, depth, stride_adapter, stride_rank,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    split, adapter = tl.program_id(0), tl.program_id(1)
+    rank = tl.arange(0, RANKS)
+    share = tl.cdiv(tl.cdiv(depth, SPLITS), DEPTH) * DEPTH
+    begin, end = split * share, tl.minimum(split * share + share, depth)
+    first = tl.load(ends + adapter - 1, mask=adapter > 0, other=0)
+    last = tl.load(ends + adapter)
+    own = a + adapter.to(tl.int64) * stride_adapter + rank[None, :] * stride_rank
+    for start in range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = row < last
+        source = tl.load(order + row, mask=inside, other=0)
+        result = tl.zeros([ROWS, RANKS], tl.float32)
+        for k in range(begin, end, DEPTH):
+            deep = k + tl.arange(0, DEPTH)
+            there = deep < end
+            left = tl.load(
+                x + source[:, None] * depth + deep[None, :], mask=inside[:, None] & there[None, :], other=0.0
+            )
+            right = tl.load(own + deep[:, None], mask=there[:, None] & (rank < ranks)[None, :], other=0.0)
+            result = tl.dot(left, right, result, input_precision=PRECISION)
+        to = inner + (split.to(tl.int64) * rows + row[:, None]) * ranks + rank[None, :]
+        tl.store(to, result, mask=inside[:, None] & (rank < ranks)[None, :])
+
+
+def add_low_rank(
+    base: torch.Tensor,
+    inner: torch.Tensor,
+    b: torch.Tensor,
+    parts: LowRankParts,
+    scaling: float,
+    ends: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> torch.Tensor:
+    rows, adapters, wide = len(base), len(b), base.dtype == torch.float32
+    width = sum(parts.sizes) // (2 if gated else 1)
+    out = base.new_empty(rows, width)
+    block = 64 if gated or wide else 128
+    table = column_blocks(parts, block, gated, base.device)
+    tiles = triton.cdiv(rows, 32 * adapters)
+    add_low_rank_kernel[(len(table), adapters, tiles)](
+        base, inner, b, table, ends, order, out, rows, width, parts.rank, scaling,
+        base.stride(0), inner.stride(0), inner.stride(1), b.stride(0), b.stride(1),
+        SUMMANDS=len(inner), GROUPED=ends is not None, GATED=gated, PRECISION="ieee" if wide else "tf32",
+        ROWS=32, WIDTH=block, RANKS=min(64, max(16, triton.next_power_of_2(parts.rank))), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def column_blocks(parts: LowRankParts, width: int, gated: bool, device: torch.device) -> torch.Tensor:
+    """Return [blocks, 6]: first and last column, first row of B and first rank; of `up` the row and rank if gated."""
+    if (width, gated) not in parts.tables:
+        layers = parts.rows()
+        found = []
+        for column, size, row, rank in layers[:1] if gated else layers:
+            _, _, up_row, up_rank = layers[1] if gated else (0, 0, -1, 0)
+            for start in range(0, size, width):
+                here, there = (found_row + start if found_row >= 0 else -1 for found_row in (row, up_row))
+                found.append([column + start, min(column + start + width, column + size), here, rank, there, up_rank])
+        parts.tables[width, gated] = torch.tensor(found, dtype=torch.int32, device=device)
+    return parts.tables[width, gated]
+
+
+@triton.jit
+def low_rank_tile(
+    inner, b, row, inside, b_row, real, first_rank, rank, stride_summand, stride_inner, stride_b, kind: tl.constexpr,
+    SUMMANDS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    result = tl.zeros([ROWS, WIDTH], tl.float32)
+    for begin in range(0, rank, RANKS):
+        k = begin + tl.arange(0, RANKS)
+        deep = k < rank
+        at = inner + row[:, None].to(tl.int64) * stride_inner + first_rank + k[None, :]
+        there = inside[:, None] & deep[None, :]
+        left = tl.load(at, mask=there, other=0.0)
+        for summand in tl.static_range(1, SUMMANDS):
+            left += tl.load(at + summand * stride_summand, mask=there, other=0.0)
+        right = tl.load(b + b_row[None, :] * stride_b + k[:, None], mask=deep[:, None] & real[None, :], other=0.0)
+        result = tl.dot(left.to(kind), right, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit(do_not_specialize=["rows", "scaling", "stride_summand"])
+def add_low_rank_kernel(
+    base, inner, b, table, ends, order, out, rows, width, rank, scaling,
+    stride_base, stride_summand, stride_inner, stride_adapter, stride_b,
+    SUMMANDS: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    entry, adapter = table + tl.program_id(0) * 6, tl.program_id(1)
+    kind: tl.constexpr = out.dtype.element_ty
+    offset = tl.arange(0, WIDTH)
+    column = tl.load(entry) + offset
+    real = column < tl.load(entry + 1)
+    b_row, first_rank = tl.load(entry + 2), tl.load(entry + 3)
+    first, last = 0, rows
+    if GROUPED:
+        first = tl.load(ends + adapter - 1, mask=adapter > 0, other=0)
+        last = tl.load(ends + adapter)
+    own = b + adapter.to(tl.int64) * stride_adapter
+    for start in range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = row < last
+        source = row.to(tl.int64)
+        if GROUPED:
+            source = tl.load(order + row, mask=inside, other=0)
+        here = inside[:, None] & real[None, :]
+        at = base + source[:, None] * stride_base + column[None, :]
+        value = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        if b_row >= 0:
+            value += scaling * low_rank_tile(
+                inner, own, row, inside, b_row + offset, real, first_rank, rank, stride_summand, stride_inner, stride_b,
+                kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
+            )  # fmt: skip
+        value = value.to(kind)
+        if GATED:
+            up_row, up_rank = tl.load(entry + 4), tl.load(entry + 5)
+            up = tl.load(at + width, mask=here, other=0.0).to(tl.float32)
+            if up_row >= 0:
+                up += scaling * low_rank_tile(
+                    inner, own, row, inside, up_row + offset, real, up_rank, rank, stride_summand, stride_inner,
+                    stride_b, kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
+                )  # fmt: skip
+            gate = value.to(tl.float32)
+            active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+            value = (active * up.to(kind).to(tl.float32)).to(kind)
+        tl.store(out + source[:, None] * width + column[None, :], value, mask=here)
 
 
 def weighted_silu_and_mul_backward(

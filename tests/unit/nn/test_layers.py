@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -172,6 +173,29 @@ def test_loss_and_gradients_with_adapters_equal_the_models_own(family: str, targ
     assert largest_error(found, gradients(model)) < 3e-6
 
 
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "up_proj")])
+@pytest.mark.parametrize("family", ["qwen2", "llama with biases"])
+def test_joined_adapters_give_what_the_modules_give(family: str, targets: tuple[str, ...]) -> None:
+    """Also after an update in place, and training then still computes the layers' gradients."""
+    model = adapted_model(family, lora_target_modules=targets).requires_grad_(False)
+    own, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    x = torch.randn(7, model.config.hidden_size)
+    qkv, gate_up = [own.q_proj, own.k_proj, own.v_proj], [mlp.gate_proj, mlp.up_proj]
+    joined = lora.JoinedAdapters(qkv, reference), lora.JoinedAdapters(gate_up, reference)
+    for _ in range(2):
+        expected = torch.cat([module(x) for module in qkv], 1)
+        torch.testing.assert_close(joined[0](x), expected)
+        expected = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+        torch.testing.assert_close(joined[1](x, gated=True), expected)
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    layers.use_fused_layers(model, reference)
+    lora.JoinedAdapters(qkv, reference)
+    moved = [name for (name, p), was in zip(model.named_parameters(), addresses, strict=True) if p.data_ptr() != was]
+    assert not [name for name in moved if "layers.0" in name and ("self_attn.o" not in name and "down" not in name)]
+
+
 def test_which_adapters_the_fused_layers_compute(monkeypatch) -> None:
     """Others, such as those with dropout in training, keep their own code; what is switched off adds nothing."""
     calls = []
@@ -264,6 +288,31 @@ def test_kernels_are_no_less_exact_than_the_models_own_code(family: str, shared:
     assert largest_error(fast, exact) < 1.5 * largest_error(stock, exact)
 
 
+def low_rank_cases(drawn):
+    """Adapters on three layers, the second without one, and on gate and up; one adapter, and five mixed."""
+    rows, depth, rank, adapters = 300, 1500, 24, 5
+    x, mixed = drawn(rows, depth), torch.arange(rows, device="cuda") * 7 % adapters
+    sizes, gate_up = [320, 64, 40], [200, 200]
+    a, b = drawn(adapters, 3 * rank, depth) / depth**0.5, drawn(adapters, sum(sizes), rank)
+    base = drawn(rows, sum(sizes) + 3 * rank)  # as one product leaves it: the adapters' columns behind the outputs
+
+    def of(by, gated, grouped):
+        layers = gate_up if gated else sizes
+        adapted = [True, False, True] if not gated and not grouped else [True] * len(layers)
+        parts, width = reference.LowRankParts(layers, adapted, rank), sum(layers)
+        if not grouped:
+            return (by.add_low_rank(base[:, :width], base[None, :, sum(sizes) :], b[:1], parts, 0.5, gated=gated),)
+        order, _, ends = by.sort_by_expert(mixed[:, None], adapters)
+        inner = by.low_rank_inner(x, a[:, : len(layers) * rank], ends, order)
+        return (by.add_low_rank(base[:, :width], inner, b, parts, 1.0, ends, order, gated=gated),)
+
+    return {
+        f"low rank, gated {gated}, several adapters {grouped}": partial(of, gated=gated, grouped=grouped)
+        for gated in (False, True)
+        for grouped in (False, True)
+    }
+
+
 def expert_cases(drawn) -> dict:
     """The functions for experts; one of the 12 gets no token, and the sizes are not multiples of a block."""
     tokens, experts, width, inner = 300, 12, 200, 136
@@ -326,7 +375,7 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
             ),
         ),
     }
-    cases |= expert_cases(drawn)
+    cases |= expert_cases(drawn) | low_rank_cases(drawn)
     for name, run in cases.items():
         for found, expected in zip(run(triton), run(reference), strict=True):
             error = float((found.float() - expected.float()).norm() / expected.float().norm())
