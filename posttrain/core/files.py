@@ -28,6 +28,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have: `parse_constant` of json."""
+    raise ValueError(f"{name} is not a number in JSON")
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object. Not atomic: for a file of a directory that is renamed only once it is complete."""
     path.write_text(_json_text(value), encoding="utf-8")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.core.files import refuse_constant
 from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat
 from posttrain.data.reading.examples import Message
 from posttrain.endpoint.errors import ApiError
+from posttrain.endpoint.request_fields import RequestFields, wrong_value
 from posttrain.endpoint.tools import Output, read_output
 from posttrain.engines.base import Sampling
 from posttrain.engines.grammar import GrammarConstraint
@@ -25,18 +26,6 @@ MAX_TOP_LOGPROBS = 20
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "stop", "seed"}
 COMMON |= {"stream", "stream_options", "logprobs", "ignore_eos"}
-WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Fields that are accepted only with a value that changes nothing, since they are not implemented.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "suffix": ("",),
-}
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,74 +66,9 @@ class CompletionRequest:
     end_texts: tuple[str, ...] = ()  # end a completion like stop texts, and are part of it
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(raw, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return found
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-class Fields:
-    """The fields of a body, each read once and checked; null is the same as left out."""
-
-    def __init__(self, body: dict[str, Any], known: set[str]) -> None:
-        self.body = {name: value for name, value in body.items() if value is not None}
-        for name in [name for name in self.body if name in NEUTRAL and name not in known]:
-            value = self.body.pop(name)
-            if not any(value == accepted for accepted in NEUTRAL[name]):
-                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
-        if unknown := set(self.body) - known - WITHOUT_EFFECT:
-            name = min(unknown)
-            message = f"unknown field {name!r}; the fields are {', '.join(sorted(known))}"
-            raise ApiError(400, message, param=name, code="unknown_parameter")
-
-    def number(self, name: str, default: float, low: float, high: float = math.inf) -> float:
-        value = self.body.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not low <= value <= high
-            or value == math.inf
-        ):
-            raise wrong(name, value, f"a number {range_text(low, high)}")
-        return float(value)
-
-    def integer(self, name: str, default: int, low: float, high: float = math.inf) -> int:
-        value = self.body.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise wrong(name, value, f"a whole number {range_text(low, high)}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.body.get(name, False)
-        if not isinstance(value, bool):
-            raise wrong(name, value, "true or false")
-        return value
-
-
-def wrong(name: str, value: Any, expected: str) -> ApiError:
-    shown = json.dumps(value)
-    return ApiError(
-        400, f"{name} is {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}", param=name
-    )
-
-
-def range_text(low: float, high: float) -> str:
-    if high == math.inf:
-        return f"of at least {low:g}" if low > -math.inf else "within 64 bits"
-    return f"from {low:g} to {high:g}"
-
-
 def read_chat(body: dict[str, Any]) -> CompletionRequest:
     tools = {"tools", "tool_choice", "parallel_tool_calls", "response_format"}
-    fields = Fields(body, COMMON | tools | {"messages", "max_completion_tokens", "top_logprobs"})
+    fields = RequestFields(body, COMMON | tools | {"messages", "max_completion_tokens", "top_logprobs"})
     top_logprobs = fields.integer("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     logprobs = fields.flag("logprobs")
     if top_logprobs and not logprobs:
@@ -164,7 +88,7 @@ def read_chat(body: dict[str, Any]) -> CompletionRequest:
 
 
 def read_completion(body: dict[str, Any]) -> CompletionRequest:
-    fields = Fields(body, COMMON | {"prompt", "echo"})
+    fields = RequestFields(body, COMMON | {"prompt", "echo"})
     logprobs = "logprobs" in fields.body and fields.body["logprobs"] is not False
     echo, generate = fields.flag("echo"), fields.body.get("max_tokens") != 0
     if echo and not generate:
@@ -180,10 +104,10 @@ def read_completion(body: dict[str, Any]) -> CompletionRequest:
     )
 
 
-def read_common(fields: Fields, limit: str, default_limit: int) -> dict[str, Any]:
+def read_common(fields: RequestFields, limit: str, default_limit: int) -> dict[str, Any]:
     options = fields.body.get("stream_options", {})
     if not isinstance(options, dict):
-        raise wrong("stream_options", options, "an object")
+        raise wrong_value("stream_options", options, "an object")
     top_k = fields.integer("top_k", 0, -1)
     sampling = Sampling(
         max_tokens=fields.integer(limit, default_limit, 1) if limit in fields.body else default_limit,
@@ -207,7 +131,7 @@ def read_common(fields: Fields, limit: str, default_limit: int) -> dict[str, Any
 def read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise wrong("stop", value, f"a text, or at most {MAX_STOPS} texts")
+        raise wrong_value("stop", value, f"a text, or at most {MAX_STOPS} texts")
     return tuple(read_string(stop, "stop") for stop in stops)
 
 
@@ -221,10 +145,10 @@ def read_messages(value: Any, where: str = "messages") -> list[Message]:
 
 def read_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise wrong(where, message, "an object with role and content")
+        raise wrong_value(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        raise wrong_value(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     if isinstance(content, list):  # parts
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -263,7 +187,7 @@ def read_calls(value: Any, where: str, role: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise wrong(f"{where}[{place}].function.arguments", text, "JSON text of an object")
+            raise wrong_value(f"{where}[{place}].function.arguments", text, "JSON text of an object")
         with_id = {"id": read_string(call["id"], f"{where}[{place}].id")} if call.get("id") is not None else {}
         calls.append({**with_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
@@ -274,7 +198,7 @@ def read_prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and all(is_token(part) for part in value)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise wrong("prompt", value, "a text, tokens, or a list of either")
+        raise wrong_value("prompt", value, "a text, tokens, or a list of either")
     if len(value) > MAX_CHOICES:
         raise ApiError(400, f"{len(value)} prompts; one request may have {MAX_CHOICES}", param="prompt")
     prompts: list[str | list[int]] = []
@@ -292,7 +216,7 @@ def is_token(value: Any) -> bool:
 
 def read_string(value: Any, where: str, *, empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or empty):
-        raise wrong(where, value, "a text" if empty else "a text that is not empty")
+        raise wrong_value(where, value, "a text" if empty else "a text that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.endpoint.errors import ApiError
-
-if TYPE_CHECKING:
-    from posttrain.endpoint.protocol import Fields
+from posttrain.endpoint.request_fields import RequestFields
 
 MAX_TOOLS = 128
 MAX_SCHEMA_CHARACTERS = 2**16  # of all schemas of a request, as JSON
@@ -47,7 +45,7 @@ class Output:
     size: int = field(default=0)  # characters of all schemas
 
 
-def read_output(fields: Fields) -> Output:
+def read_output(fields: RequestFields) -> Output:
     """Read `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`."""
     output = Output()
     output.schema = read_response_format(fields.body.get("response_format", {"type": "text"}), output)
@@ -55,8 +53,8 @@ def read_output(fields: Fields) -> Output:
     return output
 
 
-def read_tools(fields: Fields, output: Output) -> ToolUse | None:
-    """Return the tools that the model is told about; None if there are none or tool_choice is none."""
+def read_tools(fields: RequestFields, output: Output) -> ToolUse | None:
+    """Return the tools that the prompt describes to the model; None if there are none or tool_choice is none."""
     given = fields.body.get("tools", [])
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise ApiError(400, f"tools: expected a list of at most {MAX_TOOLS} tools", param="tools")

@@ -195,7 +195,7 @@ class ApiServer:
             await either(engine, first)
             under_way = self.http.under_way()
             if signals and under_way:
-                warn(f"finishing {requests(under_way)} in progress; a second signal stops at once")
+                warn(f"finishing {requests_text(under_way)} in progress; a second signal stops at once")
             self.http.should_exit = True
             # If the engine has failed, waiting requests get an error and nothing else is in progress.
             await either(serving, second, options.drain_seconds if signals else 1.0)
@@ -208,7 +208,7 @@ class ApiServer:
                 loop.remove_signal_handler(number)
         engine.result()
         if cut_off:
-            warn(f"{requests(cut_off)} cut off before the end of the response")
+            warn(f"{requests_text(cut_off)} cut off before the end of the response")
         return 130 if signal.SIGINT in signals else 143 if cut_off or second.is_set() else 0
 
 
@@ -221,7 +221,7 @@ async def either(work: asyncio.Future[Any], stop: asyncio.Event, seconds: float 
         stopped.cancel()
 
 
-def requests(count: int) -> str:
+def requests_text(count: int) -> str:
     return f"{count} request{'s' * (count != 1)}"
 
 

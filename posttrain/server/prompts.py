@@ -20,7 +20,8 @@ from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.encoding.tool_formats import message_grammar, without_dropped_reasoning
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.messages import MessageFormat
-from posttrain.endpoint.protocol import CompletionRequest, parse_body
+from posttrain.endpoint.protocol import CompletionRequest
+from posttrain.endpoint.request_fields import parse_body
 from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel, encode_conversation
 

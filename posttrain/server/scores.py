@@ -13,7 +13,8 @@ from posttrain.data.reading.examples import LabelledExample
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.http import Handler
 from posttrain.endpoint.metrics import ServerMetrics
-from posttrain.endpoint.protocol import parse_body, read_messages, read_string
+from posttrain.endpoint.protocol import read_messages, read_string
+from posttrain.endpoint.request_fields import parse_body
 from posttrain.models.loading import read_config
 from posttrain.models.paths import resolve_path
 from posttrain.train.reward_model import RewardModel

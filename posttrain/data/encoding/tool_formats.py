@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.core.files import refuse_constant
 from posttrain.data.encoding.chat import REASONING, reasoning_key
 from posttrain.data.reading.examples import Message
 
@@ -80,10 +81,6 @@ def read_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("not an object")
     return found
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def call_of(found: Any) -> ToolCall:
@@ -446,7 +443,7 @@ def free_text(begin: str, literal: Literal) -> tuple[list[str], str]:
     mark = literal(begin)
     if begin == "{":
         return ["TEXT"], "TEXT: /[^{\\s](?s:.*)/\n"
-    if is_token(mark):
+    if is_special_token(mark):
         return ["TEXT", "TEXT calls"], "TEXT: /(?s:.+)/\n"
     escaped = re.escape(begin).replace("/", "\\/")
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){escaped}(?s:.*)/\n"
@@ -455,10 +452,10 @@ def free_text(begin: str, literal: Literal) -> tuple[list[str], str]:
 
 def ends_with(rule: str, mark: str) -> str:
     """Return a rule for text up to and including a mark."""
-    return f"{rule}: /(?s:.*)/ {mark}\n" if is_token(mark) else f"{rule}[suffix={mark}]: /(?s:.*)/\n"
+    return f"{rule}: /(?s:.*)/ {mark}\n" if is_special_token(mark) else f"{rule}[suffix={mark}]: /(?s:.*)/\n"
 
 
-def is_token(mark: str) -> bool:
+def is_special_token(mark: str) -> bool:
     return mark.startswith("<[")
 
 
