@@ -51,25 +51,25 @@ class PipelineResult:
     iterations: list[Figures]  # iteration 0: the initial model
 
 
-def run(verb: str, /, say: Callable[[str], None] = print, **options: Any) -> PipelineResult:
+def run(verb: str, /, report: Callable[[str], None] = print, **options: Any) -> PipelineResult:
     """Run `posttrain <verb>` from Python; options are nested dicts, as in the YAML file."""
-    return run_from(verb, from_options(verb, options), say)
+    return run_from(verb, from_options(verb, options), report)
 
 
-def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = print) -> PipelineResult:
+def run_from(verb: str, config: PipelineConfig, report: Callable[[str], None] = print) -> PipelineResult:
     """Run all iterations; finished stages are skipped."""
-    check(verb, config)
+    check_pipeline(verb, config)
     with open_folder(
         verb, config.output_dir, as_saved(config), MAY_CHANGE_ON_RESUME, option_defaults(config)
     ) as folder:
         stages = stages_of(verb, config, folder.path)
         try:
-            figures = run_in(folder.path, stages, quiet=config.quiet, say=say)
+            figures = run_in(folder.path, stages, quiet=config.quiet, report=report)
         except Stopped as stopped:
             words = str(stopped).partition(" Resume:")[0]
             raise Stopped(f"{words} Resume: the same command", stopped.exit_code - 128) from stopped
         except KeyboardInterrupt:
-            say("\nstopped; resume with the same command")
+            report("\nstopped; resume with the same command")
             raise
         table = by_iteration(stages, figures)
         atomic_write_json(folder.path / REPORT, table)
@@ -78,14 +78,14 @@ def run_from(verb: str, config: PipelineConfig, say: Callable[[str], None] = pri
         if RECIPES[verb].conditional:
             condition = best_reward(str(folder.path / f"iteration-{config.iterations}/selected.jsonl"))
         for line in closing_lines(table, folder.path, condition, config.condition_template):
-            say(line)
+            report(line)
         return PipelineResult(folder.path, model, table)
 
 
 # Checks before the first stage
 
 
-def check(verb: str, config: PipelineConfig) -> None:
+def check_pipeline(verb: str, config: PipelineConfig) -> None:
     """Raise UsageError for options that cannot work, before anything is loaded."""
     recipe, data, n = RECIPES[verb], config.data, config.generate.samples_per_prompt
     kinds = "a verifier by name, FILE.py:FUNCTION, model:PATH or http://..."
@@ -149,7 +149,7 @@ def as_saved(config: PipelineConfig) -> dict[str, Any]:
 def stages_of(verb: str, config: PipelineConfig, folder: Path) -> list[Stage]:
     """Return all stages, in order."""
     recipe, initial = RECIPES[verb], config.model.path
-    stages: list[Stage] = held_out(config, folder / "iteration-0", initial, "")
+    stages: list[Stage] = held_out_stages(config, folder / "iteration-0", initial, "")
     model, rows = initial, ""
     for number in range(1, config.iterations + 1):
         directory = folder / f"iteration-{number}"
@@ -169,7 +169,7 @@ def stages_of(verb: str, config: PipelineConfig, folder: Path) -> list[Stage]:
             Train(verb=recipe.trainer, out=directory / "model", options=training(config, recipe, number, model, rows)),
         ]
         model = str(directory / "model")
-        stages += held_out(config, directory, model, rows if recipe.conditional else "")
+        stages += held_out_stages(config, directory, model, rows if recipe.conditional else "")
     return stages
 
 
@@ -193,7 +193,7 @@ def generation(config: PipelineConfig, number: int, model: str, directory: Path)
     )
 
 
-def held_out(config: PipelineConfig, directory: Path, model: str, best_of: str) -> list[Stage]:
+def held_out_stages(config: PipelineConfig, directory: Path, model: str, best_of: str) -> list[Stage]:
     """Return the stages that evaluate a model on held-out prompts, always with the same seed."""
     if not config.data.eval:
         return []

@@ -123,7 +123,7 @@ RECIPES = {
 }
 
 
-def parse(verb: str, args: list[str]) -> PipelineConfig:
+def parse_pipeline(verb: str, args: list[str]) -> PipelineConfig:
     """Read the command line: `[CONFIG.yaml] --section.option value ...`."""
     return read_args(verb, f"{PIPELINES[verb]}.", pipeline_defaults(verb), args)
 

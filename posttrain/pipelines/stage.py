@@ -34,47 +34,47 @@ class Stage:
     out: Path  # the file or directory that it writes; its place in the run directory is the name of the stage
 
     def reads(self) -> list[str]:
-        """Returns the files and the paths of models that it reads; with other content it is another stage."""
+        """Return the files and the paths of models that it reads; with other content it is another stage."""
         return []
 
     def settings(self) -> dict[str, Any]:
-        """Returns all other settings that determine its output, as JSON values."""
+        """Return all other settings that determine its output, as JSON values."""
         return {}
 
     def defaults(self) -> dict[str, Any]:
-        """Returns section.option -> default. A seal that an earlier version wrote lacks newer options."""
+        """Return section.option -> default. A seal that an earlier version wrote lacks newer options."""
         return {}
 
     def run(self, quiet: bool) -> Figures:
-        """Writes the output and returns figures for the seal; after a kill it is called again."""
+        """Write the output and return figures for the seal; after a kill it is called again."""
         raise NotImplementedError
 
-    def made(self) -> list[Path]:
-        """Returns the files that the seal describes."""
+    def written_files(self) -> list[Path]:
+        """Return the files that the seal describes."""
         return [self.out]
 
-    def words(self, figures: Figures) -> str:
-        """Returns the figures as one line of text."""
+    def summary(self, figures: Figures) -> str:
+        """Return the figures as one line of text."""
         return ", ".join(f"{name} {value:.6g}" for name, value in figures.items())
 
     def remove_temporary_files(self) -> None:
-        """Deletes intermediate files; called when the seal is written."""
+        """Delete intermediate files; called when the seal is written."""
 
 
 def run_stages(
-    out: str | Path, stages: Sequence[Stage], *, quiet: bool = False, say: Callable[[str], None] = print
+    out: str | Path, stages: Sequence[Stage], *, quiet: bool = False, report: Callable[[str], None] = print
 ) -> list[Figures]:
-    """Runs the stages that are not finished, in order, and returns the figures of all stages."""
+    """Run the stages that are not finished, in order, and return the figures of all stages."""
     with RunDirectory.open(str(out), "pipeline", resume=is_run_directory(Path(out))) as folder:
-        return run_in(folder.path, stages, quiet=quiet, say=say)
+        return run_in(folder.path, stages, quiet=quiet, report=report)
 
 
 def run_in(
-    folder: Path, stages: Sequence[Stage], *, quiet: bool = False, say: Callable[[str], None] = print
+    folder: Path, stages: Sequence[Stage], *, quiet: bool = False, report: Callable[[str], None] = print
 ) -> list[Figures]:
-    """Does the same in a run directory that is open already."""
+    """Do the same in a run directory that is open already."""
     check_names(folder, stages)
-    seals: dict[str, dict[str, Any]] = {}  # by what was made
+    seals: dict[str, dict[str, Any]] = {}  # by the output of their stage
     figures: list[Figures] = []
     for number, stage in enumerate(stages, 1):
         place = f"[{number}/{len(stages)}] {name_of(stage, folder)}"
@@ -83,17 +83,17 @@ def run_in(
         if found.is_file():
             seal = read_json(found)
             refuse_other(seal, now, stage.defaults(), found)
-            say(f"{place}: done before; {stage.words(seal['figures'])}")
+            report(f"{place}: done before; {stage.summary(seal['figures'])}")
         else:
             for file in stage.reads():
                 if file in seals:
                     verify_files(Path(file).parent, seals[file]["made"])
-            say(f"{place}: {type(stage).__name__.lower()}")
+            report(f"{place}: {type(stage).__name__.lower()}")
             stage.out.parent.mkdir(parents=True, exist_ok=True)
             done = stage.run(quiet)
-            seal = now | {"made": describe_files(stage.out.parent, stage.made()), "figures": done}
+            seal = now | {"made": describe_files(stage.out.parent, stage.written_files()), "figures": done}
             atomic_write_json(found, seal)
-            say(f"{place}: {stage.words(done)}")
+            report(f"{place}: {stage.summary(done)}")
         stage.remove_temporary_files()
         seals[str(stage.out)] = seal
         figures.append(seal["figures"])
@@ -110,7 +110,7 @@ def open_folder(
     free: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunDirectory:
-    """Opens the run directory `out`; if empty, the newest one if this command is unfinished there, else a new one.
+    """Open the run directory `out`; if empty, the newest one if this command is unfinished there, else a new one.
 
     Settings whose names begin with one of `free` may differ from those that the directory was created with; options
     that were added since then must have their `defaults`.
@@ -134,7 +134,7 @@ def open_folder(
 
 
 def changes(folder: Path, settings: dict[str, Any], free: tuple[str, ...], defaults: Mapping[str, Any]) -> list[str]:
-    """Returns descriptions of the settings that differ from the configuration saved in a run directory."""
+    """Return descriptions of the settings that differ from the configuration saved in a run directory."""
     now = flat(json.loads(json.dumps(settings)))
     before = flat(renamed_settings(stored_settings(folder), now))
     compared = {name: value for name, value in now.items() if not (free and name.startswith(free))}
@@ -160,7 +160,7 @@ def name_of(stage: Stage, folder: Path) -> str:
 
 
 def check_names(folder: Path, stages: Iterable[Stage]) -> None:
-    """Raises UsageError unless every stage has an output of its own inside the run directory."""
+    """Raise UsageError unless every stage has an output of its own inside the run directory."""
     taken: set[Path] = set()
     for stage in stages:
         if not stage.out.is_relative_to(folder) or stage.out == folder:
@@ -171,7 +171,7 @@ def check_names(folder: Path, stages: Iterable[Stage]) -> None:
 
 
 def contents(stage: Stage, seals: dict[str, dict[str, Any]], folder: Path) -> dict[str, str]:
-    """Returns input of a stage -> hash of its content."""
+    """Return input of a stage -> hash of its content."""
     return {portable(name, folder): digest_of_input(name, seals) for name in stage.reads()}
 
 
@@ -185,7 +185,7 @@ def digest_of_input(name: str, seals: dict[str, dict[str, Any]]) -> str:
 
 
 def portable(value: Any, folder: Path) -> Any:
-    """Makes paths inside the run directory relative to it, so that it can be moved."""
+    """Make paths inside the run directory relative to it, so that it can be moved."""
     if isinstance(value, dict):
         return {key: portable(entry, folder) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -196,7 +196,7 @@ def portable(value: Any, folder: Path) -> Any:
 
 
 def refuse_other(seal: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], file: Path) -> None:
-    """Raises UsageError if a finished stage was run with other settings or inputs."""
+    """Raise UsageError if a finished stage was run with other settings or inputs."""
     if not {"settings", "read", "made", "figures"} <= seal.keys():
         raise CheckpointError(f"{file}: not a seal of a stage. Remove it to run the stage again.")
     wanted = flat(now["settings"])

@@ -18,7 +18,7 @@ from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.core.errors import UsageError
 from posttrain.core.files import new_folder
-from posttrain.core.logging import part_of
+from posttrain.core.logging import part_of_command
 from posttrain.core.progress import ProgressDisplay
 from posttrain.data.reading.sources import find_files, read_records
 from posttrain.inference.generate import Generation, check_generation, generate
@@ -67,7 +67,7 @@ class Generate(Stage):
         found = {"prompts": progress.total // config.n, "n": config.n, "answers": progress.total}
         return found | ({"condition": config.condition} if config.condition is not None else {})
 
-    def words(self, figures: Figures) -> str:
+    def summary(self, figures: Figures) -> str:
         asked = f", asked for reward {figures['condition']:.2f}" if "condition" in figures else ""
         return f"{figures['prompts']:,} prompts x {figures['n']} = {figures['answers']:,} completions{asked}"
 
@@ -106,7 +106,7 @@ class Score(Stage):
             "deviation": scored.deviation,
         }
 
-    def words(self, figures: Figures) -> str:
+    def summary(self, figures: Figures) -> str:
         worth = f"reward {figures['reward']:.4g} +- {figures['deviation']:.4g}"
         return f"{figures['answers']:,} completions scored, {figures['failed']:,} of them failed; {worth}"
 
@@ -135,7 +135,7 @@ class Select(Stage):
         selected = select_file(self.method, self.file, self.out, *self.values)
         return {"rows": len(selected.rows), **selected.counts}
 
-    def words(self, figures: Figures) -> str:
+    def summary(self, figures: Figures) -> str:
         reasons = {name: number for name, number in figures.items() if name not in ("rows", "read", "used") and number}
         dropped = sum(reasons.values())
         counts = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in reasons.items())
@@ -181,7 +181,7 @@ class Train(Stage):
         return {"verb": self.verb, **found}
 
     def run(self, quiet: bool) -> Figures:
-        with part_of("a pipeline"):
+        with part_of_command("a pipeline"):
             result = train_from(self.verb, replace(self.config, quiet=quiet, resume=is_run_directory(self.training)))
         self.publish()
         return {"steps": result.steps, **self.last_metrics()}
@@ -195,10 +195,10 @@ class Train(Stage):
     def training(self) -> Path:
         return self.out.with_name(f"{self.out.name}.training")
 
-    def made(self) -> list[Path]:
+    def written_files(self) -> list[Path]:
         return sorted(path for path in self.out.rglob("*") if path.is_file())
 
-    def words(self, figures: Figures) -> str:
+    def summary(self, figures: Figures) -> str:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if name != "steps")
         return f"{self.verb}: {figures['steps']:,} steps{f'; {shown}' if shown else ''}"
 

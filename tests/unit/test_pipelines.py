@@ -13,7 +13,7 @@ from posttrain.engines.base import EngineSpec, Sampling
 from posttrain.inference.generate import Generation
 from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
-from posttrain.pipelines.recipes import check, run_from, stages_of
+from posttrain.pipelines.recipes import check_pipeline, run_from, stages_of
 from posttrain.pipelines.settings import from_options, pipeline_defaults
 from posttrain.pipelines.stage import open_folder, seal_of
 from posttrain.pipelines.stages import best_reward
@@ -57,12 +57,12 @@ def doubles(folder, start, ran, **changes):
 
 
 def test_stages_run_once(tmp_path, start):
-    folder, ran, said = tmp_path / "run", [], []
-    found = run_stages(folder, doubles(folder, start, ran), say=said.append)
+    folder, ran, lines = tmp_path / "run", [], []
+    found = run_stages(folder, doubles(folder, start, ran), report=lines.append)
     assert (folder / "three.txt").read_text() == "ab" * 8 and found == [{"letters": 2 * 2**n} for n in (1, 2, 3)]
-    assert ran == ["one.txt", "two.txt", "three.txt"] and said[-1] == "[3/3] three: letters 16"
-    assert run_stages(folder, doubles(folder, start, ran), say=said.append) == found
-    assert len(ran) == 3 and said[-1] == "[3/3] three: done before; letters 16"
+    assert ran == ["one.txt", "two.txt", "three.txt"] and lines[-1] == "[3/3] three: letters 16"
+    assert run_stages(folder, doubles(folder, start, ran), report=lines.append) == found
+    assert len(ran) == 3 and lines[-1] == "[3/3] three: done before; letters 16"
     run_stages(folder, [Double(start, folder / "deep/er/one.txt")])
     assert (folder / "deep/er/one.txt").read_text() == "abab"
 
@@ -304,7 +304,7 @@ def test_conditional_models_are_asked_for_the_best_that_they_know(configured):
 
 def test_the_datas_own_answers(configured):
     config = configured("conditional-sft", **{"iterations": 1, "generate.samples_per_prompt": 0})
-    check("conditional-sft", config)
+    check_pipeline("conditional-sft", config)
     stages = stages_of("conditional-sft", config, Path("run"))
     names = [stage.out.name for stage in stages if stage.out.parent.name == "iteration-1"]
     assert names == ["scored.jsonl", "selected.jsonl", "model", "held-out.jsonl", "held-out-scored.jsonl"]
@@ -354,7 +354,7 @@ def test_defaults_are_those_of_the_recipes():
 def test_mistakes_are_named_before_anything_is_made(verb, changes, words, configured, tmp_path):
     config, before = configured(verb, **changes), sorted(tmp_path.iterdir())
     with pytest.raises(UsageError) as caught:
-        check(verb, config)
+        check_pipeline(verb, config)
     assert words in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -379,12 +379,12 @@ def test_options_from_python():
 
 
 def test_a_stopped_pipeline_names_the_command_that_goes_on(configured):
-    def say(line):
+    def report(line):
         if "done before" not in line:
             raise Stopped("stopped by SIGTERM after step 3; saved. Resume: posttrain sft --out x --resume", 15)
 
     with pytest.raises(Stopped) as caught:
-        run_from("rejection-sampling", configured("rejection-sampling", out="run"), say)
+        run_from("rejection-sampling", configured("rejection-sampling", out="run"), report)
     assert str(caught.value) == "stopped by SIGTERM after step 3; saved. Resume: the same command"
     assert caught.value.exit_code == 143
 
