@@ -83,7 +83,7 @@ class SharedFields:
     """Train on the devices of `parallel_config` of the model's configuration."""
 
     def train_options(self) -> dict[str, Any]:
-        """Returns the section `train` without the length of the run."""
+        """Return the section `train` without the length of the run."""
         for name, value, only in (("optimizer", self.optimizer, "adamw"), ("eps", self.eps, 1e-8)):
             if value != only:
                 raise UsageError(f"{name} is {value}; here the optimizer is AdamW with eps 1e-8")
@@ -101,7 +101,7 @@ class SharedFields:
         }
 
     def arguments(self, parallel_config: Any) -> dict[str, Any]:
-        """Returns the arguments of a trainer that do not depend on the algorithm."""
+        """Return the arguments of a trainer that do not depend on the algorithm."""
         prompt = self.seq_length - self.max_decode_length
         if prompt < 2:
             raise UsageError(
@@ -135,14 +135,14 @@ class GRPOConfig(SharedFields):
     """File with the prompts."""
 
     def train_options(self) -> dict[str, Any]:
-        """Returns the section `train`."""
+        """Return the section `train`."""
         return SharedFields.train_options(self) | {
             "epochs": self.epochs,
             "batch_size": self.chunk_size * self.num_rollouts,
         }
 
     def algo_options(self, reference: str) -> dict[str, Any]:
-        """Returns the section `algo`; see configs/mindrlhf-grpo.yaml."""
+        """Return the section `algo`; see configs/mindrlhf-grpo.yaml."""
         return {
             "clip_low": 0.0,
             "clip_high": 0.0,
@@ -198,11 +198,11 @@ class PPOConfig(SharedFields):
     parallel_config: Any = None
 
     def train_options(self) -> dict[str, Any]:
-        """Returns the section `train`."""
+        """Return the section `train`."""
         return SharedFields.train_options(self) | {"max_steps": self.epochs, "batch_size": self.num_rollouts}
 
     def algo_options(self, reference: str) -> dict[str, Any]:
-        """Returns the section `algo`."""
+        """Return the section `algo`."""
         return {
             "epochs_per_batch": self.ppo_epochs,
             "mini_batch_size": self.batch_size,
@@ -252,14 +252,14 @@ class LlamaConfig:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Returns the entries of a mapping, or the attributes of an object; a path and None have none."""
+    """Return the entries of a mapping, or the attributes of an object; a path and None have none."""
     if config is None or isinstance(config, str | os.PathLike):
         return {}
     return dict(config) if isinstance(config, Mapping) else vars(config)
 
 
 def model_path(config: Any, argument: str) -> str:
-    """Returns the directory that a configuration, a mapping or a path names, after comparing sizes with its own."""
+    """Return the directory that a configuration, a mapping or a path names, after comparing sizes with its own."""
     if isinstance(config, str | os.PathLike):
         return os.fspath(config)
     values = values_of(config)
@@ -275,7 +275,7 @@ def model_path(config: Any, argument: str) -> str:
 
 
 def sampling_options(config: Any) -> dict[str, Any]:
-    """Returns the section `rollout` of what a model's configuration says about sampling."""
+    """Return the section `rollout` of what a model's configuration says about sampling."""
     values = values_of(config)
     if values.get("repetition_penalty") not in (None, 1, 1.0):
         raise UsageError(
@@ -285,7 +285,7 @@ def sampling_options(config: Any) -> dict[str, Any]:
 
 
 def cluster_options(parallel_config: Any) -> dict[str, Any]:
-    """Returns the section `cluster` of MindFormers' parallel_config; pipeline stages become devices of FSDP."""
+    """Return the section `cluster` of MindFormers' parallel_config; pipeline stages become devices of FSDP."""
     if parallel_config is None:
         return {}
     values = values_of(parallel_config)
@@ -294,7 +294,7 @@ def cluster_options(parallel_config: Any) -> dict[str, Any]:
 
 
 def prompts_of(path: Any, argument: str) -> list[str]:
-    """Returns data files; a mindrecord cannot be read, its original can."""
+    """Return data files; a mindrecord cannot be read, its original can."""
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if not paths:
         raise UsageError(f"{argument} names no file: give one in a format of docs/data.md")
@@ -308,7 +308,7 @@ def prompts_of(path: Any, argument: str) -> list[str]:
 def Qwen2Tokenizer(  # noqa: N802  MindRLHF's name
     vocab_file: str, merges_file: str, *, add_bos_token: bool = False, add_eos_token: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Returns Qwen's tokenizer of vocab.json and merges.txt."""
+    """Return Qwen's tokenizer of vocab.json and merges.txt."""
     from transformers import Qwen2Tokenizer as Tokenizer
 
     if add_bos_token or add_eos_token:
@@ -331,7 +331,7 @@ class PromptDataset:
         return self.size
 
     def get_batch_size(self) -> int:
-        """Returns the number of prompts of an experience."""
+        """Return the number of prompts of an experience."""
         return self.batch_size
 
 
@@ -345,7 +345,7 @@ class MindTrainer:
         self.prompt_dataset = PromptDataset(loop.run.data.stream.examples_per_epoch, loop.config.train.batch_size)
 
     def experience(self, what: str, asked: int | None, configured: int) -> list[Rollout]:
-        """Makes the next experience; `asked`: a size that the configuration has, too."""
+        """Make the next experience; `asked`: a size that the configuration has, too."""
         if asked not in (None, configured):
             raise UsageError(f"{what} is {asked}, but it is {configured} in the configuration: set it there")
         self.store = self.trainer.make_experience()
@@ -357,7 +357,7 @@ class MindTrainer:
         return self.store
 
     def train_on(self, rollouts: Sequence[Rollout], steps_of_pass: int) -> dict[str, float]:
-        """Trains on an experience; saves every `checkpoint_interval` steps and after each pass."""
+        """Train on an experience; save every `checkpoint_interval` steps and after each pass."""
         metrics = self.trainer.train_step(list(rollouts))
         step, interval = self.trainer.step, self.config.checkpoint_interval
         if step % steps_of_pass == 0 or (interval and step % interval == 0):
@@ -365,11 +365,11 @@ class MindTrainer:
         return metrics
 
     def save_checkpoint(self, rank_id: int = 0, steps: int = 0) -> Path:
-        """Saves the current step; its number and the ranks' files are posttrain's own."""
+        """Save the current step; its number and the ranks' files are posttrain's own."""
         return self.trainer.save()
 
     def close(self) -> None:
-        """Frees the models and releases the run directory."""
+        """Free the models and release the run directory."""
         self.trainer.close()
 
 
@@ -415,7 +415,7 @@ class MindGRPOTrainer(MindTrainer):
         self.experience("num_generations", num_generations, self.grpo_config.num_generations)
 
     def train(self, grpo_with_grad: Any, dataset: Sequence[Rollout]) -> dict[str, float]:
-        """Trains on an experience; `grpo_with_grad` is this trainer's own network."""
+        """Train on an experience; `grpo_with_grad` is this trainer's own network."""
         prompts = self.prompt_dataset
         return self.train_on(dataset, max(1, prompts.get_dataset_size() // prompts.get_batch_size()))
 
@@ -431,12 +431,12 @@ class TrainingCell(NamedTuple):
 
 
 def init_grpo_network_and_optimizer(trainer: MindGRPOTrainer) -> TrainingCell:
-    """Returns the network that GRPOTrainer.train is given; the trainer has loaded it already."""
+    """Return the network that GRPOTrainer.train is given; the trainer has loaded it already."""
     return TrainingCell(trainer.trainer, trainer.config)
 
 
 def init_grpo_dataset(trainer: MindGRPOTrainer) -> list[Rollout]:
-    """Returns the elements of the last experience."""
+    """Return the elements of the last experience."""
     return trainer.store
 
 
@@ -451,13 +451,13 @@ class RoleModel(NamedTuple):
 
 
 def create_experience_dataset(config: PPOConfig) -> tuple[list[str], list[str]]:
-    """Returns the files with the prompts to train and to evaluate on."""
+    """Return the files with the prompts to train and to evaluate on."""
     train = prompts_of(config.train_dataset_dir, "train_dataset_dir")
     return train, prompts_of(config.val_dataset_dir, "val_dataset_dir") if config.val_dataset_dir else []
 
 
 def init_models(config: PPOConfig, rm_config: RMConfig) -> tuple[RoleModel, RoleModel, RoleModel]:
-    """Returns policy, reference and reward model; policy and reference start from one directory."""
+    """Return policy, reference and reward model; policy and reference start from one directory."""
     policy, reward = model_path(config_of(config), "PPOConfig"), model_path(config_of(rm_config), "RMConfig")
     return RoleModel("policy", policy), RoleModel("reference", policy), RoleModel("reward", reward)
 
@@ -467,12 +467,12 @@ def config_of(config: PPOConfig | RMConfig) -> dict[str, Any]:
 
 
 def init_optimizer(model: RoleModel, config: PPOConfig) -> dict[str, Any]:
-    """Returns the optimizer's settings."""
+    """Return the optimizer's settings."""
     return config.train_options()
 
 
 def PPOTrainOneStepCell(model: RoleModel, optimizer: Mapping[str, Any]) -> TrainingCell:  # noqa: N802  MindRLHF's name
-    """Returns a model with its optimizer."""
+    """Return a model with its optimizer."""
     return TrainingCell(model, optimizer)
 
 
@@ -515,11 +515,11 @@ class MindPPOTrainer(MindTrainer):
         self.experience("num_rollouts", num_rollouts, self.config.num_rollouts)
 
     def train(self, dataset: Sequence[Rollout]) -> dict[str, float]:
-        """Trains on an experience."""
+        """Train on an experience."""
         return self.train_on(dataset, self.config.epochs)
 
     def evaluate(self) -> float:
-        """Returns the mean reward on the evaluation prompts."""
+        """Return the mean reward on the evaluation prompts."""
         return self.trainer.evaluate()["eval/reward"]
 
 
@@ -527,7 +527,7 @@ PPOTrainer = MindPPOTrainer
 
 
 def create_ppo_dataset(ppo_elements: Sequence[Rollout], config: PPOConfig) -> Sequence[Rollout]:
-    """Returns the elements as MindPPOTrainer.train takes them."""
+    """Return the elements as MindPPOTrainer.train takes them."""
     return ppo_elements
 
 

@@ -34,12 +34,12 @@ LossType = Literal[
 
 
 def apo_zero(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
-    """Raises the chosen and lowers the rejected (arXiv:2408.06266, eq. 7)."""
+    """Raise the chosen and lower the rejected (arXiv:2408.06266, eq. 7)."""
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
 def apo_down(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
-    """Lowers both, the rejected more (arXiv:2408.06266, eq. 8)."""
+    """Lower both, the rejected more (arXiv:2408.06266, eq. 8)."""
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
@@ -56,7 +56,7 @@ def nca_pair(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -
 
 
 def bco_pair(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
-    """Classifies the chosen as good and the rejected as bad, without a shift of the rewards (arXiv:2404.04656)."""
+    """Classify the chosen as good and the rejected as bad, without a shift of the rewards (arXiv:2404.04656)."""
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
@@ -66,7 +66,7 @@ def sppo_hard(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) 
 
 
 def discopop(chosen: torch.Tensor, rejected: torch.Tensor, config: DPO.Config) -> torch.Tensor:
-    """Mixes the logistic and the exponential loss, by the margin (arXiv:2406.08414, eq. 5)."""
+    """Mix the logistic and the exponential loss, by the margin (arXiv:2406.08414, eq. 5)."""
     logit = chosen - rejected
     share = torch.sigmoid(logit / config.discopop_tau)
     return -F.logsigmoid(logit) * (1 - share) + bounded_exp(-logit) * share
@@ -153,7 +153,7 @@ class DPO(Pairwise):
             raise UsageError(f"algo.discopop_tau is {config.discopop_tau}: it must be above 0")
 
     def losses(self) -> dict[str, float]:
-        """Returns the weight of each loss."""
+        """Return the weight of each loss."""
         names = self.config.loss_types or (self.config.loss_type,)
         return dict(zip(names, self.config.loss_weights or [1.0] * len(names), strict=False))
 
@@ -180,7 +180,7 @@ class DPO(Pairwise):
         return self.config.beta * self.score(ratio)
 
     def score(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Returns f'(policy / reference) up to a constant, from the logarithm (arXiv:2309.16240, table 1)."""
+        """Return f'(policy / reference) up to a constant, from the logarithm (arXiv:2309.16240, table 1)."""
         kind, power = self.config.f_divergence, self.config.f_alpha - 1
         if kind == "forward_kl":
             return -bounded_exp(-ratio)
@@ -192,7 +192,7 @@ class DPO(Pairwise):
 
 
 def longer_part(batch: MicroBatch) -> torch.Tensor:
-    """Returns where a token is beyond the length of the shorter completion of its pair: [T]."""
+    """Return where a token is beyond the length of the shorter completion of its pair: [T]."""
     counts = batch.per_sample(batch.mask.float())
     shorter = torch.minimum(*batch.pairs(counts)).repeat_interleave(2)
     place = batch.mask.float().cumsum(0) - (counts.cumsum(0) - counts)[batch.sample_of]

@@ -33,12 +33,12 @@ class Grouped(PolicyGradient):
             sample.advantages = as_stream(sample, advantage)
 
     def completion_advantages(self, samples: list[Sample]) -> Doubles:
-        """Returns the advantage of each completion of the batch."""
+        """Return the advantage of each completion of the batch."""
         rewards = [np.array([self.total_reward(sample) for sample in group]) for group in groups(samples)]
         return np.concatenate([self.group_advantages(of_group) for of_group in rewards])
 
     def group_advantages(self, rewards: Doubles) -> Doubles:
-        """Returns the advantage of each completion of a group."""
+        """Return the advantage of each completion of a group."""
         raise NotImplementedError
 
 
@@ -205,7 +205,7 @@ class SAPO(GRPO):
 
 
 def decoupled_advantages(group: list[Sample], epsilon: float) -> Doubles:
-    """Returns the weighted sum of rewards that are standardised one by one within the group (arXiv:2601.05242)."""
+    """Return the weighted sum of rewards that are standardised one by one within the group (arXiv:2601.05242)."""
     assert all(sample.reward_terms for sample in group), "rewards are not known one by one"
     weights, values = np.moveaxis(np.array([sample.reward_terms for sample in group]), 2, 0)
     return np.sum([w * standardize(v, epsilon) for w, v in zip(weights[0], values.T, strict=True)], axis=0)

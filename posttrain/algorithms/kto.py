@@ -106,7 +106,7 @@ class KTO(Algorithm):
         return real
 
     def kl(self, samples: Sequence[Sample]) -> float:
-        """Returns the mean log-ratio of policy and reference, at least 0 as a KL must be."""
+        """Return the mean log-ratio of policy and reference, at least 0 as a KL must be."""
         total = 0.0
         for sample in samples:
             assert sample.logprobs is not None and sample.ref_logprobs is not None
@@ -136,7 +136,7 @@ class KTO(Algorithm):
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Pairs every prompt with the completion of the next sample that has another prompt (or, if none has, of the next).
+    """Pair every prompt with the completion of the next sample that has another prompt (or, if none has, of the next).
 
     The results are no longer than the longest sample, so that they also keep within data.max_length.
     """

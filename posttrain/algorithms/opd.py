@@ -108,7 +108,7 @@ class OPD(GRPO):
         return self.config.objective == "policy_gradient"
 
     def reference_path(self) -> str:
-        """Returns the teacher, if only its log-probabilities of the sampled tokens are needed."""
+        """Return the teacher, if only its log-probabilities of the sampled tokens are needed."""
         return self.config.teacher if self.by_policy_gradient else ""
 
     def teacher_path(self) -> str:

@@ -162,7 +162,7 @@ class PolicyGradient(OnlineAlgorithm):
         return replace(super().forward_request(token_id), entropy_gradient=self.has_entropy_bonus())
 
     def estimator(self) -> str:
-        """Returns the KL estimator: k3 pulls towards the reference only from the loss, k1 only from the reward."""
+        """Return the KL estimator: k3 pulls towards the reference only from the loss, k1 only from the reward."""
         if self.config.kl_estimator != "auto":
             return self.config.kl_estimator
         return "k3" if self.config.kl_in == "loss" else "k1"
@@ -183,7 +183,7 @@ class PolicyGradient(OnlineAlgorithm):
         raise NotImplementedError
 
     def token_rewards(self, sample: Sample, reward: float) -> Doubles:
-        """Returns the reward of each token that counts: `reward` at the last; with kl_in: reward minus its KL."""
+        """Return the reward of each token that counts: `reward` at the last; with kl_in: reward minus its KL."""
         rewards = np.zeros(int(sample.mask.sum()))
         if self.config.kl_coef and self.config.kl_in == "reward":
             rewards -= self.kl_weight * bounded_kl(token_kl(sample, self.estimator()), self.config.kl_clip)
@@ -192,7 +192,7 @@ class PolicyGradient(OnlineAlgorithm):
         return rewards
 
     def total_reward(self, sample: Sample) -> float:
-        """Returns the completion's reward, with kl_in: reward minus its KL; also where no token of it counts."""
+        """Return the completion's reward, with kl_in: reward minus its KL; also where no token of it counts."""
         return sample.reward + float(self.token_rewards(sample, 0.0).sum())
 
     # The loss, on the worker
@@ -233,11 +233,11 @@ class PolicyGradient(OnlineAlgorithm):
     def policy_terms(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is minimised at each token before weights, KL and entropy, and where it is clipped."""
+        """Return what is minimised at each token before weights, KL and entropy, and where it is clipped."""
         return self.surrogate(self.ratio(logprobs - old, batch), logprobs, advantages)
 
     def importance_weights(self, gap: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Returns constants that correct the mismatch of sampler and trainer; `gap`: log(trainer / sampler), [M]."""
+        """Return constants that correct the mismatch of sampler and trainer; `gap`: log(trainer / sampler), [M]."""
         mode, low, high = self.config.importance_mode, self.config.importance_floor, self.config.importance_cap
         sample_of = batch.sample_of[batch.counted]
         if mode.startswith("sequence_"):
@@ -250,7 +250,7 @@ class PolicyGradient(OnlineAlgorithm):
         return weights * ((bounded >= low) & (bounded <= high))
 
     def kl_terms(self, log_ratio: torch.Tensor, log_update: torch.Tensor) -> torch.Tensor:
-        """Returns the KL of each token in the loss; logs of policy / reference and of policy / old policy are given.
+        """Return the KL of each token in the loss; logs of policy / reference and of policy / old policy are given.
 
         With kl_bias_correction it is ratio k3 (DeepSeek-V3.2), whose gradient is ratio d grad log pi.
         """
@@ -258,18 +258,18 @@ class PolicyGradient(OnlineAlgorithm):
         return bounded_exp(log_update) * kl if self.config.kl_bias_correction else kl
 
     def ratio(self, log_ratio: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Returns the probability ratio of each token."""
+        """Return the probability ratio of each token."""
         return bounded_exp(log_ratio)
 
     def clip(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Clips the ratio to its bounds, if there are any."""
+        """Clip the ratio to its bounds, if there are any."""
         low, high = self.config.clip_low, self.config.clip_high
         return ratio.clamp(1 - low, 1 + high) if low or high else ratio
 
     def surrogate(
         self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is minimised at each token, and where it is clipped (arXiv:1707.06347, eq. 7).
+        """Return what is minimised at each token, and where it is clipped (arXiv:1707.06347, eq. 7).
 
         dual_clip bounds it for negative advantages (arXiv:1912.09729, eq. 5).
         """
@@ -282,7 +282,7 @@ class PolicyGradient(OnlineAlgorithm):
         return -gain, held
 
     def aggregate(self, per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Returns the sum over the unit of the loss."""
+        """Return the sum over the unit of the loss."""
         if self.config.loss_aggregation == "token_mean":
             return per_token.sum()
         if self.config.loss_aggregation == "fixed_length":
@@ -300,7 +300,7 @@ class PolicyGradient(OnlineAlgorithm):
     # What changes from step to step besides weights
 
     def after_step(self, metrics: dict[str, float], samples: int) -> None:
-        """Adapts the weights of the KL (arXiv:1909.08593, eq. 3) and of the entropy (arXiv:2505.22312)."""
+        """Adapt the weights of the KL (arXiv:1909.08593, eq. 3) and of the entropy (arXiv:2505.22312)."""
         target, horizon = self.config.kl_target, self.config.kl_horizon
         if target:
             error = float(np.clip(self.completion_kl / target - 1, -0.2, 0.2))
@@ -321,13 +321,13 @@ class PolicyGradient(OnlineAlgorithm):
 
 
 def completion_sums(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Returns the sum over the counted tokens of each completion: [M] -> [B]."""
+    """Return the sum over the counted tokens of each completion: [M] -> [B]."""
     sample_of = batch.sample_of[batch.counted]
     return per_token.new_zeros(len(batch.lengths)).index_add(0, sample_of, per_token)
 
 
 def completion_means(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Returns the mean over the counted tokens of each completion: [M] -> [B]."""
+    """Return the mean over the counted tokens of each completion: [M] -> [B]."""
     return completion_sums(per_token, batch) / batch.counts()
 
 
@@ -335,17 +335,17 @@ Number = TypeVar("Number", "torch.Tensor", Doubles)
 
 
 def bounded_kl(kl: Number, bound: float) -> Number:
-    """Clips a KL estimate to at most the bound in size; 0: no bound."""
+    """Clip a KL estimate to at most the bound in size; 0: no bound."""
     return kl.clip(-bound, bound) if bound else kl
 
 
 def token_mean(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a metric that is a mean over the tokens that count, whatever the unit of the loss: (sum, count)."""
+    """Return a metric that is a mean over the tokens that count, whatever the unit of the loss: (sum, count)."""
     return per_token.sum(), torch.tensor(float(len(per_token)), device=per_token.device)
 
 
 def sampler_mismatch(gap: torch.Tensor, stale: torch.Tensor) -> Metrics:
-    """Measures how far the trainer's log-probabilities are from the sampler's.
+    """Measure how far the trainer's log-probabilities are from the sampler's.
 
     At tokens that the same weights sampled, only the engine's error is left: `sampler_kl` is ideally 0. At `stale`
     tokens, sampled with older weights, `policy_drift` is mostly what the policy has learned since then.
@@ -363,7 +363,7 @@ def sampler_mismatch(gap: torch.Tensor, stale: torch.Tensor) -> Metrics:
 
 
 def token_kl(sample: Sample, estimator: str) -> Doubles:
-    """Estimates the KL of the sampling policy to the reference at each token that counts."""
+    """Estimate the KL of the sampling policy to the reference at each token that counts."""
     policy = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
     assert policy is not None and sample.ref_logprobs is not None
     log_ratio = (policy.astype(np.float64) - sample.ref_logprobs)[sample.mask]
@@ -371,20 +371,20 @@ def token_kl(sample: Sample, estimator: str) -> Doubles:
 
 
 def standardize(values: Doubles, epsilon: float = 1e-6) -> Doubles:
-    """Subtracts the mean and divides by the unbiased standard deviation; exactly 0 where all values are equal."""
+    """Subtract the mean and divide by the unbiased standard deviation; exactly 0 where all values are equal."""
     if len(values) < 2 or np.ptp(values) == 0:
         return np.zeros(len(values))
     return (values - values.mean()) / (values.std(ddof=1) + epsilon)
 
 
 def whiten(credits: Sequence[Doubles]) -> list[Doubles]:
-    """Standardizes the numbers of all samples over all tokens of the batch."""
+    """Standardize the numbers of all samples over all tokens of the batch."""
     lengths = [len(credit) for credit in credits]
     return np.split(standardize(np.concatenate(credits)), np.cumsum(lengths)[:-1])
 
 
 def as_stream(sample: Sample, per_token: Doubles | float) -> Floats:
-    """Turns one number per token that counts (or one for all of them) into a stream of the sample; 0 elsewhere."""
+    """Turn one number per token that counts (or one for all of them) into a stream of the sample; 0 elsewhere."""
     stream = np.zeros(len(sample), dtype=np.float32)
     stream[sample.mask] = per_token
     return stream

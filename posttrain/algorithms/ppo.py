@@ -125,12 +125,12 @@ class PPO(PolicyGradient):
         return loss
 
     def critic_loss(self, out: Outputs, batch: MicroBatch) -> Loss:
-        """Returns a sum over tokens, whatever the policy's loss is averaged over."""
+        """Return a sum over tokens, whatever the policy's loss is averaged over."""
         errors, metrics = self.value_errors(out, batch)
         return Loss(total=errors.sum(), metrics=metrics)
 
     def value_errors(self, out: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
-        """Returns half the squared error at each token that counts: the larger of the unclipped and the clipped one."""
+        """Return half the squared error at each token that counts: the larger of the unclipped and the clipped one."""
         assert out.values is not None and batch.values is not None and batch.returns is not None
         values, old, returns = (stream[batch.counted] for stream in (out.values, batch.values, batch.returns))
         free = held = (values - returns).square()

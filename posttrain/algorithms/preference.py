@@ -50,19 +50,19 @@ class Pairwise(Algorithm):
     group_size = 2
 
     def rewards(self, out: Outputs, batch: MicroBatch) -> torch.Tensor:
-        """Returns the implicit reward of each completion: [B]."""
+        """Return the implicit reward of each completion: [B]."""
         raise NotImplementedError
 
     def pair_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of each pair, given the difference of its rewards."""
+        """Return the loss of each pair, given the difference of its rewards."""
         raise NotImplementedError
 
     def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of each pair, given its two rewards."""
+        """Return the loss of each pair, given its two rewards."""
         return self.pair_loss(chosen - rejected)
 
     def nll_weight(self) -> float:
-        """Returns the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
+        """Return the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
         raise NotImplementedError
 
     def loss(self, out: Outputs, batch: MicroBatch) -> Loss:

@@ -47,7 +47,7 @@ class ProcessReward(Algorithm):
                 raise UsageError(f"algo.placeholder {token!r} is also algo.{name}: choose another placeholder")
 
     def reward_tokens(self) -> tuple[str, str]:
-        """Returns the token for a correct step and the one for a wrong step."""
+        """Return the token for a correct step and the one for a wrong step."""
         return self.config.positive_token, self.config.negative_token
 
     def placeholder(self) -> str:

@@ -44,7 +44,7 @@ class Arguments:
         self.tokenizer: Any = None
 
     def add(self, arguments: Mapping[str, Any]) -> None:
-        """Adds a mapping of sections, options and objects; None leaves a default."""
+        """Add a mapping of sections, options and objects; None leaves a default."""
         for name, value in arguments.items():
             if value is None:
                 continue
@@ -121,7 +121,7 @@ class Arguments:
         return texts
 
     def parts(self, name: str, data: Any) -> Iterator[Any]:
-        """Yields the sources that `data` consists of: texts and collections of examples."""
+        """Yield the sources that `data` consists of: texts and collections of examples."""
         option = "data" if name == "train" else "eval_data"
         if isinstance(data, Mapping):
             splits = ", ".join(map(str, data))
@@ -158,8 +158,8 @@ class Arguments:
         )
 
 
-def prepare(verb: str, arguments: Mapping[str, Any]) -> tuple[Config, RunInputs]:
-    """Returns the configuration of a training verb and the objects that its run is given.
+def prepare_run(verb: str, arguments: Mapping[str, Any]) -> tuple[Config, RunInputs]:
+    """Return the configuration of a training verb and the objects that its run is given.
 
     With `resume` the configuration of the run in output_dir comes first, as on the command line.
     """
@@ -180,7 +180,7 @@ def prepare(verb: str, arguments: Mapping[str, Any]) -> tuple[Config, RunInputs]
 
 
 def prepare_pipeline(verb: str, arguments: Mapping[str, Any]) -> PipelineConfig:
-    """Returns the configuration of a pipeline; examples in memory are written into its directory."""
+    """Return the configuration of a pipeline; examples in memory are written into its directory."""
     given = dict(arguments)
     defaults = pipeline_defaults(verb)
     collected = Arguments(verb, option_keys(defaults))
@@ -197,7 +197,7 @@ def prepare_pipeline(verb: str, arguments: Mapping[str, Any]) -> PipelineConfig:
 
 
 def written_examples(collected: Arguments) -> dict[str, Any]:
-    """Writes examples in memory to files of the pipeline's directory; returns the options that name them."""
+    """Write examples in memory to files of the pipeline's directory; return the options that name them."""
     folder = collected.options.get("output_dir")
     if not folder:
         raise UsageError("examples in memory are written into the pipeline's directory: give output_dir")
@@ -236,7 +236,7 @@ def path_as_text(value: Any) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Raises UsageError for a loaded model that cannot be trained as it is."""
+    """Raise UsageError for a loaded model that cannot be trained as it is."""
     if hasattr(model, "peft_config") or hasattr(model, "merge_and_unload"):
         raise UsageError(
             "the model has adapters of peft: give the base model and peft_config, or the result of merge_and_unload()"
@@ -264,7 +264,7 @@ NOT_SETTINGS = {
 
 
 def lora_options(peft_config: Any) -> dict[str, Any]:
-    """Returns the options of the section `model` for a peft.LoraConfig; refuses settings that have no counterpart."""
+    """Return the options of the section `model` for a peft.LoraConfig; refuse settings that have no counterpart."""
     kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
     if kind != "LORA":
         raise UsageError(f"peft_config is of type {kind}; only LoraConfig has a counterpart here")

@@ -64,20 +64,20 @@ class SavedRun:
         return resolve_model_folder(self.path)
 
     def model(self) -> PreTrainedModel:
-        """Loads the model of the newest valid checkpoint, with adapters merged into it."""
+        """Load the model of the newest valid checkpoint, with adapters merged into it."""
         from posttrain.models.export import load_trained_model
 
         return load_trained_model(str(self.path))
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Loads the tokenizer that was saved with the model."""
+        """Load the tokenizer that was saved with the model."""
         from posttrain.config.sections import ModelConfig
         from posttrain.models.tokenizers import load_tokenizer
 
         return load_tokenizer(ModelConfig(path=str(self.path)))
 
     def rollouts(self, step: int | None = None) -> Iterator[Rollout]:
-        """Yields the recorded completions with their rewards, of all steps or of one; online runs have them."""
+        """Yield the recorded completions with their rewards, of all steps or of one; online runs have them."""
         from posttrain.rollout.records import find_file, from_row, read_rows
 
         for _, row in read_rows(find_file(self.path), step):
@@ -85,7 +85,7 @@ class SavedRun:
                 yield from_row(row)
 
     def plot(self, *names: str) -> Any:
-        """Draws curves of metrics over the steps and returns the figure of matplotlib.
+        """Draw curves of metrics over the steps and return the figure of matplotlib.
 
         By default the reward of an online run, the loss of others; `loss` and `eval/loss` share one plot.
         """
@@ -98,7 +98,7 @@ class SavedRun:
     def resume(
         self, *, data: Data | None = None, reward: Reward | None = None, **options: Unpack[OnlineOptions]
     ) -> Result:
-        """Continues from the newest valid checkpoint, with the saved configuration; arguments change it.
+        """Continue from the newest valid checkpoint, with the saved configuration; arguments change it.
 
         Callbacks and metrics are not saved: give them again; in a new process also reward functions of a notebook.
         """
@@ -107,5 +107,5 @@ class SavedRun:
 
 
 def load_run(path: PathLike) -> SavedRun:
-    """Opens a run directory to read its configuration, metrics, model and rollouts, to plot or to resume it."""
+    """Open a run directory to read its configuration, metrics, model and rollouts, to plot or to resume it."""
     return SavedRun(path)

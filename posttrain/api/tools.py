@@ -60,7 +60,7 @@ def generate(
     resume: bool = False,
     quiet: bool = True,
 ) -> list[Row]:
-    """Generates completions for prompts and returns one dict per completion, in the order of the prompts.
+    """Generate completions for prompts and return one dict per completion, in the order of the prompts.
 
     Like `posttrain generate`: each dict has prompt, completion, finish (stop or length), tokens, logprob and the
     columns of its example. `score` and `select` take them as they are.
@@ -152,7 +152,7 @@ def score(
     dtype: Dtype = "auto",
     output_file: PathLike = "",
 ) -> list[Row]:
-    """Adds rewards to completions and returns them: `reward` is the sum, `rewards` has its parts by name.
+    """Add rewards to completions and return them: `reward` is the sum, `rewards` has its parts by name.
 
     Like `posttrain score`. A completion that could not be scored has the reward None and a reason in `failure`.
 
@@ -211,7 +211,7 @@ def select(
     map_keys: Mapping[str, str] | None = None,
     output_file: PathLike = "",
 ) -> list[Row]:
-    """Selects training examples from scored completions and returns them.
+    """Select training examples from scored completions and return them.
 
     Like `posttrain select`: best-of-n (the best completion of each prompt, for sft), pairs (the best and the worst,
     for dpo), condition (all, with prompts that state the reward), threshold (at least `min_reward`), top-fraction (the
@@ -283,7 +283,7 @@ def evaluate(
     dtype: Dtype = "auto",
     output_dir: PathLike = "",
 ) -> Evaluation:
-    """Generates and scores completions, and returns accuracy, pass@k and mean reward with confidence intervals.
+    """Generate and score completions, and return accuracy, pass@k and mean reward with confidence intervals.
 
     Like `posttrain eval`. A completion counts as correct if its first reward is above `pass_threshold`.
 
@@ -361,7 +361,7 @@ def mix_data(
     map_keys: Mapping[str, str] | None = None,
     output_file: PathLike = "",
 ) -> list[Row]:
-    """Mixes several sources and returns the rows of the mixture.
+    """Mix several sources and return the rows of the mixture.
 
     Like `posttrain data mix`: the same seed gives the same rows in the same order.
 
@@ -411,7 +411,7 @@ def split_data(
     map_keys: Mapping[str, str] | None = None,
     output_dir: PathLike = "",
 ) -> dict[str, list[Row]]:
-    """Splits examples and returns the rows of `train` and of `eval` and `test`, if these are asked for.
+    """Split examples and return the rows of `train` and of `eval` and `test`, if these are asked for.
 
     Like `posttrain data split`: examples of one prompt and near-duplicates are in one part.
 
@@ -454,7 +454,7 @@ def plot(
     log_scale: bool = False,
     output_file: PathLike = "",
 ) -> Any:
-    """Draws curves of one or several runs and returns the figure of matplotlib; with a file, writes that instead.
+    """Draw curves of one or several runs and return the figure of matplotlib; with a file, write that instead.
 
     Like `posttrain plot`.
 
@@ -480,7 +480,7 @@ def plot(
 
 
 def export(source: PathLike, output_dir: PathLike, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
-    """Writes the model of a run, checkpoint or directory as a plain Hugging Face directory; returns a report.
+    """Write the model of a run, checkpoint or directory as a plain Hugging Face directory; return a report.
 
     Like `posttrain export`: the result is read back and compared with its source.
 
@@ -509,7 +509,7 @@ def convert(
     original: PathLike = "",
     workers: int = 1,
 ) -> ConversionReport:
-    """Converts weights between Hugging Face, Megatron core and Megatron legacy; returns counts of what was written.
+    """Convert weights between Hugging Face, Megatron core and Megatron legacy; return counts of what was written.
 
     Like `posttrain convert`, which also merges adapters and verifies logits.
 
@@ -568,7 +568,7 @@ class Workspace:
         self.temporary.close()
 
     def files(self, name: str, data: Any) -> list[str]:
-        """Returns files with the examples; those in memory are written."""
+        """Return files with the examples; those in memory are written."""
         from posttrain.api.arguments import Arguments
         from posttrain.core.files import atomic_write
         from posttrain.train.inputs import IN_MEMORY, as_json_lines
@@ -584,14 +584,14 @@ class Workspace:
         return names
 
     def file(self, data: Any) -> str:
-        """Returns the one file with the examples."""
+        """Return the one file with the examples."""
         names = self.files("data", data)
         if len(names) != 1:
             raise UsageError(f"data: one file or one list of examples is needed here, not {len(names)}")
         return names[0]
 
     def model(self, model: Any, tokenizer: Any, dtype: Dtype, load_in_4bit: bool) -> ModelConfig:
-        """Returns the options of a model; a loaded one is saved."""
+        """Return the options of a model; a loaded one is saved."""
         from posttrain.api.arguments import Arguments
         from posttrain.config.sections import ModelConfig
         from posttrain.models.saving import save_model
@@ -614,7 +614,7 @@ class Workspace:
 
 @contextmanager
 def directory(path: PathLike) -> Iterator[Path]:
-    """Yields a directory to keep, or a temporary one."""
+    """Yield a directory to keep, or a temporary one."""
     if os.fspath(path):
         yield Path(path)
         return
@@ -623,7 +623,7 @@ def directory(path: PathLike) -> Iterator[Path]:
 
 
 def temporary_folder() -> TemporaryFolder:
-    """Creates a folder in the system's folder for temporary files; a killed process's folder is removed by the next."""
+    """Create a folder in the system's folder for temporary files; a killed process's folder is removed by the next."""
     return TemporaryFolder(Path(tempfile.gettempdir()), "posttrain")
 
 

@@ -48,17 +48,17 @@ class Trainer:
         config: ConfigFile | None = None,
         **options: Unpack[TrainingOptions],
     ) -> None:
-        """Reads and checks everything, and loads the models."""
+        """Read and check everything, and load the models."""
         self._open({"config": config, "model": model, "data": data, **options})
 
     def _open(self, arguments: Mapping[str, Any]) -> None:
-        from posttrain.api.arguments import prepare
+        from posttrain.api.arguments import prepare_run
         from posttrain.config.sections import OnlineConfig
         from posttrain.train.launch import refuse_in_worker
         from posttrain.train.setup import open_offline, open_online
 
         refuse_in_worker()
-        config, inputs = prepare(self.verb, arguments)
+        config, inputs = prepare_run(self.verb, arguments)
         self._stack = ExitStack()
         self._loop: Any
         try:
@@ -73,25 +73,25 @@ class Trainer:
         self._loop.run.signals.restore()  # between two calls Ctrl-C interrupts the caller's code as usual
 
     def train(self) -> Result:
-        """Makes all steps that are left, with saves, evaluations and logs as configured."""
+        """Make all steps that are left, with saves, evaluations and logs as configured."""
         with self._loop.run.signals:
             result: Result = self._loop.train()
             return result
 
     def evaluate(self) -> dict[str, float]:
-        """Returns metrics of the current model on the evaluation data; their names begin with eval/."""
+        """Return metrics of the current model on the evaluation data; their names begin with eval/."""
         if self._loop.run.data.eval is None:
             raise UsageError("there is no evaluation data: give eval_data")
         metrics: dict[str, float] = self._loop.evaluate()
         return metrics
 
     def save(self) -> Path:
-        """Writes a checkpoint of the current step and returns its directory."""
+        """Write a checkpoint of the current step and return its directory."""
         path: Path = self._loop.run.save(self._loop.step, self._loop.policy)
         return path
 
     def model(self) -> PreTrainedModel:
-        """Saves the current step and loads it as a plain model, with adapters merged into it."""
+        """Save the current step and load it as a plain model, with adapters merged into it."""
         from posttrain.models.export import load_trained_model
 
         return load_trained_model(str(self.save()))
@@ -114,7 +114,7 @@ class Trainer:
         return self.output_dir
 
     def close(self) -> None:
-        """Frees the models and releases the run directory."""
+        """Free the models and release the run directory."""
         self._finalizer()
 
     def __enter__(self) -> Trainer:
@@ -136,18 +136,18 @@ class OnlineTrainer(Trainer):
         config: ConfigFile | None = None,
         **options: Unpack[OnlineOptions],
     ) -> None:
-        """Reads and checks everything, and loads the models."""
+        """Read and check everything, and load the models."""
         given: dict[str, Any] = dict(options)
         reward = reward if reward is not None else given.pop("rewards", None)  # its previous name
         self._open({"config": config, "model": model, "data": data, "reward": reward, **given})
 
     def make_experience(self) -> list[Rollout]:
-        """Returns the rollouts of the next step: completions with their rewards and advantages."""
+        """Return the rollouts of the next step: completions with their rewards and advantages."""
         rollouts: list[Rollout] = self._loop.make_experience()
         return rollouts
 
     def train_step(self, experience: list[Rollout]) -> dict[str, float]:
-        """Trains on a batch of rollouts; returns its metrics, which are logged too."""
+        """Train on a batch of rollouts; return its metrics, which are logged too."""
         metrics: dict[str, float] = self._loop.train_step(experience)
         row = self._loop.run.log.step(self._loop.step, metrics)
         self._loop.run.callbacks.call("on_step", self._loop.step, metrics=row)

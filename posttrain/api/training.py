@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 def train_verb(
     verb: str, model: Model | None, data: Data | None, config: ConfigFile | None, options: Mapping[str, Any]
 ) -> Result:
-    """Trains like `posttrain VERB`, with restarts after a lost worker."""
-    from posttrain.api.arguments import prepare
+    """Train like `posttrain VERB`, with restarts after a lost worker."""
+    from posttrain.api.arguments import prepare_run
     from posttrain.train.launch import train_from
 
-    return train_from(verb, *prepare(verb, {"config": config, "model": model, "data": data, **options}))
+    return train_from(verb, *prepare_run(verb, {"config": config, "model": model, "data": data, **options}))
 
 
 def registered_function(verb: str) -> Callable[..., Result]:
-    """Returns the function of an algorithm that the user has registered."""
+    """Return the function of an algorithm that the user has registered."""
     from posttrain.algorithms import ALGORITHMS
 
     def train(
@@ -55,7 +55,7 @@ def sft(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Fine-tunes on conversations: cross-entropy of the assistant's tokens (supervised fine-tuning)."""
+    """Fine-tune on conversations: cross-entropy of the assistant's tokens (supervised fine-tuning)."""
     return train_verb("sft", model, data, config, options)
 
 
@@ -67,7 +67,7 @@ def pretrain(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Continues pretraining on plain text: cross-entropy of all tokens."""
+    """Continue pretraining on plain text: cross-entropy of all tokens."""
     return train_verb("pretrain", model, data, config, options)
 
 
@@ -79,7 +79,7 @@ def reward(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains a reward model on pairs of a better and a worse completion."""
+    """Train a reward model on pairs of a better and a worse completion."""
     return train_verb("reward", model, data, config, options)
 
 
@@ -91,7 +91,7 @@ def prm(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains a process reward model on completions that are labelled step by step."""
+    """Train a process reward model on completions that are labelled step by step."""
     return train_verb("prm", model, data, config, options)
 
 
@@ -103,7 +103,7 @@ def dpo(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains on preference pairs by direct preference optimisation (DPO); also IPO, cDPO, hinge and robust losses."""
+    """Train on preference pairs by direct preference optimisation (DPO); also IPO, cDPO, hinge and robust losses."""
     return train_verb("dpo", model, data, config, options)
 
 
@@ -115,7 +115,7 @@ def kto(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains on single completions that are labelled good or bad (KTO)."""
+    """Train on single completions that are labelled good or bad (KTO)."""
     return train_verb("kto", model, data, config, options)
 
 
@@ -127,7 +127,7 @@ def simpo(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains on preference pairs without a reference model, with length-normalised rewards (SimPO)."""
+    """Train on preference pairs without a reference model, with length-normalised rewards (SimPO)."""
     return train_verb("simpo", model, data, config, options)
 
 
@@ -139,7 +139,7 @@ def orpo(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Fine-tunes and trains on preference pairs in one loss, by odds ratio (ORPO)."""
+    """Fine-tune and train on preference pairs in one loss, by odds ratio (ORPO)."""
     return train_verb("orpo", model, data, config, options)
 
 
@@ -151,7 +151,7 @@ def cpo(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains on preference pairs without a reference model (contrastive preference optimisation, CPO)."""
+    """Train on preference pairs without a reference model (contrastive preference optimisation, CPO)."""
     return train_verb("cpo", model, data, config, options)
 
 
@@ -163,7 +163,7 @@ def distill(
     config: ConfigFile | None = None,
     **options: Unpack[TrainingOptions],
 ) -> Result:
-    """Trains a student on the next-token distribution of a teacher: `algo={"teacher": PATH}`."""
+    """Train a student on the next-token distribution of a teacher: `algo={"teacher": PATH}`."""
     return train_verb("distill", model, data, config, options)
 
 
@@ -179,7 +179,7 @@ def grpo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by group-relative policy optimisation (GRPO); with other options of `algo` also Dr. GRPO and DAPO."""
+    """Train by group-relative policy optimisation (GRPO); with other options of `algo` also Dr. GRPO and DAPO."""
     return train_verb("grpo", model, data, config, {"reward": reward, **options})
 
 
@@ -192,7 +192,7 @@ def gspo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by GRPO with one importance ratio per completion instead of per token (GSPO)."""
+    """Train by GRPO with one importance ratio per completion instead of per token (GSPO)."""
     return train_verb("gspo", model, data, config, {"reward": reward, **options})
 
 
@@ -205,7 +205,7 @@ def gmpo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by GRPO with the geometric mean of clipped token ratios (GMPO)."""
+    """Train by GRPO with the geometric mean of clipped token ratios (GMPO)."""
     return train_verb("gmpo", model, data, config, {"reward": reward, **options})
 
 
@@ -218,7 +218,7 @@ def cispo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by GRPO with clipped importance weights, which keep the gradient of every token (CISPO)."""
+    """Train by GRPO with clipped importance weights, which keep the gradient of every token (CISPO)."""
     return train_verb("cispo", model, data, config, {"reward": reward, **options})
 
 
@@ -231,7 +231,7 @@ def opd(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains a student on its own completions with a teacher's distribution: `algo={"teacher": PATH}`."""
+    """Train a student on its own completions with a teacher's distribution: `algo={"teacher": PATH}`."""
     return train_verb("opd", model, data, config, {"reward": reward, **options})
 
 
@@ -244,7 +244,7 @@ def sapo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by GRPO with a smooth gate on the ratio instead of clipping (SAPO)."""
+    """Train by GRPO with a smooth gate on the ratio instead of clipping (SAPO)."""
     return train_verb("sapo", model, data, config, {"reward": reward, **options})
 
 
@@ -257,7 +257,7 @@ def rloo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by REINFORCE with the mean reward of a prompt's other completions as baseline (RLOO)."""
+    """Train by REINFORCE with the mean reward of a prompt's other completions as baseline (RLOO)."""
     return train_verb("rloo", model, data, config, {"reward": reward, **options})
 
 
@@ -270,7 +270,7 @@ def reinforce(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by REINFORCE++: advantages are normalised over the batch; one completion per prompt is enough."""
+    """Train by REINFORCE++: advantages are normalised over the batch; one completion per prompt is enough."""
     return train_verb("reinforce", model, data, config, {"reward": reward, **options})
 
 
@@ -283,7 +283,7 @@ def remax(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by REINFORCE with the reward of the greedy completion as baseline (ReMax)."""
+    """Train by REINFORCE with the reward of the greedy completion as baseline (ReMax)."""
     return train_verb("remax", model, data, config, {"reward": reward, **options})
 
 
@@ -296,7 +296,7 @@ def ppo(
     config: ConfigFile | None = None,
     **options: Unpack[OnlineOptions],
 ) -> Result:
-    """Trains by proximal policy optimisation (PPO) with a critic."""
+    """Train by proximal policy optimisation (PPO) with a critic."""
     return train_verb("ppo", model, data, config, {"reward": reward, **options})
 
 
@@ -311,7 +311,7 @@ def run_pipeline(
     config: ConfigFile | None,
     options: Mapping[str, Any],
 ) -> PipelineResult:
-    """Runs like `posttrain VERB`; the same call continues a pipeline that was stopped."""
+    """Run like `posttrain VERB`; the same call continues a pipeline that was stopped."""
     from posttrain.api.arguments import prepare_pipeline
     from posttrain.core.logging import quiet_libraries
     from posttrain.pipelines.recipes import run_from
@@ -330,7 +330,7 @@ def rejection_sampling(
     config: ConfigFile | None = None,
     **options: Unpack[PipelineOptions],
 ) -> PipelineResult:
-    """Generates completions, keeps the best of each prompt and fine-tunes on them, in several iterations."""
+    """Generate completions, keep the best of each prompt and fine-tune on them, in several iterations."""
     return run_pipeline("rejection-sampling", model, data, reward, config, options)
 
 
@@ -343,7 +343,7 @@ def iterative_dpo(
     config: ConfigFile | None = None,
     **options: Unpack[PipelineOptions],
 ) -> PipelineResult:
-    """Generates completions, pairs the best with the worst of each prompt and trains DPO, in iterations."""
+    """Generate completions, pair the best with the worst of each prompt and train DPO, in iterations."""
     return run_pipeline("iterative-dpo", model, data, reward, config, options)
 
 
@@ -356,5 +356,5 @@ def conditional_sft(
     config: ConfigFile | None = None,
     **options: Unpack[PipelineOptions],
 ) -> PipelineResult:
-    """Fine-tunes on completions whose prompts state their reward; then a prompt can ask for a high one."""
+    """Fine-tune on completions whose prompts state their reward; then a prompt can ask for a high one."""
     return run_pipeline("conditional-sft", model, data, reward, config, options)

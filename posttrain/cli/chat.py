@@ -92,11 +92,11 @@ def run(args: list[str]) -> int:
         for message in options.ask:
             chat.ask(message)
         return 0
-    read_lines(chat)
+    read_input(chat)
     return 0
 
 
-def read_lines(chat: Chat) -> None:
+def read_input(chat: Chat) -> None:
     """Handle the input line by line until the user leaves or the input ends."""
     terminal = sys.stdin.isatty()
     if terminal:

@@ -96,7 +96,7 @@ class MindSpeedConvertFlags:
     post_norm: bool = False
     """Has no effect: config.json defines the norms."""
     w_pack: bool = False
-    """Has no effect: config.json says whether queries, keys and values are one tensor."""
+    """Has no effect: config.json states whether queries, keys and values are one tensor."""
     qlora_nf4: bool = False
     """Refused: weights are converted unquantized, and model.load_in_4bit quantizes them when they are loaded."""
     load_checkpoint_loosely: bool = False
@@ -140,7 +140,8 @@ class ConvertArgs(ToolArgs, MindSpeedConvertFlags):
     grouped_experts: bool = False
     """Write all experts of a rank into weight1 and weight2, as Megatron's grouped GEMM does."""
     tp_extend_ep: bool = False
-    """Keep experts whole and divide them among tensor ranks, too, as MindSpeed does; of a foreign source, too."""
+    """Experts are kept whole and distributed over the tensor-parallel ranks, too, as MindSpeed does: in a Megatron
+    target, and in a Megatron source that posttrain did not write."""
     transformer_engine: bool = False
     """Use the tensor names of Transformer Engine's layers, which contain the norms."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -193,7 +194,7 @@ ARGS = (ConvertArgs,)
 def run(args: list[str]) -> int:
     """Convert, and print what was written."""
     options = read_tool(ConvertArgs(), args)
-    check(options)
+    check_options(options)
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
@@ -212,7 +213,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def check(options: ConvertArgs) -> None:
+def check_options(options: ConvertArgs) -> None:
     """Raise UsageError for options that cannot work together."""
     check_at_least(options, vocab_multiple=1, workers=0)
     check_at_least(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
@@ -254,7 +255,7 @@ def open_checkpoint(options: ConvertArgs, folder: Path) -> tuple[SourceCheckpoin
 
 
 def given_layout(options: ConvertArgs) -> CheckpointLayout:
-    """Return what the user says about the layout of a source that posttrain did not write."""
+    """Return what the options state about the layout of a source that posttrain did not write."""
     from posttrain.convert.megatron import CheckpointLayout
 
     return CheckpointLayout(
@@ -272,7 +273,7 @@ def original_of(options: ConvertArgs, kind: str) -> Path | None:
     return Path(options.original) if options.original else None
 
 
-def adapter_settings(options: ConvertArgs) -> dict[str, Any]:
+def given_lora_config(options: ConvertArgs) -> dict[str, Any]:
     return {"r": options.lora_rank, "lora_alpha": options.lora_alpha}
 
 
@@ -284,7 +285,7 @@ def read_lora(options: ConvertArgs, source: SourceCheckpoint) -> LoraAdapter:
     base = AdapterBase(source.config, source.shape, source.parameters)
     given = given_layout(options)
     kind = "hf" if is_peft(folder) else megatron_kind(folder)
-    return read_adapter(folder, base, kind, given, adapter_settings(options))[0]
+    return read_adapter(folder, base, kind, given, given_lora_config(options))[0]
 
 
 def convert_adapters(options: ConvertArgs, folder: Path) -> int:
@@ -305,7 +306,7 @@ def convert_adapters(options: ConvertArgs, folder: Path) -> int:
     config = read_model_config(base_folder(folder, original_of(options, "adapters")))
     base = AdapterBase(config, *model_parameters(config))
     given = given_layout(options)
-    adapter, _ = read_adapter(folder, base, kind, given, adapter_settings(options))
+    adapter, _ = read_adapter(folder, base, kind, given, given_lora_config(options))
     count = write_adapter(adapter, base, Path(options.output_dir), target_of(options), folder)
     print(f"{len(adapter.factors)} adapted matrices, {count} tensors")
     print(f"done: {options.output_dir}")

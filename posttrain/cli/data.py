@@ -53,7 +53,8 @@ class DataCheckArgs(ToolArgs):
     trainer: str = ""
     """Trainer that the files are for, such as dpo; empty: every trainer that accepts them."""
     model: str = ""
-    """Model whose tokenizer and chat template are used; empty: those of the toy model pico, for any roles."""
+    """Model whose tokenizer and chat template are used; empty: the toy model's tokenizer, and a template that accepts
+    every role."""
     tokenizer: str = ""
     """Directory or Hugging Face name of the tokenizer; empty: the model's own."""
     max_length: int = 0
@@ -94,13 +95,13 @@ def run(args: list[str]) -> int:
         print("\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items()))
         print("\nposttrain data COMMAND --help lists the options of a command.")
         return 0
-    runs = {"check": check, "mix": mix.run, "split": split.run, "preprocess": preprocess}
+    runs = {"check": check_files, "mix": mix.run, "split": split.run, "preprocess": preprocess}
     if args[0] in runs:
         return runs[args[0]](args[1:])
     raise UsageError(f"there is no `posttrain data {args[0]}`; the commands are {', '.join(COMMANDS)}")
 
 
-def check(args: list[str]) -> int:
+def check_files(args: list[str]) -> int:
     """Print what was found in each file; 0 if all examples can be used, 1 if some cannot."""
     options = read_tool(DataCheckArgs(), args)
     kind = example_kind(options.trainer)
@@ -130,7 +131,7 @@ def check(args: list[str]) -> int:
         for name in names:
             with progress_bar(name, console) as (meter, progress):
                 report = check_source(name, make_encoder, kind, limit, options.full, meter, progress, on_parsed)
-            show(report, options, console)
+            show_report(report, options, console)
             panels += length_panels(report) if options.picture else []
             failed = failed or bool(report.bad)
         if on_parsed is not None:
@@ -210,7 +211,7 @@ def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Ca
         yield meter, report
 
 
-def show(report: SourceReport, options: DataCheckArgs, console: Console) -> None:
+def show_report(report: SourceReport, options: DataCheckArgs, console: Console) -> None:
     """Print what was found."""
     out = Printer(console)
     for description, verbs in report.descriptions:
@@ -219,7 +220,9 @@ def show(report: SourceReport, options: DataCheckArgs, console: Console) -> None
     if not report.descriptions:
         out.line(f"{report.name}: no known format", "bold")
     unusable = f", {report.bad:,} of them unusable" if report.bad else ""
-    out.line(f"  {number_of(report.examples, 'example')}{unusable}; {number_of(report.duplicates, 'exact duplicate')}")
+    out.line(
+        f"  {count_text(report.examples, 'example')}{unusable}; {count_text(report.duplicates, 'exact duplicate')}"
+    )
     if report.lengths:
         show_lengths(report, options, out)
     for origin, samples in report.shown:
@@ -258,7 +261,7 @@ def show_lengths(report: SourceReport, options: DataCheckArgs, out: Printer) -> 
         choice = options.on_overlong
         fate = {"truncate": "will be truncated", "drop": "will be left out", "error": "will stop the run"}[choice]
         fate = "will be split" if report.kind == "text" and choice == "truncate" else fate
-        out.line(f"  {number_of(report.too_long, 'example')} longer than that {fate}: on_overlong is {choice}")
+        out.line(f"  {count_text(report.too_long, 'example')} longer than that {fate}: on_overlong is {choice}")
 
 
 def show_bars(bins: Sequence[tuple[int, int, int]], out: Printer, limit: int | None) -> None:
@@ -291,7 +294,7 @@ def show_curation(found: CurationReport, options: DataCheckArgs, out: Printer, f
 
     if options.near_duplicates:
         group = f"; the largest group has {found.largest_group:,}" if found.near_duplicates else ""
-        of_all = f"{number_of(found.near_duplicates, 'near-duplicate')} of an earlier example, of {found.examples:,}"
+        of_all = f"{count_text(found.near_duplicates, 'near-duplicate')} of an earlier example, of {found.examples:,}"
         out.line(f"{of_all} (similarity from {options.similarity:g}){group}", "bold")
         for one, first in found.duplicates_listed:
             out.line(f"  {one} is a near-duplicate of {first}")
@@ -299,7 +302,7 @@ def show_curation(found: CurationReport, options: DataCheckArgs, out: Printer, f
         out.line(f"  and {left:,} more" if left else "")
     if options.decontaminate:
         verb = "overlaps" if found.overlapping == 1 else "overlap"
-        of_all = f"{number_of(found.overlapping, 'example')} of {found.examples:,} {verb} with the evaluation sets"
+        of_all = f"{count_text(found.overlapping, 'example')} of {found.examples:,} {verb} with the evaluation sets"
         counts = "".join(f"; {count:,} with {name}" for name, count in found.overlaps_by_source.most_common())
         out.line(f"{of_all}{counts}", "red" if found.overlapping else "bold")
         for overlap in found.overlaps_listed:
@@ -309,11 +312,11 @@ def show_curation(found: CurationReport, options: DataCheckArgs, out: Printer, f
     if options.output_file and failed:
         out.line(f"{options.output_file} is not written, because of the problems above", "red")
     elif options.output_file:
-        removed = number_of(found.examples - found.written, "example")
-        out.line(f"done: {number_of(found.written, 'example')} in {options.output_file}; {removed} left out")
+        removed = count_text(found.examples - found.written, "example")
+        out.line(f"done: {count_text(found.written, 'example')} in {options.output_file}; {removed} left out")
 
 
-def number_of(count: int, thing: str) -> str:
+def count_text(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'s' * (count != 1)}"
 
 

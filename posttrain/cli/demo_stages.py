@@ -67,7 +67,7 @@ def run_demo(out: str, seed: int) -> int:
     started = time.monotonic()
     with RunDirectory.open(out, "demo", resume=False) as folder:
         demo = Demo(folder.path, seed)
-        before = completions("pico", demo.held_out, seed)
+        before = sample_completions("pico", demo.held_out, seed)
         sft, sft_accuracy = demo.train_sft(accuracy(demo.held_out, before))
         demo.train_reward_model(sft)
         dpo, dpo_accuracy = demo.train_dpo(sft, sft_accuracy)
@@ -100,14 +100,14 @@ class Demo:
         solutions = [(s, slipped(s, rng) if rng.random() < WRONG_LESSONS else s.worked()) for s in self.lessons]
         rows = self.write("sft.jsonl", (chat(s, solution) for s, solution in solutions))
         model = self.train("sft", "pico", rows, SFT_OPTIONS)
-        after = accuracy(self.held_out, completions(model, self.held_out, self.seed))
+        after = accuracy(self.held_out, sample_completions(model, self.held_out, self.seed))
         self.add_row("sft", "right completions", before, after, began)
         return model, after
 
     def train_reward_model(self, sft: str) -> None:
         began = self.start_stage("2. reward model: score right completions above wrong ones")
-        pairs = self.write("pairs.jsonl", (pair(s, slipped(s, self.rng)) for s in self.lessons))
-        unseen = self.write("held-out-pairs.jsonl", (pair(s, slipped(s, self.rng)) for s in self.held_out))
+        pairs = self.write("pairs.jsonl", (preference_pair(s, slipped(s, self.rng)) for s in self.lessons))
+        unseen = self.write("held-out-pairs.jsonl", (preference_pair(s, slipped(s, self.rng)) for s in self.held_out))
         model = self.train("reward", sft, pairs, REWARD_OPTIONS)
         before, after = (ranked_right(path, unseen, self.seed) for path in (sft, model))
         self.add_row("reward", "pairs ranked right", before, after, began)
@@ -116,11 +116,11 @@ class Demo:
         """Train the SFT model; return the run directory and the accuracy."""
         began = self.start_stage("3. DPO: prefer right completions to the model's own mistakes")
         tried = self.lessons[:2500]
-        texts = completions(sft, tried, self.seed)
+        texts = sample_completions(sft, tried, self.seed)
         mistakes = [(s, text) for s, text in zip(tried, texts, strict=True) if not s.is_right(text)]
-        rows = self.write("mistakes.jsonl", (pair(s, text or "?") for s, text in mistakes))
+        rows = self.write("mistakes.jsonl", (preference_pair(s, text or "?") for s, text in mistakes))
         model = self.train("dpo", sft, rows, DPO_OPTIONS)
-        after = accuracy(self.held_out, completions(model, self.held_out, self.seed))
+        after = accuracy(self.held_out, sample_completions(model, self.held_out, self.seed))
         self.add_row("dpo", "right completions", before, after, began)
         return model, after
 
@@ -134,7 +134,7 @@ class Demo:
         function = self.root / "right.py"
         function.write_text(REWARD_FUNCTION, encoding="utf-8")
         model = self.train("grpo", dpo, rows, GRPO_OPTIONS | {"reward": [f"{function}:right"]})
-        after = completions(model, self.held_out, self.seed)
+        after = sample_completions(model, self.held_out, self.seed)
         self.add_row("grpo", "right completions", before, accuracy(self.held_out, after), began)
         (rewards,) = panels_of(open_runs([model]), ["reward"])
         draw_panel(self.console, rewards)
@@ -208,7 +208,7 @@ def question(s: Sum) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": s.question}], "answer": str(s.a + s.b)}
 
 
-def pair(s: Sum, wrong: str) -> dict[str, Any]:
+def preference_pair(s: Sum, wrong: str) -> dict[str, Any]:
     return {"prompt": s.question, "chosen": s.worked(), "rejected": wrong}
 
 
@@ -218,7 +218,7 @@ def slipped(s: Sum, rng: random.Random) -> str:
     return s.worked(rng.choice([other - ones for other in range(19) if other != ones]))
 
 
-def completions(model: str, sums: Sequence[Sum], seed: int) -> list[str]:
+def sample_completions(model: str, sums: Sequence[Sum], seed: int) -> list[str]:
     """Return completions sampled at temperature 1, each with its own seed."""
     learner = Learner(ModelConfig(path=model), TrainConfig(), trainable=False)
     tokenizer: Any = learner.tokenizer

@@ -69,7 +69,11 @@ def run(args: list[str]) -> int:
 
 def doctor() -> int:
     """Print all findings; 0 if all requirements are met."""
-    sections = {"packages": packages(), "devices": devices(), "machine": machine(Path.cwd(), hub_cache())}
+    sections = {
+        "packages": check_packages(),
+        "devices": check_devices(),
+        "machine": check_machine(Path.cwd(), hub_cache()),
+    }
     if sys.stdout.isatty():
         print_findings(sections)
     else:
@@ -83,7 +87,7 @@ def doctor() -> int:
     return 1 if problems else 0
 
 
-def packages() -> list[Finding]:
+def check_packages() -> list[Finding]:
     """Check Python and all required and optional packages against the versions that posttrain supports."""
     required, optional = requirements()
     findings = [
@@ -92,9 +96,9 @@ def packages() -> list[Finding]:
     ]
     if not in_range(findings[0].found, findings[0].wanted):
         findings[0].state, findings[0].fix = "problem", "make setup PYTHON=python3.12"
-    findings += [package(name, wanted) for name, wanted in required.items()]
+    findings += [check_package(name, wanted) for name, wanted in required.items()]
     for name, purpose in OPTIONAL.items():
-        finding = package(name, optional.get(name, ""))
+        finding = check_package(name, optional.get(name, ""))
         if finding.state == "problem":  # an optional package is needed by its feature alone
             finding.state = "note"
         finding.found += f", for {purpose}" * (finding.found == "missing")
@@ -102,7 +106,7 @@ def packages() -> list[Finding]:
     return findings
 
 
-def package(name: str, wanted: str) -> Finding:
+def check_package(name: str, wanted: str) -> Finding:
     fix = f"pip install '{name}{wanted}'" if wanted else f"pip install {name}"
     try:
         version = metadata.version(name)
@@ -179,7 +183,7 @@ def in_range(version: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
-def devices() -> list[Finding]:
+def check_devices() -> list[Finding]:
     """Check every accelerator that torch finds with a small computation; without one, report the CPU."""
     try:
         import torch
@@ -211,14 +215,14 @@ def devices() -> list[Finding]:
     return findings
 
 
-def machine(folder: Path, cache: Path) -> list[Finding]:
+def check_machine(folder: Path, cache: Path) -> list[Finding]:
     """Check cores, memory, disk space and permissions for runs and downloads, the hub setting and the sandbox."""
     findings = [
         Finding("system", f"{platform.system()} {platform.machine()}"),
         Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
         Finding("memory", f"{host_memory() / GIB:.1f} GiB"),
-        disk("run directory", folder, fix=f"df -h {folder}", state="problem"),
-        disk("hub cache", cache, fix="export HF_HOME=/a/larger/disk", state="note"),
+        check_disk("run directory", folder, fix=f"df -h {folder}", state="problem"),
+        check_disk("hub cache", cache, fix="export HF_HOME=/a/larger/disk", state="note"),
     ]
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -231,11 +235,11 @@ def machine(folder: Path, cache: Path) -> list[Finding]:
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
     findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not checked)"))
-    findings.append(sandbox())
+    findings.append(check_sandbox())
     return findings
 
 
-def sandbox() -> Finding:
+def check_sandbox() -> Finding:
     """Check whether the verifier `code` can isolate programs that a model writes, and how it limits their memory."""
     from posttrain.sandbox.cgroups import parent_groups
     from posttrain.sandbox.programs import isolation
@@ -250,7 +254,7 @@ def sandbox() -> Finding:
     return Finding("sandbox", f"programs are isolated {rights}; their memory is {memory}")
 
 
-def disk(name: str, folder: Path, fix: str, state: State) -> Finding:
+def check_disk(name: str, folder: Path, fix: str, state: State) -> Finding:
     """Check free space and write permission in a directory, or in the nearest existing one above it."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(there).free

@@ -94,10 +94,10 @@ def run(args: list[str]) -> int:
     ) as folder:
         models = [options.model, *([options.against] if options.against else [])]
         lists = [
-            stages_of(options, folder.path / f"{letter}", path) for letter, path in zip("ab", models, strict=False)
+            model_stages(options, folder.path / f"{letter}", path) for letter, path in zip("ab", models, strict=False)
         ]
-        say = print if not options.quiet else (lambda _: None)
-        run_in(folder.path, [stage for stages in lists for stage in stages], quiet=options.quiet, say=say)
+        print_line = print if not options.quiet else (lambda _: None)
+        run_in(folder.path, [stage for stages in lists for stage in stages], quiet=options.quiet, report=print_line)
         prompts = [results_by_prompt(read_completions(str(stages[-1].out)), options.pass_threshold) for stages in lists]
         found = [figures(of_model) for of_model in prompts]
         report: dict[str, Any] = {
@@ -112,7 +112,7 @@ def run(args: list[str]) -> int:
         rows = failures(prompts[0])
         write_rows(folder.path / FAILURES, rows)
         atomic_write_json(folder.path / REPORT, report)
-        show(report, rows[: options.show_failures], len(rows), folder.path)
+        show_figures(report, rows[: options.show_failures], len(rows), folder.path)
     return 0
 
 
@@ -121,8 +121,8 @@ def saved_options(options: EvalArgs) -> dict[str, Any]:
     return vars(options) | {"map_keys": json.dumps(options.map_keys) if options.map_keys else ""}
 
 
-def stages_of(options: EvalArgs, folder: Path, model: str) -> list[Stage]:
-    """Generates completions of one model and scores them."""
+def model_stages(options: EvalArgs, folder: Path, model: str) -> list[Stage]:
+    """Return the stages that generate completions of one model and score them."""
     from posttrain.config.sections import ClusterConfig, DataConfig
     from posttrain.engines.base import Sampling
     from posttrain.inference.generate import Generation
@@ -155,7 +155,7 @@ def stages_of(options: EvalArgs, folder: Path, model: str) -> list[Stage]:
     return [Generate(generation), Score(scoring)]
 
 
-def show(report: dict[str, Any], failures: list[dict[str, object]], wrong: int, folder: Path) -> None:
+def show_figures(report: dict[str, Any], failures: list[dict[str, object]], wrong: int, folder: Path) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.algorithms import ALGORITHMS
+from posttrain.cli.tools import args_of
 from posttrain.config import parsing
 from posttrain.config.foreign.request import Request
 from posttrain.config.tools import ToolArgs, check_at_least, check_required, positional, read_own_options
@@ -146,8 +147,6 @@ def verb_defaults(verb: str) -> Any:
         from posttrain.pipelines.settings import pipeline_defaults
 
         return pipeline_defaults(verb)
-    from posttrain.cli.tools import args_of
-
     if verb not in TOOLS or len(args_of(verb)) != 1:
         raise UsageError(f"--trainer {verb}: there is no such verb; posttrain --help lists them.")
     return args_of(verb)[0]()

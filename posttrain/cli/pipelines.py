@@ -11,12 +11,12 @@ def run(verb: str, args: list[str]) -> int:
 
     quiet_libraries()
     from posttrain.pipelines.recipes import run_from
-    from posttrain.pipelines.settings import parse
+    from posttrain.pipelines.settings import parse_pipeline
 
     if "--resume" in args and args[0].startswith("-"):
         from posttrain.train.run_directory import find_run
 
         folder = find_run(option(args, *OUTPUT_DIR), verb)
         args = [str(folder / "config.yaml"), *args, "--output_dir", str(folder)]
-    run_from(verb, parse(verb, args))
+    run_from(verb, parse_pipeline(verb, args))
     return 0

@@ -37,9 +37,9 @@ def run(args: list[str]) -> int:
     verb, words = planned_verb(words)
     if verb in PIPELINES:
         from posttrain.cli.plan_pipeline import plan as plan_pipeline
-        from posttrain.pipelines.settings import parse
+        from posttrain.pipelines.settings import parse_pipeline
 
-        return plan_pipeline(verb, parse(verb, [*words, *rest]), options.device_gib)
+        return plan_pipeline(verb, parse_pipeline(verb, [*words, *rest]), options.device_gib)
     from posttrain.cli.plan_training import plan as plan_training
     from posttrain.cli.train import read
 

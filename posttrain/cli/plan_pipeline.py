@@ -25,7 +25,7 @@ from posttrain.inference.model import TEMPLATE_TOKENS
 from posttrain.models import memory
 from posttrain.models.loading import compute_dtype, vocabulary_size
 from posttrain.models.tokenizers import load_tokenizer
-from posttrain.pipelines.recipes import check, generation, training
+from posttrain.pipelines.recipes import check_pipeline, generation, training
 from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe
 from posttrain.train.memory_plan import MicroBatches, frozen_model, full_micro_batch
 
@@ -33,7 +33,7 @@ from posttrain.train.memory_plan import MicroBatches, frozen_model, full_micro_b
 def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
     """Print the plan of an iteration; the last line says whether its training fits."""
     quiet_libraries()
-    check(verb, config)
+    check_pipeline(verb, config)
     recipe = RECIPES[verb]
     size = iteration_size(config, recipe)
     # The second iteration needs the most memory: a reference that stays the initial model is loaded beside the policy.

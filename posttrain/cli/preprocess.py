@@ -73,9 +73,9 @@ def run(args: list[str]) -> int:
                 "leave it out"
             )
     config = options.config()
-    from posttrain.data.preprocessing.preprocess import check, preprocess
+    from posttrain.data.preprocessing.preprocess import check_settings, preprocess
 
-    check(config)  # before the tokenizer is loaded
+    check_settings(config)  # before the tokenizer is loaded
     if not config.tokenizer:
         raise UsageError("tokenizer is not set. Give a directory, a Hugging Face name or pico: --tokenizer MODEL")
     from posttrain.core.logging import quiet_libraries

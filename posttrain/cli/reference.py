@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli import tools
 from posttrain.config.help import Option, capital, default_of, field_docs, options_of, type_name, usage
-from posttrain.config.sections import Config, OnlineConfig, value_of
+from posttrain.config.sections import Config, OnlineConfig, option_value
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.types import ExampleKind
 from posttrain.pipelines.settings import RECIPES, PipelineConfig
@@ -98,9 +98,9 @@ def trainer(verb: str, algorithm: type[Algorithm]) -> Iterator[str]:
     yield f"Examples: {EXAMPLES[algorithm.example_kind]}. Preset: `posttrain {verb} configs/{verb}.yaml`."
     usual = OnlineConfig() if algorithm.online else Config()
     changed = [
-        f"`{key}` is {default_of(value)} (else {default_of(value_of(usual, key))})"
+        f"`{key}` is {default_of(value)} (else {default_of(option_value(usual, key))})"
         for key, value in algorithm.defaults.items()
-        if value != value_of(usual, key)
+        if value != option_value(usual, key)
     ]
     if changed:
         yield f"Other default: {', '.join(changed)}."

@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
         print("\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items()))
         return 0
     if args[0] == "check":
-        return check(args[1:])
+        return check_completions(args[1:])
     if args[0] == "list":
         return list_verifiers(args[1:])
     raise UsageError(f"there is no `posttrain rewards {args[0]}`; there are {', '.join(COMMANDS)}")
@@ -77,7 +77,7 @@ def list_verifiers(args: list[str]) -> int:
     return 0
 
 
-def check(args: list[str]) -> int:
+def check_completions(args: list[str]) -> int:
     """Score all completions of a file; returns 0 if no function failed, else 1."""
     options = read_tool(RewardsCheckArgs(), args)
     check_at_least(options, max_examples=0)

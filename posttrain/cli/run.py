@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from posttrain.cli.importing import ImportArgs, read_options, translate_words
+from posttrain.cli.main import dispatch
 from posttrain.config.verbs import TOOLS
 
 
@@ -26,7 +27,6 @@ ARGS = (RunArgs,)
 
 def run(args: list[str]) -> int:
     """Import, print what is left out, and run the verb."""
-    from posttrain.cli.main import dispatch
     from posttrain.config.foreign.importing import lines_of
 
     options, words, settings = read_options(RunArgs(), args)

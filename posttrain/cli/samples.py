@@ -109,7 +109,7 @@ def without_tokens(row: Row) -> Row:
 
 
 def rows_of_prompt(path: Path, wanted: str) -> list[Row]:
-    """Returns all completions of a prompt, given as file:line or by the number of one of its groups."""
+    """Return all completions of a prompt, given as file:line or by the number of one of its groups."""
     origin = wanted
     if wanted.isdigit():
         origin = next((row["origin"] for row in read_shown_rows(path) if row["group"] == int(wanted)), "")
@@ -144,13 +144,13 @@ def print_step(step: int, rows: Sequence[Row], options: SamplesArgs) -> None:
     for name, part in (("best", best), ("worst", worst)):
         if part:
             print_line(console, f"\n{name}:")
-            console.print(make_table(part, options.full))
+            console.print(completion_table(part, options.full))
 
 
 def print_prompt(rows: Sequence[Row], console: Console, full: bool) -> None:
     """Print the completions of one prompt, step by step, with the mean reward of each step."""
     print_line(console, f"{visible(rows[0]['origin'])}: {last_message(rows[0]['prompt'])}\n")
-    console.print(make_table(rows, full, with_prompt=False))
+    console.print(completion_table(rows, full, with_prompt=False))
     rewards: dict[int, list[float]] = {}
     for row in rows:
         if not row["failure"]:
@@ -164,13 +164,13 @@ def print_failures(rows: Sequence[Row], console: Console) -> None:
     if not rows:
         print_line(console, "no completion failed")
         return
-    console.print(make_table(rows, full=False))
+    console.print(completion_table(rows, full=False))
     for text, times in Counter(row["failure"] for row in rows).most_common():
         print_line(console, f"\n{times} time{'s' * (times > 1)}:")
         print_line(console, "\n".join(visible(line) for line in text.splitlines()))
 
 
-def make_table(rows: Sequence[Row], full: bool, with_prompt: bool = True) -> Table:
+def completion_table(rows: Sequence[Row], full: bool, with_prompt: bool = True) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -47,14 +47,14 @@ def run(args: list[str]) -> int:
     from posttrain.inference.completion_files import new_file
     from posttrain.inference.select import select_file
 
-    values = values_of(options)
+    values = method_values(options)
     out = new_file(options.output_file, options.overwrite, [options.file])
     selected = select_file(options.method, options.file, out, *values, map_keys=options.map_keys)
     print(f"done: {len(selected.rows):,} examples in {out}; completions: {selected}")
     return 0
 
 
-def values_of(options: SelectArgs) -> list[object]:
+def method_values(options: SelectArgs) -> list[object]:
     """Return the values that the method takes; raise UsageError for those of other methods."""
     for name, method in (("min_reward", "threshold"), ("fraction", "top-fraction")):
         value = {"min_reward": options.min_reward, "fraction": options.fraction}[name]

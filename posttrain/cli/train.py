@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.algorithms import ALGORITHMS
 from posttrain.config import parsing
 from posttrain.config.checks import launched_size
 from posttrain.config.sections import Config
@@ -37,8 +38,6 @@ def start_workers_importing(config: Config) -> None:
 
 def read(verb: str, args: list[str], *, data: bool = True) -> Config:
     """Read the options; --resume without a file reads the run's config.yaml. `data`: whether data is required."""
-    from posttrain.algorithms import ALGORITHMS
-
     algorithm = ALGORITHMS[verb]
     if "--resume" in args and (not args or args[0].startswith("-")):
         from posttrain.train.run_directory import find_run
@@ -53,7 +52,7 @@ def read(verb: str, args: list[str], *, data: bool = True) -> Config:
 def option(args: list[str], *names: str) -> str:
     """Return the value of an option before parsing; empty if it is not there."""
     for index, argument in enumerate(args):
-        name, is_, value = argument.partition("=")
-        if name in names and (is_ or index + 1 < len(args)):
-            return value if is_ else args[index + 1]
+        name, separator, value = argument.partition("=")
+        if name in names and (separator or index + 1 < len(args)):
+            return value if separator else args[index + 1]
     return ""

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from posttrain.cluster import worker
 from posttrain.core.parent import STOP_SIGNALS
 
 START_SECONDS = 300.0  # to import the modules and fork; the machine may be busy
@@ -157,7 +158,7 @@ def close_servers() -> None:
 # In the server process
 
 
-def serve(control: socket.socket) -> None:
+def serve_forks(control: socket.socket) -> None:
     """Fork a worker for each request and report which of them have ended, until the controller is gone."""
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -210,8 +211,6 @@ def become_worker(control: socket.socket, settings: int, connection: int, output
         os.environ.clear()
         os.environ.update(wanted["environment"])
         os.chdir(wanted["folder"])
-        from posttrain.cluster import worker
-
         code = worker.main([str(connection), str(os.getppid())])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -226,7 +225,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     os.set_inheritable(descriptor, False)
     for module in modules:
         importlib.import_module(module)
-    serve(control)
+    serve_forks(control)
     os._exit(0)
 
 

@@ -128,7 +128,7 @@ def unpack(value: Any, buffers: Buffers) -> Any:
     if type(value) is PackedSamples:
         return unpack_samples(value, buffers)
     if type(value) is PackedArrays:
-        return split(buffers[value.buffer], value.lengths)
+        return split_array(buffers[value.buffer], value.lengths)
     return value
 
 
@@ -150,7 +150,9 @@ def unpack_samples(packed: PackedSamples, buffers: Buffers) -> list[Sample]:
     for name, (buffer, present) in packed.arrays.items():
         indices = range(count) if present is None else present
         streams: list[Any] = [None] * count
-        for index, stream in zip(indices, split(buffers[buffer], [packed.lengths[i] for i in indices]), strict=True):
+        for index, stream in zip(
+            indices, split_array(buffers[buffer], [packed.lengths[i] for i in indices]), strict=True
+        ):
             streams[index] = stream
         fields[name] = streams
     names = list(fields)
@@ -163,7 +165,7 @@ def add_buffer(arrays: Buffers, buffers: Buffers) -> int:
     return len(buffers) - 1
 
 
-def split(whole: npt.NDArray[Any], lengths: list[int]) -> Buffers:
+def split_array(whole: npt.NDArray[Any], lengths: list[int]) -> Buffers:
     return np.split(whole, np.cumsum(lengths)[:-1]) if lengths else []
 
 

@@ -28,7 +28,7 @@ from posttrain.cluster.worker_host import WorkerHost
 from posttrain.core.errors import PosttrainError
 from posttrain.core.parent import STOP_SIGNALS, die_with_parent
 
-BEAT_SECONDS = 5.0  # between two signs of life; worker_pool.SILENCE_SECONDS is several times as long
+BEAT_SECONDS = 5.0  # between two heartbeats; worker_pool.SILENCE_SECONDS is several times as long
 
 Queue = queue.SimpleQueue[tuple[messages.Header, Any]]
 SendReply = Callable[[str, int, Any], None]

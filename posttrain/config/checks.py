@@ -15,7 +15,7 @@ from posttrain.config.sections import (
     Config,
     OnlineClusterConfig,
     OnlineConfig,
-    value_of,
+    option_value,
 )
 from posttrain.core.errors import UsageError
 
@@ -310,7 +310,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 def outside(config: Config, key: str, low: float, high: float | None) -> tuple[bool, str]:
     """Return whether a number is out of its bounds, and the message for that case."""
-    value = value_of(config, key)
+    value = option_value(config, key)
     above = "below 1" if high == BELOW_ONE else f"at most {high}"
     bounds = f"at least {low}" if high is None else f"at least {low} and {above}"
     inside = math.isfinite(value) and value >= low and (high is None or value <= high)

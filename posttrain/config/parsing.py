@@ -37,7 +37,7 @@ from posttrain.config.renames import (
     new_names,
     renamed,
 )
-from posttrain.config.sections import Config, value_of, with_algorithm
+from posttrain.config.sections import Config, option_value, with_algorithm
 from posttrain.core.errors import UsageError
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def read_entries(verb: str, about: str, defaults: T, entries: Sequence[Entry]) -
         first = bisect.bisect_left(range(1, len(last)), True, key=lambda count: parsed(count) is None)
         raise UsageError(wrong_value(last[first], defaults, verb))
     for entry in last:
-        if holds_nan(value_of(found, entry.key)):
+        if holds_nan(option_value(found, entry.key)):
             raise UsageError(wrong_value(entry, defaults, verb))
     return found
 
@@ -232,7 +232,7 @@ def positionals(config: Any) -> list[str]:
 def annotation(config: Any, key: str) -> str:
     """Return the type of an option as it is written in its dataclass."""
     *section, name = key.split(".")
-    holder = value_of(config, section[0]) if section else config
+    holder = option_value(config, section[0]) if section else config
     return next(str(entry.type) for entry in dataclasses.fields(holder) if entry.name == name)
 
 
@@ -312,7 +312,7 @@ def notes(typed: Sequence[Entry], defaults: Any) -> Iterator[str]:
 
 def is_default(entry: Entry, defaults: Any) -> bool:
     """Whether a value, not converted yet, is spelled as the default of its option."""
-    default = value_of(defaults, entry.key) if entry.key in option_keys(defaults) else None
+    default = option_value(defaults, entry.key) if entry.key in option_keys(defaults) else None
     return list(map(str, as_list(entry.value))) == list(map(str, as_list(default)))
 
 
@@ -395,11 +395,11 @@ def own_words(entry: Entry, defaults: Any) -> int:
 
 
 def is_list(key: str, defaults: Any) -> bool:
-    return isinstance(value_of(defaults, key), tuple)
+    return isinstance(option_value(defaults, key), tuple)
 
 
 def is_switch(key: str, defaults: Any) -> bool:
-    return key in option_keys(defaults) and isinstance(value_of(defaults, key), bool)
+    return key in option_keys(defaults) and isinstance(option_value(defaults, key), bool)
 
 
 def positional_entries(words: list[str], defaults: Any, verb: str) -> Iterator[Entry]:
@@ -470,7 +470,7 @@ def wrong_value(entry: Entry, defaults: Any, verb: str) -> str:
 
 def is_absent(entry: Entry, defaults: Any) -> bool:
     """Whether a file has `null` for an option whose default is that."""
-    return entry.value is None and value_of(defaults, entry.key) is None
+    return entry.value is None and option_value(defaults, entry.key) is None
 
 
 def has_wrong_shape(entry: Entry, defaults: Any) -> bool:
@@ -505,7 +505,7 @@ def type_of(config: Any, key: str) -> str:
     if written in WORDS:
         return WORDS[written]
     section, _, name = key.rpartition(".")
-    hint = get_type_hints(type(value_of(config, section) if section else config))[name]
+    hint = get_type_hints(type(option_value(config, section) if section else config))[name]
     several = get_origin(hint) is tuple
     choices = get_args(get_args(hint)[0] if several else hint)
     return f"{'any' if several else 'one'} of {', '.join(repr(choice) for choice in choices if choice != '')}"

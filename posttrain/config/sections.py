@@ -13,13 +13,8 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
-ONLINE_PARTS = (
-    "critic",
-    "reward",
-    "optimizer",
-    "policy",
-    "engine",
-)  # of cluster.offload: at rest in some phase of the online loop alone
+ONLINE_PARTS = ("critic", "reward", "optimizer", "policy", "engine")
+"""Parts of cluster.offload that are idle in some phase of the online loop only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -219,7 +214,7 @@ class ClusterConfig:
     """cluster.zero_stage of the reference model; 0: as for all models."""
 
     def of(self, role: str) -> RoleLayout:
-        """Returns the layout of a role: actor, reference, critic, rollout, or reward-N for the Nth reward (from 0)."""
+        """Return the layout of a role: actor, reference, critic, rollout, or reward-N for the Nth reward (from 0)."""
         own = self.own_devices()
         place = role if role in own else role.partition("-")[0]
         if place in own:
@@ -242,7 +237,7 @@ class ClusterConfig:
         )
 
     def option(self, role: str, name: str, default: Any) -> Any:
-        """Returns a role's own option. Of a list, reward-1 takes the second value, or the only one."""
+        """Return a role's own option. Of a list, reward-1 takes the second value, or the only one."""
         kind, _, index = role.partition("-")
         value = getattr(self, f"{kind}_{name}", default)
         if not isinstance(value, tuple):
@@ -252,7 +247,7 @@ class ClusterConfig:
         return value[int(index)] if index and int(index) < len(value) else default
 
     def own_devices(self) -> dict[str, int]:
-        """Returns place -> number of devices, for roles that do not share the policy's."""
+        """Return place -> number of devices, for roles that do not share the policy's."""
         found = {role: getattr(self, f"{role}_devices", 0) for role in ("reference", "critic", "rollout")}
         rewards = getattr(self, "reward_devices", ())
         names = ["reward"] if len(rewards) == 1 else [f"reward-{index}" for index in range(len(rewards))]
@@ -430,7 +425,7 @@ def with_algorithm(algorithm: Any) -> Config:
     return config
 
 
-def value_of(config: Any, key: str) -> Any:
+def option_value(config: Any, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -440,13 +435,16 @@ def value_of(config: Any, key: str) -> Any:
 def as_mapping(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as plain values, fit for YAML and for `from_mapping`."""
     plain = dataclasses.asdict(config)
-    return {k: {a: as_list(b) for a, b in v.items()} if isinstance(v, dict) else as_list(v) for k, v in plain.items()}
+    return {
+        k: {a: tuple_as_list(b) for a, b in v.items()} if isinstance(v, dict) else tuple_as_list(v)
+        for k, v in plain.items()
+    }
 
 
 def as_yaml(verb: str, config: Config) -> str:
     return yaml.safe_dump({"verb": verb} | as_mapping(config), sort_keys=False, allow_unicode=True)
 
 
-def as_list(value: Any) -> Any:
+def tuple_as_list(value: Any) -> Any:
     """Return a tuple as a list, other values unchanged."""
     return list(value) if isinstance(value, tuple) else value

@@ -15,7 +15,7 @@ import torch
 from posttrain.convert.adapter import LoraAdapter, LoraCollector, fused_rank, stored_factors
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors, open_safetensors
 from posttrain.convert.hugging_face import hf_stored
-from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_layout, layout_from_json
+from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_checkpoint_layout, layout_from_json
 from posttrain.convert.parameters import ModelShape
 from posttrain.convert.source import MANIFEST, iteration_of, open_ranks, recognise_layout
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
@@ -105,7 +105,7 @@ def read_ranks(
     else:
         layout = recognise_layout(kind, files, given)
     layout = with_padded_vocabulary(layout, base.shape)
-    check_layout(layout, base.shape)
+    check_checkpoint_layout(layout, base.shape)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, file in files.items():
         wanted = [location for location in file.tensors if LORA.fullmatch(location) or location.endswith(WHOLE)]
@@ -179,7 +179,7 @@ def write_adapter(
             stored, empty = [replace(t, file=WEIGHTS, name=PREFIX + t.name) for t in base.hf], {}
         else:
             target = with_padded_vocabulary(target, base.shape)
-            check_layout(target, base.shape)
+            check_checkpoint_layout(target, base.shape)
             shards = MegatronShards(target, base.shape, base.parameters, "iter_0000001")
             stored, empty = shards.stored(), shards.models()
         config = rescaled_config(adapter, fused_rank(adapter, stored))

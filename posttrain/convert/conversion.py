@@ -21,7 +21,7 @@ from posttrain.checkpoints.checkpoint import CHECKPOINT_NAME, step_of, write_che
 from posttrain.convert.adapter import LoraAdapter
 from posttrain.convert.files import TensorFile, create_pt, create_safetensors
 from posttrain.convert.hugging_face import hf_stored
-from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_layout
+from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_checkpoint_layout
 from posttrain.convert.source import MANIFEST, SourceCheckpoint
 from posttrain.convert.stored_tensors import StoredTensor, check_parameters, check_stored, connected_groups
 from posttrain.convert.stream import TensorStream, as_bytes
@@ -103,7 +103,7 @@ class Conversion:
             unit = vocabulary_multiple * target.tp
             padded = ceil(source.shape.vocabulary / unit) * unit
             target = replace(target, padded_vocabulary=padded)
-            check_layout(target, source.shape)
+            check_checkpoint_layout(target, source.shape)
         self.target = target
         self.stored = hf if target.format == "hf" else self.megatron_shards().stored()
         for stored, what in ((source.stored, "the source"), (self.stored, "the target")):

@@ -226,9 +226,8 @@ def open_pt(path: Path) -> TensorFile:
     try:
         with torch.serialization.safe_globals(ALLOWED_CLASSES):
             content = torch.load(path, map_location="meta", weights_only=True)  # does not read the tensors' bytes
-            if not all(
-                offset_of(value) for value in tensor_values(content)
-            ):  # some versions of torch do not record offsets on meta tensors
+            # Some versions of torch do not record offsets on meta tensors.
+            if not all(offset_of(value) for value in tensor_values(content)):
                 with FakeTensorMode():
                     content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

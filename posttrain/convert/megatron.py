@@ -76,8 +76,8 @@ class CheckpointLayout:
     noop: tuple[int, ...] = ()  # positions of no-op layers, counted among all layers
     padded_vocabulary: int = 0  # 0: the model's own size
     experts: str = "single"  # or grouped: one tensor for all experts of a rank
-    tp_extend_ep: bool = False  # experts stay whole and are divided among tensor ranks, too (MindSpeed)
-    engine: bool = False  # parameter names of Transformer Engine's layers
+    tp_extend_ep: bool = False  # whole experts are distributed over the tensor ranks, too (MindSpeed)
+    engine: bool = False  # names of parameters are those of Transformer Engine's layers
 
     def as_json(self) -> dict[str, Any]:
         """Return the layout as the manifest stores it."""
@@ -93,7 +93,7 @@ def layout_from_json(values: dict[str, Any]) -> CheckpointLayout:
         raise CheckpointError(f"convert.json: damaged or written by another version: {error}") from error
 
 
-def check_layout(layout: CheckpointLayout, shape: ModelShape) -> None:
+def check_checkpoint_layout(layout: CheckpointLayout, shape: ModelShape) -> None:
     """Refuse layouts that do not divide the model evenly; the message names both numbers."""
     total = shape.layers + len(layout.noop)
 
@@ -227,7 +227,7 @@ class MegatronShards:
                 for tensor in self.layer(file, f"decoder.layers.{local}.", real, tp, ep):
                     if self.layout.engine:
                         dense = self.shape.is_dense(real)
-                        tensor = replace(tensor, name=engine_name(tensor.name, self.shape.mla, dense))
+                        tensor = replace(tensor, name=transformer_engine_name(tensor.name, self.shape.mla, dense))
                     yield tensor
         if last:
             yield from self.mtp_tensors(file, tp, ep, first)
@@ -250,7 +250,9 @@ class MegatronShards:
             for module, parameter, split in MTP:
                 yield from self.module(file, prefix + module, [f"{layer}.{parameter}"], split, tp)
             for tensor in self.layer(file, f"{prefix}transformer_layer.", layer, tp, ep):
-                name = engine_name(tensor.name, self.shape.mla, False) if self.layout.engine else tensor.name
+                name = (
+                    transformer_engine_name(tensor.name, self.shape.mla, False) if self.layout.engine else tensor.name
+                )
                 yield replace(tensor, name=name)
 
     def layer(self, file: str, prefix: str, layer: int, tp: int, ep: int) -> Iterator[StoredTensor]:
@@ -371,7 +373,7 @@ def legacy_name(name: str) -> str:
     return "language_model/encoder/" + name
 
 
-def engine_name(name: str, mla: bool, dense: bool) -> str:
+def transformer_engine_name(name: str, mla: bool, dense: bool) -> str:
     """Translate a name of Megatron core's local layers to that of Transformer Engine's layers."""
     prefix, found, rest = name.rpartition(".local_experts.")
     if found:

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.convert.families import COMPUTED, family_of
 from posttrain.convert.files import TensorFile, TensorLocation, open_pt, open_safetensors
 from posttrain.convert.hugging_face import hf_stored
-from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_layout, layout_from_json
+from posttrain.convert.megatron import CheckpointLayout, MegatronShards, check_checkpoint_layout, layout_from_json
 from posttrain.convert.parameters import ModelShape, count_mtp_layers, model_parameters
 from posttrain.convert.stored_tensors import ParameterShape, StoredTensor
 from posttrain.core.errors import CheckpointError, UsageError
@@ -210,7 +210,7 @@ def locate_megatron(
 ) -> tuple[list[StoredTensor], list[str]]:
     """Locate every tensor in its rank; return the tensors, and the names of entries that are not weights."""
     layout = shards.layout
-    check_layout(layout, shards.shape)
+    check_checkpoint_layout(layout, shards.shape)
     expected = shards.models().keys()
     for name in sorted(expected - files.keys()):
         raise CheckpointError(f"{folder / name}: missing, but the layout {layout} needs it")

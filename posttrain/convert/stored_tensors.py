@@ -87,7 +87,7 @@ def check_parameters(parameters: dict[str, ParameterShape], stored: Iterable[Sto
 
 @lru_cache(maxsize=4096)  # the layers of a model have equal shapes
 def cover_error(shape: tuple[int, int], rectangles: tuple[Rectangle, ...]) -> str:
-    """Say why rectangles do not cover each element of a matrix exactly once; empty if they do."""
+    """Return why rectangles do not cover each element of a matrix exactly once; empty if they do."""
     for top, bottom, left, right in rectangles:
         if not (0 <= top < bottom <= shape[0] and 0 <= left < right <= shape[1]):
             return f"the block [{top}:{bottom}, {left}:{right}] is outside of the {shape[0]} x {shape[1]} matrix"

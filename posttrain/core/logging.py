@@ -35,9 +35,8 @@ def quiet_libraries() -> None:
     """Turn off transformers' and the hub's log lines and progress bars, unless the user's environment sets them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # peft imports it; it warns about kernels that are not used
+    # peft imports bitsandbytes, which warns about kernels that are not used.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if "transformers" not in sys.modules:
         return  # it reads these variables when it is imported; importing it here would cost a second
     from transformers.utils import logging as transformers_logging
@@ -142,7 +141,7 @@ class Log:
         return row
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append rows (a prompt, its completion, its score, say) to samples/step-<step>.jsonl."""
+        """Append rows, each such as a prompt with its completion and score, to samples/step-<step>.jsonl."""
         if self.folder is None:
             return
         path = self.folder / "samples" / f"step-{step:08d}.jsonl"
@@ -184,7 +183,7 @@ _parts: list[str] = []  # commands that the current run is a part of
 
 
 @contextlib.contextmanager
-def part_of(whole: str) -> Iterator[None]:
+def part_of_command(whole: str) -> Iterator[None]:
     """Mark runs in the block as parts of a larger command, which prints the closing message itself."""
     _parts.append(whole)
     try:

@@ -42,7 +42,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def check_model_config(config: Any, where: str, weight_bytes: int = 0) -> None:
-    """Raises UsageError if a value of config.json is not plausible.
+    """Raise UsageError if a value of config.json is not plausible.
 
     `weight_bytes`: size of the weight files, if they are known; a matrix cannot have many times as many values.
     """
@@ -62,7 +62,7 @@ def check_model_config(config: Any, where: str, weight_bytes: int = 0) -> None:
 
 
 def nested_mappings(config: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yields the configuration and all mappings in it; refuses one that is nested too deeply or too large."""
+    """Yield the configuration and all mappings in it; refuse one that is nested too deeply or too large."""
     waiting: list[tuple[Any, int]] = [(config, 0)]
     seen = 0
     while waiting:
@@ -80,7 +80,7 @@ def nested_mappings(config: dict[str, Any], where: str) -> Iterator[dict[str, An
 
 
 def check_matrices(section: dict[str, Any], where: str, weight_bytes: int) -> None:
-    """Refuses a matrix with more values than the weight files can hold, at one bit for each."""
+    """Refuse a matrix with more values than the weight files can hold, at one bit for each."""
 
     def first(names: tuple[str, ...]) -> tuple[str, int]:
         return next(((name, value) for name in names if isinstance(value := section.get(name), int)), ("", 0))
@@ -94,8 +94,8 @@ def check_matrices(section: dict[str, Any], where: str, weight_bytes: int) -> No
             )
 
 
-def weight_bytes(folder: Path) -> int:
-    """Returns the size of a folder's weight files; 0 if it has none, as a hub name or a folder with only a config."""
+def weight_file_bytes(folder: Path) -> int:
+    """Return the size of a folder's weight files; 0 if it has none, as a hub name or a folder with only a config."""
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors")) if folder.is_dir() else 0
 
 
@@ -126,7 +126,7 @@ def check_generation_config(folder: Path, where: str) -> None:
 
 
 def check_tokenizer_files(folder: Path, where: str) -> None:
-    """Raises UsageError if a tokenizer has more added tokens than can be read and searched for within seconds.
+    """Raise UsageError if a tokenizer has more added tokens than can be read and searched for within seconds.
 
     The same if its normalizers make texts many times as long. config.json is checked too, since transformers reads it
     to choose the tokenizer's class.

@@ -20,7 +20,7 @@ LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: nothing that trains comes near it
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimates KL(policy || reference) from sampled tokens; `log_ratio` is log(policy / reference) of each.
+    """Estimate KL(policy || reference) from sampled tokens; `log_ratio` is log(policy / reference) of each.
 
     k1 is unbiased but may be negative, k2 is biased, k3 is unbiased and never negative
     (http://joschu.net/blog/kl-approx.html).
@@ -35,12 +35,12 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns a ratio of probabilities that cannot overflow: infinity times an advantage of 0 would be NaN."""
+    """Return a ratio of probabilities that cannot overflow: infinity times an advantage of 0 would be NaN."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def discounted(rewards: Doubles, discount: float) -> Doubles:
-    """Returns the discounted reward to go of each token: g[t] = rewards[t] + discount * g[t + 1]."""
+    """Return the discounted reward to go of each token: g[t] = rewards[t] + discount * g[t + 1]."""
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
     backwards: list[float] = []
@@ -52,7 +52,7 @@ def discounted(rewards: Doubles, discount: float) -> Doubles:
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, gae_lambda: float) -> Doubles:
-    """Computes generalised advantage estimates (arXiv:1506.02438, eq. 16) of one completion; no state follows.
+    """Compute generalised advantage estimates (arXiv:1506.02438, eq. 16) of one completion; no state follows.
 
     `values[t]` is the critic's value of the state before token t.
     """
@@ -67,7 +67,7 @@ def router_balance(
     samples: int,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
-    """Computes the load-balancing loss of a mixture of experts per sample, times the sample's tokens: a scalar sum.
+    """Compute the load-balancing loss of a mixture of experts per sample, times the sample's tokens: a scalar sum.
 
     The usual loss E * sum_e f_e P_e (arXiv:2101.03961, eq. 4-6) averages f and P over whatever is in the batch, so
     its value depends on how the batch is cut. Here f and P are averages over one sample's tokens (and all layers), as
@@ -96,7 +96,7 @@ def tempered(
     min_p: float = 0.0,
     min_p_first: bool = False,
 ) -> torch.Tensor:
-    """Returns the logits of the distribution that is sampled from: divided by the temperature, -inf where truncated.
+    """Return the logits of the distribution that is sampled from: divided by the temperature, -inf where truncated.
 
     In this order, as elsewhere: the temperature; the top_k likeliest; of those the fewest whose probabilities reach
     top_p; of those the ones at least min_p times as likely as the likeliest (with `min_p_first` before top_k). The
@@ -111,7 +111,7 @@ def tempered(
 def least_kept(
     logits: torch.Tensor, top_k: int, top_p: float, min_p: float, min_p_first: bool = False
 ) -> torch.Tensor | None:
-    """Returns the smallest logit that truncation keeps: [..., 1], or None where it keeps all.
+    """Return the smallest logit that truncation keeps: [..., 1], or None where it keeps all.
 
     `min_p_first`: top_p is then a share of what min_p leaves.
     """
@@ -141,7 +141,7 @@ def least_kept(
 
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the largest logits in descending order: [..., count]. They lie in the blocks with the largest maxima."""
+    """Return the largest logits in descending order: [..., count]. They lie in the blocks with the largest maxima."""
     block = 512
     whole = logits.shape[-1] // block * block
     if logits.device.type == "cpu" or whole <= 2 * count * block:
@@ -153,7 +153,7 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor, normalizer: torch.Tensor, mass: float) -> torch.Tensor:
-    """Returns logits in descending order, at least as many as it takes to reach the probability mass."""
+    """Return logits in descending order, at least as many as it takes to reach the probability mass."""
     few = 1024
     if logits.device.type == "cpu" and logits.shape[-1] > 4 * few:  # elsewhere this would wait for the device
         ordered = logits.topk(few, dim=-1).values
@@ -170,7 +170,7 @@ def learning_rate_at(
     warmup_steps: int,
     min_ratio: float,
 ) -> float:
-    """Returns the rate of step `step` (from 1): linear warm-up to the peak, then decay to min_ratio * peak.
+    """Return the rate of step `step` (from 1): linear warm-up to the peak, then decay to min_ratio * peak.
 
     It reaches that at step `decay_steps` and keeps it afterwards.
     """

@@ -149,20 +149,20 @@ class MicroBatch:
     experts: torch.Tensor | None = None  # int16, as in Sample, of the tokens that the layers compute; None: no record
 
     def computed(self, index: torch.Tensor) -> torch.Tensor:
-        """Maps indices of tokens to indices in the layers' output."""
+        """Map indices of tokens to indices in the layers' output."""
         return index if self.sharing is None else self.sharing.place[index]
 
     def per_sample(self, stream: torch.Tensor) -> torch.Tensor:
-        """Sums `stream` over each sample's counted tokens: [T] -> [B]."""
+        """Sum `stream` over each sample's counted tokens: [T] -> [B]."""
         out = stream.new_zeros(len(self.lengths))
         return out.index_add(0, self.sample_of[self.counted], stream[self.counted])
 
     def counts(self) -> torch.Tensor:
-        """Returns the number of counted tokens of each sample: [B]; at least 1, so that it can be divided by."""
+        """Return the number of counted tokens of each sample: [B]; at least 1, so that it can be divided by."""
         return self.per_sample(self.mask.float()).clamp(min=1)
 
     def pairs(self, per_sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Splits a [B] tensor whose groups are (chosen, rejected) into the two."""
+        """Split a [B] tensor whose groups are (chosen, rejected) into the two."""
         return per_sample[0::2], per_sample[1::2]
 
 
@@ -239,7 +239,7 @@ class Objective:
 
 
 def count_units(samples: Sequence[Sample], unit: Unit) -> int:
-    """Returns the denominator of a batch: the number of its counted tokens, of its samples, or of its groups."""
+    """Return the denominator of a batch: the number of its counted tokens, of its samples, or of its groups."""
     if unit == "token":
         return int(sum(sample.mask.sum() for sample in samples))
     if unit == "sample":

@@ -44,18 +44,16 @@ class SourceReport:
 
     name: str
     kind: ExampleKind | None = None
-    descriptions: list[tuple[str, list[str]]] = field(
-        default_factory=list
-    )  # the formats it can be read as, and the verbs that accept them
+    descriptions: list[tuple[str, list[str]]] = field(default_factory=list)
+    """The formats it can be read as, and the verbs that accept them."""
     examples: int = 0
     duplicates: int = 0  # examples with the same content as an earlier one
     encoded: int = 0  # examples that were tokenised; `lengths` and `too_long` refer to these
     too_long: int = 0  # examples with a sequence longer than the limit
     lengths: array[int] = field(default_factory=lambda: array("q"))  # of each sequence, before truncation
     completions: array[int] = field(default_factory=lambda: array("q"))  # tokens of each sequence that count
-    shown: list[tuple[str, list[list[RenderedSpan]]]] = field(
-        default_factory=list
-    )  # origins, and the spans of their samples
+    shown: list[tuple[str, list[list[RenderedSpan]]]] = field(default_factory=list)
+    """Origins, and the spans of their samples."""
     problems: list[str] = field(default_factory=list)  # the first of them
     bad: int = 0  # number of problems
 

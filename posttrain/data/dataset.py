@@ -349,9 +349,8 @@ class ExampleStream:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
         else:
             order = np.arange(len(self.examples))
-        place = np.zeros(
-            len(order)
-        )  # position of each example in its stratum, from 0 to 1: sorting by it spreads the strata
+        # Position of each example in its stratum, from 0 to 1: sorting by it spreads the strata.
+        place = np.zeros(len(order))
         for stratum in np.unique(self.strata):
             members = np.flatnonzero(self.strata[order] == stratum)
             place[members] = (np.arange(len(members)) + 0.5) / len(members)

@@ -196,7 +196,7 @@ def recorded_experts(samples: Sequence[Sample], sharing: PrefixSharing | None) -
     shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
     if shape is None:
         return None
-    experts = np.concatenate([experts_of(sample, shape) for sample in samples])
+    experts = np.concatenate([sample_experts(sample, shape) for sample in samples])
     if sharing is None:
         return to_tensor(experts, torch.int16)
     place = sharing.place.numpy()
@@ -207,7 +207,7 @@ def recorded_experts(samples: Sequence[Sample], sharing: PrefixSharing | None) -
     return to_tensor(computed, torch.int16)
 
 
-def experts_of(sample: Sample, shape: tuple[int, ...]) -> Experts:
+def sample_experts(sample: Sample, shape: tuple[int, ...]) -> Experts:
     return np.full((len(sample), *shape), -1, dtype=np.int16) if sample.experts is None else sample.experts
 
 

@@ -68,7 +68,7 @@ class AdapterSet:
         self.kernels = kernels_for(next(model.parameters()).device)
         by_layer: dict[str, dict[int, Matrices]] = {}
         for name, folder in folders.items():
-            for layer, matrices in read_adapter(folder, model).items():
+            for layer, matrices in read_peft_adapter(folder, model).items():
                 by_layer.setdefault(layer, {})[self.numbers[name]] = matrices
         for layer, found in by_layer.items():
             module = model.get_submodule(layer)
@@ -151,7 +151,7 @@ def add_adapters_output(module: Any, args: tuple[torch.Tensor, ...], output: tor
     return output if added is None else output + added.view_as(output)
 
 
-def read_adapter(folder: Path, model: Any) -> dict[str, Matrices]:
+def read_peft_adapter(folder: Path, model: Any) -> dict[str, Matrices]:
     """Read an adapter in peft's format; returns its matrices by the name of the linear layer."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise UsageError(f"{folder}: no adapter there (it has {CONFIG} and {WEIGHTS})")

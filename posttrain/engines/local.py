@@ -4,9 +4,9 @@ Sequences live in slots, and their keys and values in blocks of a paged cache, w
 is needed for the tokens that exist, not for the longest completion that is allowed. The completions of a group share
 the blocks of their prompt. If blocks run out, the newest sequences wait and are computed again later. A finished
 sequence frees its slot and blocks for the next request; when no request waits, the sequences of the last slots move
-into gaps, so that a step computes the active sequences and little else. Every random number
-depends on a request's seed and the token's index only, so a completion does not depend on the other requests of its
-batch. On a GPU a decode step is one CUDA graph and the host checks every few steps; on a CPU the step runs eagerly.
+into gaps, so that a step computes the active sequences and little else. Every random number depends on a request's seed
+and the token's index only, so a completion does not depend on the other requests of its batch. On a GPU a decode step
+is one CUDA graph and the host checks every few steps; on a CPU the step runs eagerly.
 """
 
 from __future__ import annotations
@@ -212,9 +212,8 @@ class LocalEngine:
         self.check_weight_addresses()
         longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
         wanted = round_length(longest, self.device), round_length(sampling.max_tokens, self.device)
-        slots, *existing = (
-            self.allocated if self.executor is not None else (0, 0, 0)
-        )  # calls of different sizes alternate
+        # Calls of different sizes alternate: a cache that is large enough for all of them is kept.
+        slots, *existing = self.allocated if self.executor is not None else (0, 0, 0)
         capacity, max_tokens = map(max, existing, wanted)
         if self.frozen and self.device.type == "cpu":  # costs no memory, and the next, longer prompt finds this cache
             capacity = max(FROZEN_CAPACITY, 1 << (capacity - 1).bit_length())

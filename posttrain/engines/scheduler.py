@@ -198,9 +198,8 @@ class BatchScheduler:
         self.reads_tokens = on_new_token is not None
         captures, on_cuda = executor.graphs is not None, self.device.type == "cuda"
         self.steps_per_check = STEPS_PER_CHECK if captures and on_new_token is None else 1
-        self.min_prefill = (
-            max(1, self.cache.slots // 4) if captures else 1
-        )  # a prefill costs as much as several decode steps
+        # A prefill costs as much as several decode steps.
+        self.min_prefill = max(1, self.cache.slots // 4) if captures else 1
         self.admit_tokens = 32768 if on_cuda else 8192
         self.prefill_tokens = 32768 if on_cuda else 1024  # a CPU's working set should stay in its cache
         # Longer prompts are computed in parts of this size: others go on decoding between them. Without the varlen

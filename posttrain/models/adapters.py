@@ -32,7 +32,8 @@ PREFIX = "base_model.model."  # peft's files name the layers from the outside of
 MAX_RANK = 2**14  # larger than any known model's layers need
 TASKS: dict[Head, str] = {"token": "CAUSAL_LM", "score": "SEQ_CLS"}
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about a kernel that is not needed
+# peft imports bitsandbytes, which warns about kernels that are not used.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def require_packages(*packages: str, option: str) -> None:

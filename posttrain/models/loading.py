@@ -23,7 +23,7 @@ from transformers import (
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import UsageError
-from posttrain.core.model_limits import check_files, check_generation_config, check_model_config, weight_bytes
+from posttrain.core.model_limits import check_files, check_generation_config, check_model_config, weight_file_bytes
 from posttrain.core.types import Head
 from posttrain.models import adapters, paths
 from posttrain.models.tensors import abbreviate, file_tensors, module_tensors, read_shards
@@ -140,10 +140,10 @@ def read_model(
     check_loading_report(source, head, report)
     if "score.weight" in report["missing_keys"]:
         init_score_head(model)
-    return prepare(model, source)
+    return prepare_model(model, source)
 
 
-def prepare(model: PreTrainedModel, source: str) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel, source: str) -> PreTrainedModel:
     """Turn off dropout, record where the model comes from, and make sure that it can be saved."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -195,7 +195,7 @@ def load_meta_model(source: str, head: Head, dtype: torch.dtype) -> tuple[PreTra
     if (folder / "generation_config.json").is_file() and model.can_generate():
         with paths.loading_errors(source):
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return prepare(model, source), folder
+    return prepare_model(model, source), folder
 
 
 def local_folder(source: str) -> Path:
@@ -260,7 +260,7 @@ def read_config(source: str, head: Head) -> PreTrainedConfig:
         check_files(Path(source), f"model.path: {source}")
         check_generation_config(Path(source), f"model.path: {source}")
         written, _ = PreTrainedConfig.get_config_dict(source, **paths.hub_options(source))
-        check_model_config(written, f"model.path: {source}", weight_bytes(Path(source)))
+        check_model_config(written, f"model.path: {source}", weight_file_bytes(Path(source)))
         config = AutoConfig.from_pretrained(source, **paths.hub_options(source))
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():

@@ -93,7 +93,7 @@ def hub_is_reachable() -> bool:
     """Whether the hub answers; checked first because transformers would retry for half a minute per file."""
     if hub.is_offline_mode():
         return False
-    if urllib.request.getproxies():  # a direct connection would tell nothing
+    if urllib.request.getproxies():  # a direct connection would prove nothing
         return True
     address = urlsplit(hub.ENDPOINT)
     try:

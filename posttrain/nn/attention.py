@@ -239,9 +239,8 @@ def attend_within_samples(
         keys = group.source if group.keys is None else group.keys
         q = gather_padded(query, group.rows, group.source)
         k, v = (gather_padded(stream, group.rows, keys) for stream in (key, value))
-        out = causal_attention(
-            q, k, v, scaling, sliding_window, softcap, s_aux, group.prefix_keys
-        )  # [rows, heads, width, d]
+        # out: [rows, heads, width, d]
+        out = causal_attention(q, k, v, scaling, sliding_window, softcap, s_aux, group.prefix_keys)
         flat = out.transpose(1, 2).reshape(group.rows * group.width, out.shape[1], out.shape[3])
         parts.append(flat if group.kept is None else flat.index_select(0, group.kept))
     if packing.order is None:

@@ -46,7 +46,7 @@ class ModelRunner:
     fused_head: FusedHead | None = None  # set where there are kernels for the head's log-probabilities
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
     context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
-    most_tokens: int = 0  # of a pass that trains: longer ones raise OutOfMemoryError, for tests of what follows; 0: any
+    test_max_tokens: int = 0  # tests set it: a training pass with more tokens raises OutOfMemoryError; 0: no limit
 
     @classmethod
     def from_model(cls, model: Any, *, packed: bool = True) -> ModelRunner:
@@ -68,8 +68,8 @@ class ModelRunner:
         Its last_hidden_state is [1, T, H], or [1, U, H] where samples share prefixes. With context parallelism it is
         this rank's slice of that, padded. `routing`: the experts that the sampler chose.
         """
-        if self.most_tokens and len(batch.tokens) > self.most_tokens and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError(f"{len(batch.tokens)} tokens; the limit for tests is {self.most_tokens}")
+        if self.test_max_tokens and len(batch.tokens) > self.test_max_tokens and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError(f"{len(batch.tokens)} tokens; the limit for tests is {self.test_max_tokens}")
         if self.graphs is not None and torch.is_grad_enabled() and not extra and routing is None:
             hidden = self.graphs.last_hidden_state(batch)
             if hidden is not None:

@@ -26,14 +26,14 @@ LOGITS_PER_CHUNK = 2**25  # float32: 128 MiB per chunk
 
 
 def chunk_length(vocabulary: int) -> int:
-    """Returns the number of positions whose logits are held at once."""
+    """Return the number of positions whose logits are held at once."""
     return max(1, LOGITS_PER_CHUNK // vocabulary)
 
 
 def in_chunks(
     function: Callable[..., tuple[torch.Tensor, ...]], length: int, *streams: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Applies `function` to chunks of the streams and joins the results; the backward pass recomputes activations."""
+    """Apply `function` to chunks of the streams and join the results; the backward pass recomputes activations."""
     pieces = zip(*(stream.split(length) for stream in streams), strict=True)
     if torch.is_grad_enabled():
         results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
@@ -50,7 +50,7 @@ def token_logprobs(
     distribution: SamplingDistribution = SamplingDistribution(),  # noqa: B008  frozen
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probability of each target, and the entropy of its distribution (detached by default): both [n].
+    """Return the log-probability of each target, and the entropy of its distribution (detached by default): both [n].
 
     Both are of the distribution that is sampled from. The current weights decide which tokens truncation leaves, and a
     target is always among them: otherwise weights that changed since it was sampled could give it probability 0.
@@ -86,7 +86,7 @@ def token_divergence(
     temperature: float,
     top_k: int = 0,
 ) -> torch.Tensor:
-    """Returns the divergence between the teacher's and the student's next-token distributions at each position: [n].
+    """Return the divergence between the teacher's and the student's next-token distributions at each position: [n].
 
     forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher); jsd mixes m = beta teacher +
     (1 - beta) student and returns beta KL(teacher || m) + (1 - beta) KL(student || m). With `top_k` the outcomes are
@@ -112,11 +112,11 @@ def token_divergence(
 
 
 def with_rest(logp: torch.Tensor) -> torch.Tensor:
-    """Appends the log-probability of all outcomes that are not listed: [n, k] -> [n, k + 1]."""
+    """Append the log-probability of all outcomes that are not listed: [n, k] -> [n, k + 1]."""
     listed = logp.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may take the sum to 1 and above
     return torch.cat([logp, torch.log(-torch.expm1(listed))], -1)
 
 
 def kl(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-    """Returns KL(p || q) over the last axis."""
+    """Return KL(p || q) over the last axis."""
     return (logp.exp() * (logp - logq)).sum(-1)

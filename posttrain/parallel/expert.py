@@ -41,7 +41,9 @@ def shard_experts(model: torch.nn.Module, mesh: DeviceMesh, device: torch.device
             )
             setattr(module, name, torch.nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.num_experts //= mesh.size()
-        module.forward = partial(run_experts, module, ExpertExchange(mesh.get_group(), dtype), module.forward)
+        module.forward = partial(
+            run_distributed_experts, module, ExpertExchange(mesh.get_group(), dtype), module.forward
+        )
     return list(found.values())
 
 
@@ -78,7 +80,7 @@ class ExpertExchange:
         return coming.tolist()
 
 
-def run_experts(
+def run_distributed_experts(
     module: Any,
     exchange: ExpertExchange,
     stock: Callable[..., torch.Tensor],

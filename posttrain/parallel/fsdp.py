@@ -91,7 +91,7 @@ class ModelShards:
 
     @classmethod
     def create(cls, layout: ParallelLayout, device: torch.device, dtype: torch.dtype) -> ModelShards:
-        """Shards over all processes of the default group; without one, over a group of this process alone."""
+        """Shard over all processes of the default group; without one, over a group of this process alone."""
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -26,11 +26,11 @@ def score_choice(completion: Completion) -> tuple[float, str]:
     expected = str(label).strip().upper()
     if not re.fullmatch("[A-J]", expected):
         raise ValueError(f"the ground truth {label!r} is not the letter of an option")
-    found = chosen(completion.text)
+    found = chosen_letter(completion.text)
     return float(found == expected), f"{found or 'no letter'}, expected {expected}"
 
 
-def chosen(text: str) -> str:
+def chosen_letter(text: str) -> str:
     r"""Find the letter in the last \boxed{}, after "the answer is", or at the start of a line; "" if there is none."""
     boxed = re.fullmatch(r"\W*(?:\\text\{)?\W*([A-J])\W*", last_boxed(text) or "")
     if boxed:

@@ -26,7 +26,7 @@ def score_countdown(completion: Completion) -> tuple[float, str]:
     if not answers:
         return 0.0, "no <answer>...</answer>"
     try:
-        value, used = evaluate(answers[-1])
+        value, used = evaluate_expression(answers[-1])
     except ArithmeticError as error:
         return 0.0, str(error)
     if sorted(used) != sorted(numbers):
@@ -44,7 +44,7 @@ def task_of(columns: dict[str, Any]) -> tuple[list[int], int]:
     return [int(number) for number in numbers], int(source["target"])
 
 
-def evaluate(text: str) -> tuple[Fraction, list[int]]:
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """Compute an expression of + - * / and brackets, and list its numbers; ArithmeticError for anything else."""
     text = text.translate(SIGNS).strip()
     if len(text) > LENGTH_LIMIT:

@@ -89,7 +89,7 @@ class ConversationTree:
         Messages are as a client sends them; tool calls have their arguments as objects or JSON text. PosttrainError
         if the chat template refuses them.
         """
-        wanted = [normalised(message) for message in messages]
+        wanted = [normalised_message(message) for message in messages]
         parent, known = self.find(wanted, canonical(tools))
         wanted = without_dropped_reasoning(wanted, self.chat.tokenizer.chat_template)
         if parent is not None:
@@ -112,7 +112,7 @@ class ConversationTree:
         elif stop_texts:
             text = self.chat.tokenizer.decode(tokens.tolist())
             turn.ended = next((stop for stop in stop_texts if text.endswith(stop)), "")
-        turn.sample, turn.reply, turn.number = sample, normalised(message), len(self.turns)
+        turn.sample, turn.reply, turn.number = sample, normalised_message(message), len(self.turns)
         turn.keys = [] if turn.parent is None else list(turn.parent.keys)
         turn.keys += [message_key(found) for found in [*turn.messages, turn.reply]]
         self.turns.append(turn)
@@ -186,7 +186,7 @@ class ConversationTree:
 # Messages as clients spell them
 
 
-def normalised(message: Message) -> Message:
+def normalised_message(message: Message) -> Message:
     """Return a message as chat templates read it: text content, arguments of tool calls as objects, no empty fields."""
     content = message.get("content")
     if isinstance(content, list):

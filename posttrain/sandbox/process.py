@@ -222,7 +222,7 @@ class ChildProcess:
 
 
 def _read(pipe: int) -> bytes | None:
-    """Returns b"" at the end of the stream, None if nothing has arrived yet."""
+    """Return b"" at the end of the stream, None if nothing has arrived yet."""
     try:
         return os.read(pipe, 2**16)
     except BlockingIOError:

@@ -34,7 +34,7 @@ class TrainingState:
     stop_reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step: its checkpoint is saved, and `Result.stopped_early` is the reason."""
+        """End the run after this step: its checkpoint is saved, and `Result.stopped_early` is the reason."""
         self.stop_reason = self.stop_reason or reason or "a callback stopped the run"
 
     @property
@@ -125,7 +125,7 @@ class CallbackRunner:
         return any(type(callback).on_save is not Callback.on_save for callback in self.callbacks)
 
     def call(self, event: str, step: int, *details: Any, metrics: dict[str, float] | None = None) -> None:
-        """Calls the method `event` of each callback, after `step` steps; `metrics`: those of the step, if logged."""
+        """Call the method `event` of each callback, after `step` steps; `metrics`: those of the step, if logged."""
         self.state.step = step
         if metrics is not None:
             self.state.metrics = metrics
@@ -142,7 +142,7 @@ class CallbackRunner:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """Returns the callbacks; UsageError for an object that is none."""
+    """Return the callbacks; UsageError for an object that is none."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             what = callback.__name__ if isinstance(callback, type) else type(callback).__name__
@@ -154,7 +154,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def check_metric_names(functions: MetricFunctions) -> None:
-    """Raises UsageError for a metric that is no function, or whose name the framework gives to its own metrics."""
+    """Raise UsageError for a metric that is no function, or whose name the framework gives to its own metrics."""
     for name, function in functions.items():
         if not callable(function):
             raise UsageError(f"metrics: {name} is a {type(function).__name__}; it must be a function")
@@ -163,7 +163,7 @@ def check_metric_names(functions: MetricFunctions) -> None:
 
 
 def add_custom_metrics(functions: MetricFunctions, values: Any, metrics: dict[str, float]) -> None:
-    """Adds the value of each function, called with `values`; refuses to replace a built-in metric."""
+    """Add the value of each function, called with `values`; refuse to replace a built-in metric."""
     for name, function in functions.items():
         if name in metrics:
             raise UsageError(f"metrics: {name!r} is the name of a built-in metric; choose another")

@@ -20,7 +20,7 @@ class Critic:
         self.objective = Objective(request=request, loss=settings.loss, unit="token")
 
     def fill(self, samples: Sequence[Sample]) -> None:
-        """Writes the critic's values into the samples."""
+        """Write the critic's values into the samples."""
         with self.offloader.on_device("critic", self.model):
             fill_values(self.model, samples)
 

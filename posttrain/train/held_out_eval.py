@@ -58,7 +58,7 @@ class HeldOutEval:
         return self.metrics(rollouts)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Returns means over prompts; a completion that could not be scored is left out and counted as a failure."""
+        """Return means over prompts; a completion that could not be scored is left out and counted as a failure."""
         scored = [rollout for rollout in rollouts if not rollout.failure]
         groups = [[self.is_correct(rollout) for rollout in group] for group in by_group(scored)]
         accuracies = [sum(correct) / len(correct) for correct in groups]
@@ -84,7 +84,7 @@ class HeldOutEval:
 
 
 def pass_at(k: int, n: int, correct: int) -> float:
-    """Estimates without bias the probability that one of k completions is correct, where `correct` of n were.
+    """Estimate without bias the probability that one of k completions is correct, where `correct` of n were.
 
     arXiv:2107.03374, eq. 1.
     """
@@ -92,5 +92,5 @@ def pass_at(k: int, n: int, correct: int) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Returns half the width of the 95% confidence interval of the mean."""
+    """Return half the width of the 95% confidence interval of the mean."""
     return 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -46,7 +46,7 @@ class RunInputs:
         return bool(self.examples) or self.model is not None or self.tokenizer is not None
 
     def write(self, config: Config, folder: RunDirectory) -> Config:
-        """Writes examples and model into the run directory; returns the configuration that names these files."""
+        """Write examples and model into the run directory; return the configuration that names these files."""
         if self.model is not None or self.tokenizer is not None:
             option, place = self.write_model(folder)
             model = replace(config.model, path=place) if option == "path" else replace(config.model, tokenizer=place)
@@ -58,7 +58,7 @@ class RunInputs:
         return replace(config, data=replace(config.data, train=train, eval=evaluation))
 
     def write_model(self, folder: RunDirectory) -> tuple[str, str]:
-        """Writes model and tokenizer, or the tokenizer alone; returns the option that names them and the place."""
+        """Write model and tokenizer, or the tokenizer alone; return the option that names them and the place."""
         option = "tokenizer" if self.model is None else "path"
         place = folder.path.absolute() / ("tokenizer" if self.model is None else "initial_model")
         new = place.with_name(f".new-{place.name}")
@@ -82,7 +82,7 @@ class RunInputs:
         return option, str(place)
 
     def write_examples(self, name: str, folder: RunDirectory) -> str:
-        """Writes the examples; a run that is resumed must have been started with the same ones."""
+        """Write the examples; a run that is resumed must have been started with the same ones."""
         file = folder.path.absolute() / "data" / f"{name}.jsonl"
         file.parent.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
@@ -111,7 +111,7 @@ def changed_error(folder: RunDirectory, what: str) -> CheckpointError:
 
 
 def as_json_lines(rows: Rows) -> Iterator[str]:
-    """Yields examples as lines of JSON; numpy values and dates become plain ones."""
+    """Yield examples as lines of JSON; numpy values and dates become plain ones."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UsageError(f"data: example {number} is a {type(row).__name__}; it must be a dict")

@@ -21,12 +21,12 @@ log = logging.getLogger("posttrain")
 
 
 def train(verb: str, /, **options: Any) -> Result:
-    """Trains like `posttrain <verb>`, from Python: options as nested dicts, as in the YAML file."""
+    """Train like `posttrain <verb>`, from Python: options as nested dicts, as in the YAML file."""
     return train_from(verb, from_mapping(verb, ALGORITHMS[verb], options))
 
 
 def refuse_in_worker() -> None:
-    """Raises UsageError in a worker process, which imports the script that started it."""
+    """Raise UsageError in a worker process, which imports the script that started it."""
     if worker.is_worker:
         raise UsageError(
             "a worker process imported the script that it was started from, and that script trains when imported. Put "
@@ -35,7 +35,7 @@ def refuse_in_worker() -> None:
 
 
 def train_from(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> Result:
-    """Trains until all steps are done; restarts after a lost worker, up to cluster.max_restarts times."""
+    """Train until all steps are done; restart after a lost worker, up to cluster.max_restarts times."""
     refuse_in_worker()
     if launched.is_launched_worker():
         launched.serve_controller()

@@ -16,7 +16,7 @@ from posttrain.parallel.layouts import ParallelLayout, check_layout
 
 
 def layout_of(config: Config, role: str) -> ParallelLayout:
-    """Returns how the devices of a role share its model."""
+    """Return how the devices of a role share its model."""
     placed = config.cluster.of(role)
     return ParallelLayout(
         placed.tensor_parallel,
@@ -30,7 +30,7 @@ def layout_of(config: Config, role: str) -> ParallelLayout:
 
 
 def check_layouts(config: Config, algorithm: Algorithm) -> None:
-    """Raises UsageError if a model of the run cannot be divided as the configuration says.
+    """Raise UsageError if a model of the run cannot be divided as the configuration says.
 
     `posttrain plan` and every run call it, so a plan that fits is one that the run accepts.
     """
@@ -46,7 +46,7 @@ def check_layouts(config: Config, algorithm: Algorithm) -> None:
 
 
 def divided_models(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, ParallelLayout, Any]]:
-    """Yields role, layout and model, on the meta device, of all models that several devices hold together."""
+    """Yield role, layout and model, on the meta device, of all models that several devices hold together."""
 
     def model_of(role: str, path: str, **changes: Any) -> tuple[str, ParallelLayout, Any]:
         head = changes.pop("head", "token")
@@ -73,7 +73,7 @@ def divided_models(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, 
 
 
 def check_engine(config: OnlineConfig) -> None:
-    """Raises UsageError if the devices cannot be divided into vLLM engines."""
+    """Raise UsageError if the devices cannot be divided into vLLM engines."""
     rollout = config.cluster.of("rollout")
     if rollout.place == "actor" and rollout.devices % engine_size(config):
         raise UsageError(
@@ -83,7 +83,7 @@ def check_engine(config: OnlineConfig) -> None:
 
 
 def engine_size(config: Config) -> int:
-    """Returns the number of devices of one vLLM engine."""
+    """Return the number of devices of one vLLM engine."""
     if not isinstance(config, OnlineConfig):
         return 1
     own = config.cluster.rollout_tensor_parallel_size if config.cluster.rollout_devices else 1

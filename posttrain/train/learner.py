@@ -89,7 +89,7 @@ class Learner:
         seed: int = 0,
         layout: ParallelLayout | None = ParallelLayout(),  # noqa: B008  frozen
     ) -> None:
-        """Loads the model and everything it needs for the given purpose.
+        """Load the model and everything it needs for the given purpose.
 
         `head`: token (a language model) or score (a reward model or critic); `value_head`: adds a head for values to
         a language model, which is then its own critic.
@@ -138,7 +138,7 @@ class Learner:
             self.generator.update(0)
 
     def make_runner(self, model: Any) -> ModelRunner:
-        """Returns what runs forward passes of the model, after comparing it with the model's own code."""
+        """Return what runs forward passes of the model, after comparing it with the model's own code."""
         runner = self.with_full_parameters(ModelRunner.from_model, model)
         if self.shards is not None and self.shards.context is not None:
             runner.context = self.shards.context
@@ -164,14 +164,14 @@ class Learner:
         )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns what is trained, by name."""
+        """Return what is trained, by name."""
         head = self.runner.value_head
         return trainable_parameters(self.model) | ({VALUE_HEAD: head.weight} if head is not None else {})
 
     # Training
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
-        """Adds the gradient of (sum of losses) / denominator; returns the sums of loss and metrics.
+        """Add the gradient of (sum of losses) / denominator; return the sums of loss and metrics.
 
         `tokens`: of the whole step, for the balance loss of a router. If the device or the host runs out of memory,
         the only sum is OUT_OF_MEMORY: the size to repeat the step with, after `discard`; 0 if none is smaller.
@@ -186,7 +186,7 @@ class Learner:
         return self.recover_memory(samples, objective.group_size, reason)
 
     def add_gradients(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
-        """Does what `forward_backward` describes, where memory suffices."""
+        """Do what `forward_backward` describes, where memory suffices."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         if objective.request.experts == "replay" and any(sample.experts is None for sample in samples):
             raise UsageError(
@@ -212,7 +212,7 @@ class Learner:
         return sums
 
     def recover_memory(self, samples: Sequence[Sample], group_size: int, reason: str) -> Sums:
-        """Frees what a failed pass holds, and returns the size of micro-batches with which it can be repeated."""
+        """Free what a failed pass holds, and return the size of micro-batches with which it can be repeated."""
         micro_batches = self.pack(samples, group_size)
         largest = max(micro_batches, key=lambda indices: sum(len(samples[i]) for i in indices))
         tokens = min(self.train_config.micro_batch_tokens, sum(len(samples[i]) for i in largest))
@@ -234,13 +234,13 @@ class Learner:
         return {OUT_OF_MEMORY: (float(smaller), None)}
 
     def limit_micro_batches(self, tokens: int) -> None:
-        """Makes micro-batches smaller from now on; the results of steps do not depend on it."""
+        """Make micro-batches smaller from now on; the results of steps do not depend on it."""
         self.train_config = replace(self.train_config, micro_batch_tokens=tokens)
 
     def scaled_loss(
         self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, metrics: MetricSums
     ) -> torch.Tensor:
-        """Computes the loss of one micro-batch as it is differentiated; None: a dummy batch, whose loss is 0."""
+        """Compute the loss of one micro-batch as it is differentiated; None: a dummy batch, whose loss is 0."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         scale = self.optimizer.loss_scale
         if batch is None:
@@ -263,7 +263,7 @@ class Learner:
 
     @contextmanager
     def seeded_dropout(self) -> Iterator[None]:
-        """Seeds dropout by run seed, step and data rank, so that checkpoints need no generator state."""
+        """Seed dropout by run seed, step and data rank, so that checkpoints need no generator state."""
         if self.dropout_seed is None:
             yield
             return
@@ -276,28 +276,28 @@ class Learner:
             yield
 
     def step(self, learning_rate: float) -> dict[str, float]:
-        """Applies and clears the gradients; see Optimizer.step."""
+        """Apply and clear the gradients; see Optimizer.step."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.generator.weights_changed()
         self.passes = 0
         return self.optimizer.step(learning_rate)
 
     def discard(self) -> dict[str, float]:
-        """Clears the gradients without applying them."""
+        """Clear the gradients without applying them."""
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.optimizer.clear_gradients()
         self.passes = 0
         return {"skipped": 1.0}
 
     def peak_memory_gib(self) -> float:
-        """Returns the most memory that this process's device has held so far."""
+        """Return the most memory that this process's device has held so far."""
         return peak_memory_gib()
 
     # Forward passes without gradients
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
-        """Returns the sums of loss and metrics."""
+        """Return the sums of loss and metrics."""
         self.model.eval()
         metrics = MetricSums()
         for batch in self.micro_batches(samples, objective.group_size):
@@ -319,21 +319,21 @@ class Learner:
         distribution: SamplingDistribution = PLAIN,
         experts: ExpertUse = "ignore",
     ) -> list[Floats]:
-        """Returns the log-probability of each counted token, 0 elsewhere; without `adapters`, of the base model."""
+        """Return the log-probability of each counted token, 0 elsewhere; without `adapters`, of the base model."""
         request = ForwardRequest(names=frozenset({"logprobs"}), distribution=distribution, experts=experts)
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.token_streams(samples, request, lambda out: out.logprobs)
 
     def probe_logprobs(self) -> list[Floats]:
-        """Returns log-probabilities of the probe, by which an engine's weights are compared with these."""
+        """Return log-probabilities of the probe, by which an engine's weights are compared with these."""
         return self.logprobs([probe_sample(self.model.config.get_text_config().vocab_size)])
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Returns the critic's value of the state before each counted token, 0 elsewhere."""
+        """Return the critic's value of the state before each counted token, 0 elsewhere."""
         return self.token_streams(samples, ForwardRequest(names=frozenset({"values"})), lambda out: out.values)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """Returns the output of the score head for each sample."""
+        """Return the output of the score head for each sample."""
         found: dict[int, float] = {}
         for indices, out, _ in self.forward_all(samples, ForwardRequest(names=frozenset({"scores"}))):
             assert out.scores is not None
@@ -343,7 +343,7 @@ class Learner:
     def token_streams(
         self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
     ) -> list[Floats]:
-        """Returns one array per sample of the output that `read` selects."""
+        """Return one array per sample of the output that `read` selects."""
         found: dict[int, Floats] = {}
         for indices, out, batch in self.forward_all(samples, request):
             stream = read(out)
@@ -356,7 +356,7 @@ class Learner:
     def forward_all(
         self, samples: Sequence[Sample], request: ForwardRequest
     ) -> list[tuple[list[int], Outputs, MicroBatch]]:
-        """Runs all samples through the model; returns (indices of the samples, outputs, micro-batch) of each pass."""
+        """Run all samples through the model; return (indices of the samples, outputs, micro-batch) of each pass."""
         was_training = self.model.training  # False while completions are being generated
         self.model.eval()
         results = []
@@ -373,7 +373,7 @@ class Learner:
     # Micro-batches
 
     def micro_batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[MicroBatch | None]:
-        """Yields micro-batches, each laid out while the device computes the one before; None: see `in_lockstep`."""
+        """Yield micro-batches, each laid out while the device computes the one before; None: see `in_lockstep`."""
         for indices in self.in_lockstep(self.pack(samples, group_size)):
             if indices is None:
                 yield None
@@ -381,7 +381,7 @@ class Learner:
                 yield collate([samples[i] for i in indices], self.device, self.min_shared_prefix)
 
     def pack(self, samples: Sequence[Sample], group_size: int = 1) -> list[list[int]]:
-        """Divides the samples into micro-batches; returns their indices."""
+        """Divide the samples into micro-batches; return their indices."""
         ranks = 1 if self.shards is None else self.shards.layout.context_parallel  # which divide each micro-batch
         budget = self.train_config.micro_batch_tokens * ranks
         if not (self.runner.packed and (self.teacher is None or self.teacher.packed)):
@@ -395,23 +395,23 @@ class Learner:
         return MIN_SHARED_PREFIX if able else 0
 
     def dummy_batch(self) -> MicroBatch:
-        """Returns a batch for a rank without samples: it joins the collectives of a pass and contributes zero."""
+        """Return a batch for a rank without samples: it joins the collectives of a pass and contributes zero."""
         shortest = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
         return collate([shortest], self.device)
 
     # Sharded models
 
     def with_full_parameters(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls the function where the parameters are gathered."""
+        """Call the function where the parameters are gathered."""
         return function(*args) if self.shards is None else self.shards.with_full_parameters(function, *args)
 
     def reshard(self) -> None:
-        """Frees gathered parameters after passes without a backward pass."""
+        """Free gathered parameters after passes without a backward pass."""
         if self.shards is not None:
             self.shards.reshard()
 
     def in_lockstep(self, micro_batches: Sequence[T]) -> Iterator[T | None]:
-        """Yields the micro-batches, then None for each pass that other ranks make and this one has no samples for."""
+        """Yield the micro-batches, then None for each pass that other ranks make and this one has no samples for."""
         return iter(micro_batches) if self.shards is None else self.shards.in_lockstep(micro_batches)
 
     # Generation
@@ -425,17 +425,17 @@ class Learner:
         between_steps: BetweenSteps | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        """Generates one sample per request; see LocalGenerator.generate."""
+        """Generate one sample per request; see LocalGenerator.generate."""
         return self.generator.generate(
             requests, sampling, current=current, between_steps=between_steps, on_completion=on_completion
         )
 
     def update_generator(self, version: WeightVersion) -> None:
-        """Makes generation use the current weights from now on; `version` is recorded in the samples."""
+        """Make generation use the current weights from now on; `version` is recorded in the samples."""
         self.generator.update(version)
 
     def stop_ids(self) -> list[int]:
-        """Returns the tokens that end a completion: the tokenizer's, and those that the model's files name."""
+        """Return the tokens that end a completion: the tokenizer's, and those that the model's files name."""
         return stop_ids(self.tokenizer, self.model.generation_config)
 
     def close(self) -> None:
@@ -444,31 +444,31 @@ class Learner:
     # Weights and checkpoints
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole tensors under their names in Hugging Face files, adapters merged, always in the same order.
+        """Yield whole tensors under their names in Hugging Face files, adapters merged, always in the same order.
 
         Tensors have the dtype that the model computes in. All processes that hold the model iterate together.
         """
         yield from export_tensors(self.model, self.dtype)
 
     def set_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Writes what another learner's `weights` yields into this model, in place."""
+        """Write what another learner's `weights` yields into this model, in place."""
         assert self.shards is None and self.optimizer is None, "only for a learner that is not trained"
         import_tensors(self.model, weights)
 
     def annotate(self, entries: dict[str, Any]) -> None:
-        """Writes entries into the model's config, with which they are saved."""
+        """Write entries into the model's config, with which they are saved."""
         for key, value in entries.items():
             setattr(self.model.config, key, value)
 
     def score_statistics(self) -> tuple[float, float]:
-        """Returns mean and standard deviation of a reward model's scores, as saved with it."""
+        """Return mean and standard deviation of a reward model's scores, as saved with it."""
         mean, deviation = (getattr(self.model.config, name, None) for name in ("score_mean", "score_std"))
         if mean is None or not deviation:
             raise UsageError("reward.normalize: the reward model was saved without score_mean and score_std")
         return float(mean), float(deviation)
 
     def save(self, folder: Path) -> None:
-        """Writes model/, a plain Hugging Face directory, and beside it what training needs to resume."""
+        """Write model/, a plain Hugging Face directory, and beside it what training needs to resume."""
         assert self.optimizer is not None
         save_model(self.model, self.tokenizer, folder / "model", self.shards)
         self.optimizer.save(folder)
@@ -478,7 +478,7 @@ class Learner:
                 save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, with any number of processes."""
+        """Read what `save` wrote, with any number of processes."""
         assert self.optimizer is not None
         load_weights(self.model, folder / "model")
         if self.runner.value_head is not None:
@@ -490,11 +490,11 @@ class Learner:
     # Host memory
 
     def offload(self, part: Part) -> None:
-        """Moves a part to host memory until `onload`; on a CPU nothing moves."""
+        """Move a part to host memory until `onload`; on a CPU nothing moves."""
         self.move(part, torch.device("cpu"))
 
     def onload(self, part: Part) -> None:
-        """Moves a part back to the device."""
+        """Move a part back to the device."""
         self.move(part, self.device)
 
     def move(self, part: Part, device: torch.device) -> None:
@@ -514,7 +514,7 @@ LEARNERS: WeakSet[Learner] = WeakSet()  # of this process, which share a device
 
 
 def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yields each item with whether it is the last one."""
+    """Yield each item with whether it is the last one."""
     waiting: list[T] = []
     for item in items:
         if waiting:
@@ -524,7 +524,7 @@ def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def training_memory_bytes() -> int:
-    """Returns the bytes that training will allocate besides what it holds: gradients, Adam's moments, one full pass."""
+    """Return the bytes that training will allocate besides what it holds: gradients, Adam's moments, one full pass."""
     missing = largest_pass = 0
     for learner in LEARNERS:
         if learner.optimizer is not None:
@@ -541,7 +541,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
-    """Raises UsageError unless both have the same vocabulary, over which distributions are compared."""
+    """Raise UsageError unless both have the same vocabulary, over which distributions are compared."""
     if student.vocabulary_size != teacher.vocabulary_size:
         raise UsageError(
             f"algo.teacher: its vocabulary has {teacher.vocabulary_size} tokens, the student's "
@@ -550,7 +550,7 @@ def check_teacher(student: ModelRunner, teacher: ModelRunner) -> None:
 
 
 def new_value_head(model: Any, seed: int) -> torch.nn.Linear:
-    """Returns a head that maps the trunk's hidden state to a value, with small initial weights."""
+    """Return a head that maps the trunk's hidden state to a value, with small initial weights."""
     size, like = model.config.get_text_config().hidden_size, next(model.parameters())
     head = torch.nn.Linear(size, 1, bias=False)
     head.weight.data.normal_(0.0, 1 / (size + 1), generator=torch.Generator().manual_seed(seed))

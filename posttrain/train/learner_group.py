@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.cluster.base import Workers, split_evenly
@@ -37,7 +38,7 @@ class LearnerGroup:
         return self.with_memory(self.workers.call("discard")[0])
 
     def with_memory(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds the peak memory of the device that has used the most; that of this process is logged anyway."""
+        """Add the peak memory of the device that has used the most; that of this process is logged anyway."""
         if isinstance(self.workers, LocalWorkers):
             return metrics
         return metrics | {"memory_gib": round(max(self.workers.call("peak_memory_gib")), 3)}
@@ -98,21 +99,21 @@ class LearnerGroup:
     def annotate(self, entries: dict[str, Any]) -> None:
         self.workers.call("annotate", entries)
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: Path) -> None:
         self.workers.call("save", folder)
 
-    def load(self, folder: Any) -> None:
+    def load(self, folder: Path) -> None:
         self.workers.call("load", folder)
 
     def spread(
         self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Calls the method with each data rank's part of the samples; returns one result per data rank."""
+        """Call the method with each data rank's part of the samples; return one result per data rank."""
         repeated = [part for part in self.shards(samples, group_size) for _ in range(self.ranks_per_sample)]
         return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.ranks_per_sample]
 
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
-        """Divides the samples among the data ranks."""
+        """Divide the samples among the data ranks."""
         return split_evenly(samples, self.workers.size // self.ranks_per_sample, group_size)
 
 
@@ -128,5 +129,5 @@ class CurrentWeights:
         return self.policy.generate(requests, sampling, current=True)
 
 
-def concatenate(parts: Sequence[list[Any]]) -> list[Any]:
+def concatenate(parts: Sequence[list[T]]) -> list[T]:
     return [item for part in parts for item in part]

@@ -67,7 +67,7 @@ class LocalGenerator:
         between_steps: BetweenSteps | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        """Generates one sample per request; `current`: with the trainer's current weights.
+        """Generate one sample per request; `current`: with the trainer's current weights.
 
         `on_completion` may be called with some samples before all are finished.
         """
@@ -93,7 +93,7 @@ class LocalGenerator:
 
     @torch.no_grad()
     def update(self, version: WeightVersion) -> None:
-        """Makes generation use the trainer's current weights from now on; `version`: their version."""
+        """Make generation use the trainer's current weights from now on; `version`: their version."""
         self.version = version
         self.weights_of_engines_changed()
         if self.replica is not None:
@@ -109,7 +109,7 @@ class LocalGenerator:
 
     @torch.no_grad()
     def gather(self, name: str) -> ModelRunner:
-        """Returns a whole model with the current weights; all processes that hold a shard call this together."""
+        """Return a whole model with the current weights; all processes that hold a shard call this together."""
         assert self.shards is not None and self.meta_model is not None, "a model with a score head does not generate"
         if name not in self.unsharded:
             model = materialize(self.meta_model, self.shards.device, self.shards.dtype)
@@ -122,24 +122,24 @@ class LocalGenerator:
         return self.unsharded[name]
 
     def weights_changed(self) -> None:
-        """Marks the gathered models as out of date, after the trainer's weights have changed."""
+        """Mark the gathered models as out of date, after the trainer's weights have changed."""
         self.up_to_date.clear()
         self.weights_of_engines_changed()
 
     def weights_of_engines_changed(self) -> None:
-        """Makes engines drop keys and values that they keep for later requests."""
+        """Make engines drop keys and values that they keep for later requests."""
         for engine in self.engines.values():
             engine.weights_changed()
 
     def release_memory(self) -> None:
-        """Frees the replica's or the copy's device memory for training, unless it generates meanwhile."""
+        """Free the replica's or the copy's device memory for training, unless it generates meanwhile."""
         if self.replica is not None and not self.own_weights:
             self.replica.sleep()
         if self.frees_copy and self.unsharded:
             self.free_copies()
 
     def free_copies(self) -> None:
-        """Frees the models that were gathered from shards, and the engines with their caches; `gather` makes new."""
+        """Free the models that were gathered from shards, and the engines with their caches; `gather` makes new."""
         for runner in self.unsharded.values():
             self.engines.pop(id(runner), None)
         self.unsharded.clear()
@@ -149,6 +149,6 @@ class LocalGenerator:
             torch.accelerator.empty_cache()
 
     def close(self) -> None:
-        """Ends vLLM, whose processes are not freed with this object."""
+        """End vLLM, whose processes are not freed with this object."""
         if self.replica is not None:
             self.replica.close()

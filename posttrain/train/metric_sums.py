@@ -9,8 +9,9 @@ import torch
 from posttrain.core.types import Metrics
 
 LARGEST = "largest_"
-OUT_OF_MEMORY = "out_of_memory"  # instead of all sums: the tokens that a micro-batch may have when it is repeated
 """Metrics with this prefix are the largest of all micro-batches and ranks, not sums."""
+OUT_OF_MEMORY = "out_of_memory"
+"""Replaces all sums if a pass ran out of memory: the largest micro-batch, in tokens, to repeat the step with."""
 
 Sums = dict[str, tuple[float, float | None]]
 """Metric -> (sum, count); a count of None stands for the objective's own denominator."""
@@ -39,7 +40,7 @@ class MetricSums:
             self.add(name, *value) if isinstance(value, tuple) else self.add(name, value)
 
     def read(self) -> Sums:
-        """Copies all sums to the host in one transfer."""
+        """Copy all sums to the host in one transfer."""
         values = [*self.sums.values(), *self.counts.values()]
         numbers = iter(torch.stack(values).tolist() if values else [])
         sums = {name: next(numbers) for name in self.sums}
@@ -48,7 +49,7 @@ class MetricSums:
 
 
 def add_sums(parts: Sequence[Sums]) -> Sums:
-    """Adds the sums of several workers or batches."""
+    """Add the sums of several workers or batches."""
     total: Sums = {}
     for part in parts:
         for name, (value, count) in part.items():
@@ -62,7 +63,7 @@ def add_sums(parts: Sequence[Sums]) -> Sums:
 
 
 def averages(sums: Sums, denominator: int) -> dict[str, float]:
-    """Divides each sum by its own count, or by the objective's denominator; leaves out what was never counted."""
+    """Divide each sum by its own count, or by the objective's denominator; leave out what was never counted."""
     means = {}
     for name, (total, count) in sums.items():
         by = denominator if count is None else count

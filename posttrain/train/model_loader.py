@@ -37,7 +37,7 @@ class ModelLoader:
         self.offloader = Offloader(run.config.cluster.offload)
 
     def policy(self) -> LearnerGroup:
-        """Loads the model that is trained, and the teacher beside it."""
+        """Load the model that is trained, and the teacher beside it."""
         model, path = self.run.model, self.algorithm.teacher_path()
         options: dict[str, Any] = {}
         if isinstance(self.config, OnlineConfig):
@@ -45,7 +45,7 @@ class ModelLoader:
             options["sampler_copy"] = bool(self.config.rollout.ahead) and not separate
             options["value_head"] = "values" in self.algorithm.outputs()
             if not separate:
-                options["engine"] = engine_of(self.config)
+                options["engine"] = rollout_engine(self.config)
         policy = self.load(
             model,
             role="actor",
@@ -59,7 +59,7 @@ class ModelLoader:
         return policy
 
     def reference(self, policy: LearnerGroup) -> ReferenceModel | None:
-        """Loads the reference, if the algorithm needs one; with LoRA it is the policy without its adapters."""
+        """Load the reference, if the algorithm needs one; with LoRA it is the policy without its adapters."""
         if "ref_logprobs" not in self.algorithm.needs():
             return None
         algorithm, path = self.algorithm, self.algorithm.reference_path()
@@ -74,7 +74,7 @@ class ModelLoader:
         )
 
     def frozen(self, path: str) -> LearnerGroup:
-        """Loads a language model that is not trained; without a path, the initial policy."""
+        """Load a language model that is not trained; without a path, the initial policy."""
         if path and (theirs := vocabulary_size(ModelConfig(path=path))) != (ours := vocabulary_size(self.run.model)):
             raise UsageError(
                 f"{path} has a vocabulary of {theirs:,} tokens, {self.run.model.path} of {ours:,}: probabilities of "
@@ -84,7 +84,7 @@ class ModelLoader:
         return self.load(model, role="reference", head="token", trainable=False)
 
     def critic(self, settings: CriticSettings, first_reward_model: str) -> Critic:
-        """Loads the critic: from its own path, else from the first reward model, else from the policy."""
+        """Load the critic: from its own path, else from the first reward model, else from the policy."""
         path = settings.path or first_reward_model or self.run.model.path
         coef = self.run.model.router_aux_loss_coef
         router_loss = coef if coef and has_router(path) else 0.0
@@ -93,7 +93,7 @@ class ModelLoader:
         return Critic(learners, settings, self.offloader, router_loss)
 
     def reward_model(self, path: str, index: int, *, normalize: bool) -> RewardModel:
-        """Loads a reward model; `index`: its number among the run's rewards."""
+        """Load a reward model; `index`: its number among the run's rewards."""
         model = replace(self.run.model, path=resolve_path(path), tokenizer="", lora_rank=0, router_aux_loss_coef=0.0)
         vocabulary = int(read_config(model.path, "score").get_text_config().vocab_size)
         encoder = Encoder(load_tokenizer(model), REWARD_DATA, "labelled", vocabulary)
@@ -109,13 +109,13 @@ class ModelLoader:
         return reward_model
 
     def rollout_workers(self) -> RolloutWorkers | None:
-        """Starts engines on devices of their own, which receive the policy's weights; None: the policy generates."""
+        """Start engines on devices of their own, which receive the policy's weights; None: the policy generates."""
         placement = self.run.placement
         if not placement.has_rollout_devices:
             return None
         assert isinstance(self.config, OnlineConfig)
         model = replace(self.run.model, lora_rank=0, router_aux_loss_coef=0.0)  # adapters arrive merged
-        engine, template, seed = engine_of(self.config), self.config.data.chat_template, self.config.seed
+        engine, template, seed = rollout_engine(self.config), self.config.data.chat_template, self.config.seed
         inflight = self.config.rollout.inflight_updates
         sender = placement.pool("actor").start("actor.sender", WeightSender, RoleRef("actor"))
         slots = placement.rollout_slots(
@@ -127,7 +127,7 @@ class ModelLoader:
         return RolloutWorkers(slots, sender, placement.rendezvous, check)
 
     def load(self, model: ModelConfig, *, role: str, **options: Any) -> LearnerGroup:
-        """Starts a learner on every device of the role; `options`: of Learner."""
+        """Start a learner on every device of the role; `options`: of Learner."""
         layout = layout_of(self.config, role)
         pool = self.run.placement.pool(role)
         self.run.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
@@ -138,8 +138,8 @@ class ModelLoader:
         return LearnerGroup(workers, layout.ranks_per_sample)
 
 
-def engine_of(config: OnlineConfig) -> EngineSpec:
-    """Returns the engine that generates; on devices of its own a vLLM engine may be divided among several."""
+def rollout_engine(config: OnlineConfig) -> EngineSpec:
+    """Return the engine that generates; on devices of its own a vLLM engine may be divided among several."""
     options, divided = dict(config.rollout.vllm_options), config.cluster.rollout_tensor_parallel_size
     if config.cluster.rollout_devices and divided > 1:
         options["tensor_parallel_size"] = divided

@@ -39,7 +39,7 @@ class OfflineLoop:
     step: int = 0  # number of finished steps
 
     def train(self) -> Result:
-        """Trains until all steps are done."""
+        """Train until all steps are done."""
         run, config, steps, metrics = self.run, self.run.config, self.run.data.steps, dict[str, float]()
         run.callbacks.call("on_start", self.step)
         while self.step < steps and not run.callbacks.stop_reason:
@@ -73,7 +73,7 @@ class OfflineLoop:
         return run.result(self.step, metrics)
 
     def next_batch(self) -> list[Sample]:
-        """Takes the examples of the next step, fills what the algorithm needs and assigns credit."""
+        """Take the examples of the next step, fill what the algorithm needs and assign credit."""
         self.run.placement.step = self.step + 1
         with self.run.log.phase("data"):
             samples = self.algorithm.prepare(self.run.data.next_examples(self.step + 1))
@@ -82,7 +82,7 @@ class OfflineLoop:
             return self.algorithm.assign_credit(samples)
 
     def train_step(self, samples: list[Sample]) -> dict[str, float]:
-        """Makes one optimizer step and returns its metrics."""
+        """Make one optimizer step and return its metrics."""
         self.step += 1
         data = self.run.data
         with self.run.log.phase("train"):
@@ -91,16 +91,17 @@ class OfflineLoop:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Returns metrics on the evaluation examples, and remembers the best step by loss."""
+        """Return metrics on the evaluation examples, and remember the best step by loss."""
         run, algorithm = self.run, self.algorithm
         assert run.data.eval is not None
-        rows, size = run.data.eval.examples, run.config.train.batch_size
+        examples, size = run.data.eval.examples, run.config.train.batch_size
         sums: list[Sums] = []
         denominator = 0
-        stream = ExampleStream(rows, size, seed=0, shuffle=False, strata=[algorithm.stratum(row[0]) for row in rows])
-        chunks = max(1, len(rows) // size)  # of nearly equal size, so that none is very small
+        strata = [algorithm.stratum(example[0]) for example in examples]
+        stream = ExampleStream(examples, size, seed=0, shuffle=False, strata=strata)
+        chunks = max(1, len(examples) // size)  # of nearly equal size, so that none is very small
         for c in range(chunks):
-            samples = algorithm.prepare(stream.take(len(rows) * (c + 1) // chunks - len(rows) * c // chunks))
+            samples = algorithm.prepare(stream.take(len(examples) * (c + 1) // chunks - len(examples) * c // chunks))
             self.streams.fill(samples, keep=True)
             samples = algorithm.assign_credit(samples)
             sums.append(self.policy.evaluate(samples, self.objective))
@@ -115,19 +116,19 @@ class OfflineLoop:
         return metrics
 
     def predictions(self) -> list[Prediction]:
-        """Returns what the policy computes for each evaluation sample, for custom metrics."""
+        """Return what the policy computes for each evaluation sample, for custom metrics."""
         assert self.run.data.eval is not None
-        samples = [sample for row in self.run.data.eval.examples for sample in row]
+        samples = [sample for example in self.run.data.eval.examples for sample in example]
         if self.algorithm.head == "score":
             return [Prediction(sample, score=x) for sample, x in zip(samples, self.policy.scores(samples), strict=True)]
         streams = self.policy.logprobs(samples)
         return [Prediction(sample, logprobs=stream) for sample, stream in zip(samples, streams, strict=True)]
 
-    def score_statistics(self, most_examples: int = 1000) -> dict[str, float]:
-        """Returns mean and standard deviation of a reward model's scores; saved with it for later normalisation."""
+    def score_statistics(self, max_examples: int = 1000) -> dict[str, float]:
+        """Return mean and standard deviation of a reward model's scores; saved with it for later normalisation."""
         data = self.run.data
-        rows = (data.eval or data.train).examples[:most_examples]
-        scores = self.policy.scores([sample for row in rows for sample in row])
+        examples = (data.eval or data.train).examples[:max_examples]
+        scores = self.policy.scores([sample for example in examples for sample in example])
         mean = sum(scores) / len(scores)
         variance = sum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
         return {"score_mean": mean, "score_std": math.sqrt(variance)}

@@ -25,7 +25,7 @@ class Offloader:
 
     @contextmanager
     def on_device(self, role: str, model: LearnerGroup) -> Iterator[None]:
-        """Keeps the model on the device within the block, and the policy away from it while another role works."""
+        """Keep the model on the device within the block, and the policy away from it while another role works."""
         away = role in OTHERS and "policy" in self.roles and self.policy is not None
         before, self.training = self.training, self.training or role == "optimizer"
         if away:
@@ -45,7 +45,7 @@ class Offloader:
         self.policy.offload("model")  # with its optimizer
 
     def bring_policy_back(self) -> None:
-        """Brings the policy back, its optimizer only if that is in use or never leaves."""
+        """Bring the policy back, its optimizer only if that is in use or never leaves."""
         assert self.policy is not None
         self.policy.onload("model")
         if not self.training:

@@ -61,7 +61,7 @@ class OnlineLoop:
     writer: records.RolloutWriter = field(init=False)
 
     def resume(self) -> None:
-        """Restores everything from the newest checkpoint, if the run is a resumed one."""
+        """Restore everything from the newest checkpoint, if the run is a resumed one."""
         run = self.run
         run.parts = {"online": self} | ({"critic": self.critic.model} if self.critic else {})
         self.step = run.resume(self.policy)
@@ -71,7 +71,7 @@ class OnlineLoop:
         self.writer = records.RolloutWriter(run.directory.path, self.step)
 
     def train(self) -> Result:
-        """Trains until all steps are done."""
+        """Train until all steps are done."""
         run, config, steps, metrics = self.run, self.config, self.run.data.steps, dict[str, float]()
         if self.step == 0 and self.algorithm.config.needs_reward():
             run.log.message(LOSS_NOTE)
@@ -104,7 +104,7 @@ class OnlineLoop:
     # Before the update: rollouts with rewards, log-probabilities, values and advantages
 
     def make_experience(self) -> list[Rollout]:
-        """Returns the rollouts of the next step, with everything that the loss reads."""
+        """Return the rollouts of the next step, with everything that the loss reads."""
         self.run.placement.step = self.step + 1
         if self.reference is not None:
             self.reference.sync(self.step)
@@ -122,7 +122,7 @@ class OnlineLoop:
         return rollouts
 
     def with_recorded_completions(self, error: RewardError) -> RewardError:
-        """Records the completions that could not be scored and adds how to inspect them; a resume drops them."""
+        """Record the completions that could not be scored and add how to inspect them; a resume drops them."""
         if not error.rollouts:
             return error
         self.writer.add(error.rollouts, self.step + 1)
@@ -137,7 +137,7 @@ class OnlineLoop:
     # The update: mini-batches, each an optimizer step of the critic and of the policy
 
     def train_step(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Trains on a batch of rollouts and returns its metrics."""
+        """Train on a batch of rollouts and return its metrics."""
         self.step += 1
         samples = scored_samples(rollouts, self.step)
         for sample in samples:
@@ -159,7 +159,7 @@ class OnlineLoop:
         return metrics
 
     def trained_samples(self, samples: list[Sample]) -> list[Sample]:
-        """Returns the samples that count in the loss."""
+        """Return the samples that count in the loss."""
         trained = [sample for sample in samples if self.algorithm.is_trained_on(sample)]
         if not trained:
             self.run.log.warn(
@@ -169,7 +169,7 @@ class OnlineLoop:
         return trained
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
-        """Makes an optimizer step for each mini-batch and returns the average metrics."""
+        """Make an optimizer step for each mini-batch and return the average metrics."""
         updates: list[dict[str, float]] = []
         for mini_batch in mini_batches(samples, self.algorithm.config, (self.config.seed, self.step)):
             metrics = self.update_critic(mini_batch)
@@ -189,7 +189,7 @@ class OnlineLoop:
         return {f"critic/{name}": value for name, value in metrics.items() if name != "tokens"}
 
     def update_policy(self, samples: list[Sample]) -> dict[str, float]:
-        """Makes one optimizer step; samples without a gradient are not computed, but count in the denominator."""
+        """Make one optimizer step; samples without a gradient are not computed, but count in the denominator."""
         trained, denominator = self.with_gradient(samples), count_units(samples, self.objective.unit)
         auxiliary = self.pretraining.next_losses() if self.pretraining else []
         if not trained and not auxiliary:
@@ -199,7 +199,7 @@ class OnlineLoop:
         )
 
     def with_gradient(self, samples: list[Sample]) -> list[Sample]:
-        """Returns the samples that have a gradient; those of a group with equal rewards, for example, have none."""
+        """Return the samples that have a gradient; those of a group with equal rewards, for example, have none."""
         if self.config.model.router_aux_loss_coef:  # every token contributes to it
             return samples
         return [sample for sample in samples if self.algorithm.has_gradient(sample)]
@@ -207,7 +207,7 @@ class OnlineLoop:
     # After the update
 
     def evaluate(self) -> dict[str, float]:
-        """Returns metrics of the current policy on the evaluation prompts, and remembers the best step by reward."""
+        """Return metrics of the current policy on the evaluation prompts, and remember the best step by reward."""
         if self.held_out is None:
             raise UsageError("there is no evaluation data: set data.eval")
         generator: Generator = CurrentWeights(self.policy)
@@ -223,7 +223,7 @@ class OnlineLoop:
         return metrics
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
-        """Stops the run if the sampler's and the trainer's log-probabilities differ too much for several steps.
+        """Stop the run if the sampler's and the trainer's log-probabilities differ too much for several steps.
 
         The gradient would be that of another distribution than the one that was sampled from. Completions of older
         weights are left out: there the difference is what the policy has learned since (`policy_drift`).
@@ -275,7 +275,7 @@ class OnlineLoop:
 
 
 def scored_samples(rollouts: list[Rollout], step: int) -> list[Sample]:
-    """Returns the samples of the completions that could be scored."""
+    """Return the samples of the completions that could be scored."""
     samples = [rollout.sample for rollout in rollouts if not rollout.failure]
     if not samples:
         raise PosttrainError(f"step {step}: no completion could be scored. The first failure: {rollouts[0].failure}")
@@ -285,7 +285,7 @@ def scored_samples(rollouts: list[Rollout], step: int) -> list[Sample]:
 def mini_batches(
     samples: list[Sample], config: OnlineAlgorithm.Config, seed: tuple[int, ...]
 ) -> Iterator[list[Sample]]:
-    """Yields `epochs_per_batch` passes over the samples in parts of `mini_batch_size`, in an order set by the seed."""
+    """Yield `epochs_per_batch` passes over the samples in parts of `mini_batch_size`, in an order set by the seed."""
     size = config.mini_batch_size or len(samples) or 1
     for epoch in range(config.epochs_per_batch):
         order = np.arange(len(samples))

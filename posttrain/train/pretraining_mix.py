@@ -38,12 +38,12 @@ class PretrainingMix:
             stream.position = value
 
     def next_losses(self) -> list[AuxiliaryLoss]:
-        """Returns the texts of the next step, by source, each with its objective."""
+        """Return the texts of the next step, by source, each with its objective."""
         return [AuxiliaryLoss(s.take(), objective) for s, objective in zip(self.streams, self.objectives, strict=True)]
 
 
 def load_examples(files: tuple[str, ...], data: DataConfig, tokenizer: Any) -> Any:
-    """Reads texts, or else conversations; if the files hold neither, the error is about texts."""
+    """Read texts, or else conversations; if the files hold neither, the error is about texts."""
     try:
         return load_dataset(files, Encoder(tokenizer, data, "text", len(tokenizer))).examples
     except DataError as not_text:

@@ -40,7 +40,7 @@ class ReferenceModel:
         self.offload()
 
     def fill(self, samples: Sequence[Sample]) -> None:
-        """Computes ref_logprobs of the samples, unless they were precomputed."""
+        """Compute ref_logprobs of the samples, unless they were precomputed."""
         if self.precomputed:
             return
         if self.model is None:
@@ -52,20 +52,20 @@ class ReferenceModel:
             sample.ref_logprobs = stream
 
     def precompute(self) -> None:
-        """Computes ref_logprobs of all examples of the run and frees the model."""
+        """Compute ref_logprobs of all examples of the run and free the model."""
         data = self.run.data
         self.run.log.message("computing the reference's log-probabilities of all examples")
         datasets = [data.train, data.eval] if data.eval else [data.train]
         for dataset in datasets:
             dataset.examples.hold()
-        self.fill([sample for dataset in datasets for row in dataset.examples for sample in row])
+        self.fill([sample for dataset in datasets for example in dataset.examples for sample in example])
         self.precomputed = True
         if self.model is not None:
             self.model.workers.close()
             self.model = None
 
     def sync(self, step: int) -> None:
-        """Makes the reference the policy as it was after the last multiple of `sync_steps` steps.
+        """Make the reference the policy as it was after the last multiple of `sync_steps` steps.
 
         Its weights are kept in the run directory, copied from that step's checkpoint, so that a resumed run has the
         same reference.
@@ -89,7 +89,7 @@ class ReferenceModel:
         self.run.log.message(f"the reference is now the policy of step {wanted}")
 
     def save_reference(self, directory: Path, wanted: int, step: int) -> Path:
-        """Copies the policy of step `wanted` into `directory`, unless it is there; returns the copy."""
+        """Copy the policy of step `wanted` into `directory`, unless it is there; return the copy."""
         run = self.run
         checkpoint.remove_temporaries(directory)
         for other in checkpoint.list_checkpoints(directory):
@@ -120,7 +120,7 @@ class ReferenceModel:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Hard-links a file that does not change; copies it where the file system has no hard links."""
+    """Hard-link a file that does not change; copy it where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -129,7 +129,7 @@ def same_encoding(first: Any, second: Any) -> bool:
 
 
 def check_reward_model(path: str) -> None:
-    """Raises UsageError, before any model is loaded, if there is no reward model at this path."""
+    """Raise UsageError, before any model is loaded, if there is no reward model at this path."""
     try:
         described = read_config(resolve_path(path), "score")
     except UsageError as error:

@@ -46,7 +46,7 @@ UNCOMPARED = ("output_dir", "resume", "allow_changed_data", "quiet")  # options 
 
 
 def changes_since(before: dict[str, Any], config: Config) -> dict[str, str]:
-    """Describes the options that differ from those of a checkpoint, maybe of the previous version, by name."""
+    """Describe the options that differ from those of a checkpoint, maybe of the previous version, by name."""
     now = flat(json.loads(json.dumps(configs.as_mapping(config))))
     saved = flat(renamed_settings(before, now))
     compared = {name: value for name, value in now.items() if name in saved and name not in UNCOMPARED}
@@ -69,7 +69,7 @@ class Result:
         return self.output_dir
 
     def model(self) -> PreTrainedModel:
-        """Loads the trained model from the newest checkpoint, with adapters merged into it."""
+        """Load the trained model from the newest checkpoint, with adapters merged into it."""
         return load_trained_model(str(self.output_dir))
 
 
@@ -111,7 +111,7 @@ class SaveInProgress:
                 raise
 
     def result(self) -> Path:
-        """Waits for the checkpoint, and raises the error of a save that failed."""
+        """Wait for the checkpoint, and raise the error of a save that failed."""
         self.thread.join()
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -146,7 +146,7 @@ class Run:
     @classmethod
     @contextmanager
     def open(cls, verb: str, config: Config, algorithm: Algorithm, inputs: RunInputs = NO_INPUTS) -> Iterator[Run]:
-        """Opens the run directory, reads and encodes all data, and makes every check that needs no weights."""
+        """Open the run directory, read and encode all data, and make every check that needs no weights."""
         check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
         logs.quiet_libraries()
         with ExitStack() as stack:
@@ -216,7 +216,7 @@ class Run:
                 raise
 
     def resume(self, policy: LearnerGroup) -> int:
-        """Restores everything from the newest valid checkpoint; returns the step it was written after, or 0."""
+        """Restore everything from the newest valid checkpoint; return the step it was written after, or 0."""
         if accelerators.is_in_use():
             gc.collect()  # frees what loading has left on the device
         gc.freeze()  # a full garbage-collection pass over library objects costs more than a short step
@@ -226,7 +226,7 @@ class Run:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
             else:
-                first = [entry for row in self.data.train.examples[:3] for entry in row]
+                first = [entry for example in self.data.train.examples[:3] for entry in example]
                 self.log.samples(0, [preview(self.tokenizer, entry) for entry in first])
             self.write_config()
             return 0
@@ -247,9 +247,8 @@ class Run:
         self.data_changes = state.get("data_changes", []) + self.data_changes
         self.write_config()
         self.log.message(f"resuming from step {state['step']} ({newest})")
-        if deleted := self.delete_old_checkpoints(
-            newest, self.progress.best_step
-        ):  # a process that was killed may not have done it
+        # A process that was killed may not have deleted them.
+        if deleted := self.delete_old_checkpoints(newest, self.progress.best_step):
             names = ", ".join(path.name for path in deleted)
             self.log.message(f"deleted checkpoints beyond save.max_checkpoints or save.max_gigabytes: {names}")
         if changed:
@@ -257,7 +256,7 @@ class Run:
         return state["step"]
 
     def check_unchanged(self, newest: Path, state: dict[str, Any], changed: dict[str, str]) -> None:
-        """Raises CheckpointError if the examples, their order or a model changed since the checkpoint `newest`.
+        """Raise CheckpointError if the examples, their order or a model changed since the checkpoint `newest`.
 
         With `allow_changed_data` changed examples and their order are a warning, and recorded in the checkpoints.
         """
@@ -287,7 +286,7 @@ class Run:
             )
 
     def refuse_changed_data(self, what: str, step: int) -> None:
-        """Raises CheckpointError, or warns and records the change if allow_changed_data is set."""
+        """Raise CheckpointError, or warn and record the change if allow_changed_data is set."""
         if not self.config.allow_changed_data:
             raise CheckpointError(
                 f"{what}, or start a new run from this one with --model {self.directory.path} and another "
@@ -297,7 +296,7 @@ class Run:
         self.data_changes.append({"step": step, "change": what.rpartition(". ")[0]})
 
     def write_config(self) -> None:
-        """Writes config.yaml, once all models are loaded: a directory whose start failed can be used again.
+        """Write config.yaml, once all models are loaded: a directory whose start failed can be used again.
 
         A resumed run writes it again, because options may have changed and a later resume reads them from there.
         """
@@ -305,7 +304,7 @@ class Run:
         self.directory.write_config(configs.as_yaml(self.verb, config))
 
     def save(self, step: int, policy: LearnerGroup, *, wait: bool = True) -> Path:
-        """Writes a checkpoint, returns its path and deletes those that save.max_checkpoints no longer covers.
+        """Write a checkpoint, return its path and delete those that save.max_checkpoints no longer covers.
 
         Without `wait` its files are written, and a thread syncs and seals them while training goes on. `finish_save`
         ends that; until then the checkpoint before it is the newest one.
@@ -344,7 +343,7 @@ class Run:
         return checkpoint.checkpoint_path(self.directory.checkpoints, step)
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Waits for the save in progress, if there is one; without `wait` only if its thread has ended."""
+        """Wait for the save in progress, if there is one; without `wait` only if its thread has ended."""
         if self.saving is None or (not wait and self.saving.thread.is_alive()):
             return
         saving, self.saving = self.saving, None
@@ -353,7 +352,7 @@ class Run:
         self.callbacks.call("on_save", saving.step, path)
 
     def finish_save_after(self, error: BaseException) -> None:
-        """Waits for the save in progress when a run ends with an error, which is more important than one of the save.
+        """Wait for the save in progress when a run ends with an error, which is more important than one of the save.
 
         A second interrupt does not wait: the checkpoint before stays the newest one.
         """
@@ -366,14 +365,14 @@ class Run:
             self.log.warn(str(failed))
 
     def delete_old_checkpoints(self, newest: Path, best_step: int | None) -> list[Path]:
-        """Deletes and returns the checkpoints before `newest` that save.max_checkpoints and others do not cover."""
+        """Delete and return the checkpoints before `newest` that save.max_checkpoints and others do not cover."""
         save = self.config.save
         return checkpoint.delete_old_checkpoints(
             self.directory.checkpoints, save.max_checkpoints, save.max_gigabytes, best_step, newest
         )
 
     def with_resume_hint(self, error: WorkerError) -> WorkerError:
-        """Adds to the message how to resume from the last checkpoint."""
+        """Add to the message how to resume from the last checkpoint."""
         error.folder = self.directory.path
         saved = checkpoint.newest_valid(self.directory.checkpoints)
         if saved is not None:
@@ -381,7 +380,7 @@ class Run:
         return error
 
     def stop_if_signalled(self, step: int, policy: LearnerGroup) -> None:
-        """Saves and exits with the signal's code if one arrived; called after a step."""
+        """Save and exit with the signal's code if one arrived; called after a step."""
         number = self.signals.received
         if number is None:
             return
@@ -392,12 +391,12 @@ class Run:
         raise Stopped(f"stopped by {name} after step {step}; saved. Resume: {self.resume_command()}", number)
 
     def result(self, step: int, metrics: dict[str, float]) -> Result:
-        """Returns what the calling Python code is given at the end."""
+        """Return what the calling Python code is given at the end."""
         early = self.callbacks.stop_reason if step < self.data.steps else ""
         return Result(self.directory.path, step, metrics, early)
 
     def resume_command(self, steps: str = "") -> str:
-        """Returns what resumes the run, on the command line or in Python; `steps`: its new number of steps."""
+        """Return what resumes the run, on the command line or in Python; `steps`: its new number of steps."""
         path = str(self.directory.path)
         if self.from_python:
             return f"posttrain.load_run({path!r}).resume({f'max_steps={steps}' if steps else ''})"
@@ -405,7 +404,7 @@ class Run:
         return f"posttrain {self.verb} --output_dir {shlex.quote(path)} --resume{more}"
 
     def save_bad_batch(self, step: int, samples: list[Sample]) -> str:
-        """Writes the samples of a step whose loss or gradient is not finite to a file; returns where they are."""
+        """Write the samples of a step whose loss or gradient is not finite to a file; return where they are."""
         rows = [{"origin": s.origin, "tokens": s.tokens.tolist(), "mask": s.mask.tolist()} for s in samples]
         try:
             return f"is in {self.directory.write_bad_batch(step, rows)}"
@@ -414,7 +413,7 @@ class Run:
 
 
 def helper_model_paths(algorithm: Algorithm) -> dict[str, str]:
-    """Returns where the reference and the teacher are, if the algorithm has them at a path of their own."""
+    """Return where the reference and the teacher are, if the algorithm has them at a path of their own."""
     found: dict[str, str] = {}
     for name, path in (("reference", algorithm.reference_path()), ("teacher", algorithm.teacher_path())):
         if not path:

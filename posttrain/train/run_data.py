@@ -31,7 +31,7 @@ class RunData:
         return len(self.examples_after) - 1
 
     def next_examples(self, step: int) -> list[Sample]:
-        """Returns the samples of the examples that an offline step trains on."""
+        """Return the samples of the examples that an offline step trains on."""
         return self.stream.take(self.examples_after[step] - self.examples_after[step - 1])
 
 
@@ -68,7 +68,7 @@ def load_data(
         train, evaluation = split_examples(train, config.data.eval_fraction, config.seed)
     if evaluation is not None:
         evaluation.examples.hold()  # what the reference model writes into these is used again at the next evaluation
-    strata = [algorithm.stratum(row[0]) for row in train.examples]
+    strata = [algorithm.stratum(example[0]) for example in train.examples]
     size = config.train.batch_size
     stream = ExampleStream(train.examples, size, config.seed, config.data.shuffle, strata, train.mixture)
     edges = count_examples_after(config, stream.examples_per_epoch, algorithm.min_batch_size)
@@ -87,7 +87,7 @@ def load_data(
 
 
 def count_examples_after(config: Config, examples: int, min_batch_size: int) -> list[int]:
-    """Returns how many examples are consumed after each step, beginning with 0.
+    """Return how many examples are consumed after each step, beginning with 0.
 
     With `epochs` every example is used equally often, and the last step may be smaller.
     """
@@ -102,7 +102,7 @@ def count_examples_after(config: Config, examples: int, min_batch_size: int) -> 
 
 
 def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
-    """Raises DataError if a model with learned position embeddings has fewer than a sequence needs.
+    """Raise DataError if a model with learned position embeddings has fewer than a sequence needs.
 
     For a model with rotary embeddings (RoPE), which can compute any position, returns a warning, or "".
     """
@@ -129,7 +129,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
             )
         return ""
     too_long = [part.examples for part in (data.train, data.eval) if part and part.examples.lengths().max() > limit]
-    for sample in (sample for rows in too_long for row in rows for sample in row):
+    for sample in (sample for examples in too_long for example in examples for sample in example):
         if len(sample) > limit:
             raise DataError(
                 f"{sample.origin}: {len(sample)} tokens, but the model has {limit} positions. "
@@ -139,7 +139,7 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
 
 
 def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
-    """Yields lines that state what the run will do: its data, the size of a step, the number of steps."""
+    """Yield lines that state what the run will do: its data, the size of a step, the number of steps."""
     examples, counts = len(data.train.examples), data.train.counts
     lengths, trained = data.train.examples.lengths(), data.train.examples.counted()
     notable = ("truncated", "dropped", "quarantined")
@@ -173,7 +173,7 @@ def describe(config: Config, data: RunData, folder: Path) -> Iterator[str]:
 
 
 def preview(tokenizer: Any, example: Sample | Prompt) -> dict[str, Any]:
-    """Returns a sample as its whole text and the part of it that counts, or a prompt, for a person to check."""
+    """Return a sample as its whole text and the part of it that counts, or a prompt, for a person to check."""
     if isinstance(example, Prompt):
         text = tokenizer.decode(example.tokens, skip_special_tokens=False)
         return {"origin": example.origin, "text": text, "tokens": len(example.tokens), "columns": example.columns}

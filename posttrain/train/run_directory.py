@@ -37,7 +37,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, out: str, verb: str, resume: bool) -> RunDirectory:
-        """Opens `out`, or by default a new runs/<verb>-NNN (with `resume`: the newest run there)."""
+        """Open `out`, or by default a new runs/<verb>-NNN (with `resume`: the newest run there)."""
         if resume:
             path = find_run(out, verb)
         else:
@@ -61,7 +61,7 @@ class RunDirectory:
         return folder
 
     def close(self) -> None:
-        """Releases the lock. Removes the directory again if the start failed before a run was there."""
+        """Release the lock, and remove the directory if the start failed before it held a run."""
         lock, inputs = self.path / "lock", (self.path / "data", self.path / "initial_model", self.path / "tokenizer")
         if {lock} <= set(self.path.iterdir()) <= {lock, *inputs}:
             for written in inputs:  # given in memory: see inputs.py
@@ -101,11 +101,11 @@ class RunDirectory:
         return self.path / "bad-batches"
 
     def write_config(self, text: str) -> None:
-        """Writes config.yaml, which makes the directory that of a run."""
+        """Write config.yaml, which makes the directory that of a run."""
         atomic_write_text(self.config_file, text)
 
     def write_bad_batch(self, step: int, rows: list[dict[str, Any]]) -> Path:
-        """Writes the samples of a step that was skipped, one JSON object per line."""
+        """Write the samples of a step that was skipped, one JSON object per line."""
         path = self.bad_batches / f"step-{step:08d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -134,7 +134,7 @@ class StopSignals:
         self.restore()
 
     def restore(self) -> None:
-        """Puts back the handlers of before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
@@ -152,7 +152,7 @@ class StopSignals:
 
 
 def find_run(out: str, verb: str) -> Path:
-    """Returns the directory of an existing run: `out`, or by default the runs/<verb>-NNN with the highest number."""
+    """Return the directory of an existing run: `out`, or by default the runs/<verb>-NNN with the highest number."""
     if out:
         path = Path(out).expanduser()
         if not is_run_directory(path):
@@ -194,7 +194,7 @@ def _new_numbered(verb: str) -> Path:
 
 
 def _lock(path: Path) -> BinaryIO:
-    """Locks a file until it is closed; the system releases the lock of a process that dies."""
+    """Lock a file until it is closed; the system releases the lock of a process that dies."""
     lock = path.open("a+b")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -39,7 +39,7 @@ from posttrain.train.streams import StreamFiller
 
 @contextmanager
 def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> Iterator[OfflineLoop]:
-    """Builds an offline loop with its models loaded, at the step it starts or resumes from."""
+    """Build an offline loop with its models loaded, at the step it starts or resumes from."""
     algorithm = ALGORITHMS[verb](config.algo)
     with Run.open(verb, config, algorithm, inputs) as run:
         if run.metric_functions and run.data.eval is None:
@@ -66,7 +66,7 @@ def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> It
 
 @contextmanager
 def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) -> Iterator[OnlineLoop]:
-    """Builds an online loop with its models loaded, at the step it starts or resumes from; cheap checks come first."""
+    """Build an online loop with its models loaded, at the step it starts or resumes from; cheap checks come first."""
     algorithm = make_online_algorithm(verb, config)
     with ExitStack() as stack:
         rewards = stack.enter_context(make_rewards(config))
@@ -120,7 +120,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         )
         held_out = None
         if run.data.eval is not None:
-            prompts = [row[0] for row in run.data.eval.examples]
+            prompts = [example[0] for example in run.data.eval.examples]
             held_out = HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes, run.metric_functions)
 
         loop = OnlineLoop(
@@ -146,7 +146,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
 
 
 def fit_step_to_memory(run: Run, algorithm: Algorithm) -> None:
-    """Makes the run's micro-batches smaller, or recomputes activations, if a step would not fit into device memory."""
+    """Make the run's micro-batches smaller, or recomputes activations, if a step would not fit into device memory."""
     device = default_device()
     if device.type == "cpu" or not run.config.train.fit_memory:
         return
@@ -161,7 +161,7 @@ def fit_step_to_memory(run: Run, algorithm: Algorithm) -> None:
 
 
 def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
-    """Constructs the algorithm with its options and with the sampling settings of the run."""
+    """Construct the algorithm with its options and with the sampling settings of the run."""
     cls, rollout = ALGORITHMS[verb], config.rollout
     assert issubclass(cls, OnlineAlgorithm), f"{verb} does not generate"
     distribution = SamplingDistribution(
@@ -189,7 +189,7 @@ def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
 
 
 def make_objective(run: Run, algorithm: Algorithm) -> Objective:
-    """Returns what the learners compute, minimise and divide by."""
+    """Return what the learners compute, minimise and divide by."""
 
     def token_id(text: str) -> int:
         ids = run.tokenizer.encode(text, add_special_tokens=False)
@@ -240,7 +240,7 @@ def make_environments(config: OnlineConfig) -> Environments | None:
 def make_episodes(
     run: Run, config: OnlineConfig, environments: Environments | None, generator: Generator, sampling: Sampling
 ) -> EpisodeRunner | None:
-    """Returns a runner of multi-turn episodes; None without an environment: completions have one turn."""
+    """Return a runner of multi-turn episodes; None without an environment: completions have one turn."""
     if environments is None:
         return None
     return EpisodeRunner(environments, generator, config, sampling, run.tokenizer)

@@ -24,7 +24,7 @@ class StreamFiller:
         self.policy, self.reference, self.critic = policy, reference, critic
 
     def fill(self, samples: list[Sample], *, keep: bool = False) -> None:
-        """Computes the streams and writes them into the samples.
+        """Compute the streams and write them into the samples.
 
         With `keep`, ref_logprobs that an earlier call wrote are not computed again. That is right only if the same
         samples always come together: sums are rounded differently in another micro-batch, so values kept from another

@@ -17,7 +17,7 @@ ONLINE_METRICS = ("reward", "eval/reward", "eval/accuracy", "length", "entropy",
 
 
 def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Averages the metrics of a step's updates; takes the largest of `largest_...` and memory, the sum of `skipped`."""
+    """Average the metrics of a step's updates; take the largest of `largest_...` and memory, the sum of `skipped`."""
     reduced: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
@@ -29,7 +29,7 @@ def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str, float]:
-    """Returns metrics of a batch of rollouts; `version`: of the weights that train on it."""
+    """Return metrics of a batch of rollouts; `version`: of the weights that train on it."""
     scored = [rollout for rollout in rollouts if not rollout.failure]
     rewards = np.array([rollout.sample.reward for rollout in scored])
     groups = [group for group in by_group(rollouts) if len(group) > 1]
@@ -54,12 +54,12 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
 
 
 def mixed_versions(samples: list[Sample]) -> float:
-    """Returns the fraction of samples that weights of more than one version have generated."""
+    """Return the fraction of samples that weights of more than one version have generated."""
     return float(np.mean([sample.newest > sample.version for sample in samples]))
 
 
 def closing_message(run: Run, step: int, metrics: dict[str, float]) -> str:
-    """Returns what a finished run prints: its last metrics, and commands for what usually comes next."""
+    """Return what a finished run prints: its last metrics, and commands for what usually comes next."""
     online = isinstance(run.config, OnlineConfig)
     shown = ", ".join(f"{k} {metrics[k]:.4g}" for k in (ONLINE_METRICS if online else OFFLINE_METRICS) if k in metrics)
     skipped = f", {run.progress.skipped} skipped" if run.progress.skipped else ""

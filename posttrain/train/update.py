@@ -37,7 +37,7 @@ def update(
     peak_rate: float | None = None,
     auxiliary: Sequence[AuxiliaryLoss] = (),
 ) -> dict[str, float]:
-    """Makes one optimizer step and returns its metrics; the only place where a sum of losses is divided.
+    """Make one optimizer step and return its metrics; the only place where a sum of losses is divided.
 
     `denominator`: the count of the whole step, if samples without a gradient were left out; None: that of `samples`.
     `peak_rate`: replaces train.learning_rate, for the critic.
@@ -52,8 +52,9 @@ def update(
     smaller = run.progress.micro_batch_tokens
     if smaller and learner.micro_batch_tokens != smaller:  # another learner of this run was out of memory
         learner.limit_micro_batches(smaller)
-    metrics: dict[str, float] = {"rescaled": 1.0}
-    while metrics.pop("rescaled", False):  # float16: again with a smaller loss scale
+    metrics: dict[str, float] = {}
+    done = False
+    while not done:
         sums = learner.forward_backward(samples, objective, denominator, tokens)
         means = averages(sums, denominator)
         for other in auxiliary:
@@ -65,10 +66,10 @@ def update(
         if OUT_OF_MEMORY in sums:
             learner.discard()
             shrink_micro_batches(run, learner, samples, step, int(sums[OUT_OF_MEMORY][0]))
-            metrics = {"rescaled": 1.0}
             continue
         finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
         metrics = means | (learner.step(rate) if finite else learner.discard())
+        done = not metrics.get("rescaled")  # float16: repeat the step with a smaller loss scale
     progress = run.progress
     if metrics["skipped"]:
         progress.skipped += 1
@@ -81,7 +82,7 @@ def update(
 
 
 def shrink_micro_batches(run: Run, learner: LearnerGroup, samples: list[Sample], step: int, tokens: int) -> None:
-    """Halves the micro-batches for the rest of the run; raises PosttrainError if they hold one example already."""
+    """Halve the micro-batches for the rest of the run; raise PosttrainError if they hold one example already."""
     if not tokens:
         largest = max(samples, key=len)
         device = default_device()
@@ -103,7 +104,7 @@ def shrink_micro_batches(run: Run, learner: LearnerGroup, samples: list[Sample],
 
 
 def learning_rate(run: Run, step: int, peak_rate: float | None = None) -> float:
-    """Returns the scheduled learning rate of a step; `peak_rate` replaces the configured one."""
+    """Return the scheduled learning rate of a step; `peak_rate` replaces the configured one."""
     config, steps = run.config.train, run.data.steps
     warmup = config.warmup_steps or round(config.warmup_ratio * steps)
     peak = config.learning_rate if peak_rate is None else peak_rate
@@ -112,7 +113,7 @@ def learning_rate(run: Run, step: int, peak_rate: float | None = None) -> float:
 
 
 def stop_if_diverged(run: Run, policy: LearnerGroup, step: int) -> None:
-    """Saves and raises DivergedError after several skipped updates in a row."""
+    """Save and raise DivergedError after several skipped updates in a row."""
     if run.progress.skipped_in_a_row < BAD_STEPS_ALLOWED:
         return
     run.progress.skipped_in_a_row = 0  # a resumed run may skip as many again

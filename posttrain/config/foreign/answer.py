@@ -22,7 +22,7 @@ from posttrain.config.foreign.request import Request
 from posttrain.config.foreign.trl import TRL
 from posttrain.config.foreign.verl import VERL
 from posttrain.config.help import negative
-from posttrain.config.sections import value_of
+from posttrain.config.sections import option_value
 
 LIBRARIES = (
     TRL,
@@ -413,7 +413,7 @@ def add(found: Found, option: str, value: Any) -> None:
 def fitted(defaults: Any, option: str, value: Any) -> Any:
     """Return the value in the type of the option; None if it does not fit."""
     *section, name = option.split(".")
-    hint = get_type_hints(type(value_of(defaults, section[0]) if section else defaults))[name]
+    hint = get_type_hints(type(option_value(defaults, section[0]) if section else defaults))[name]
     several = get_origin(hint) is tuple
     (first, *_) = get_args(hint) if several else (hint,)
     if hint is bool:

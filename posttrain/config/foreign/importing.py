@@ -41,7 +41,7 @@ from posttrain.config.foreign.meanings import (
 )
 from posttrain.config.foreign.openrlhf import OPENRLHF, POST_PROCESSORS
 from posttrain.config.foreign.request import Request
-from posttrain.config.sections import value_of
+from posttrain.config.sections import option_value
 from posttrain.core.errors import UsageError
 
 WIDTH = 110
@@ -311,7 +311,7 @@ def without_kl(request: Request, keys: Sequence[Key], choices: Choices) -> bool:
     if "algo.kl_coef" not in request.known:
         return False
     found = {option: value for key in keys for option, value in key.options.items()} | dict(choices.settings)
-    return number(found.get("algo.kl_coef", value_of(request.defaults, "algo.kl_coef"))) == 0
+    return number(found.get("algo.kl_coef", option_value(request.defaults, "algo.kl_coef"))) == 0
 
 
 def without_option(key: Key, option: str, reason: str) -> Key:

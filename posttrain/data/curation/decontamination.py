@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import UsageError
-from posttrain.data.curation.words import Hashes, NgramHasher, Text, normalised, words_of
+from posttrain.data.curation.words import Hashes, NgramHasher, Text, normalised_text, words_of
 from posttrain.data.reading.sources import read_records
 
 PROMPT_COLUMNS = frozenset({"prompt", "question", "problem", "instruction", "input", "query"})
@@ -84,7 +84,7 @@ class EvaluationSets:
                     texts.append(words)
                     owners.append(number)
                 elif text.is_prompt and text.content.strip():
-                    self.short.setdefault(normalised(text.content), number)
+                    self.short.setdefault(normalised_text(text.content), number)
             if len(texts) >= RECORDS_AT_ONCE:
                 hash_texts()
         if texts:
@@ -113,9 +113,9 @@ class EvaluationSets:
                     texts.append(words)
                     owners.append(place)
                 elif text.is_prompt and found[place] is None:
-                    evaluation = self.short.get(normalised(text.content))
+                    evaluation = self.short.get(normalised_text(text.content))
                     if evaluation is not None:
-                        found[place] = Overlap(origin, self.origins[evaluation], normalised(text.content))
+                        found[place] = Overlap(origin, self.origins[evaluation], normalised_text(text.content))
         if texts and len(self.grams):
             hashes, starts = self.hasher.hash(texts)
             places = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import UsageError
-from posttrain.data.curation.words import FACTOR, Hashes, NgramHasher, mixed, words_of
+from posttrain.data.curation.words import FACTOR, Hashes, NgramHasher, mix_bits, words_of
 
 NGRAM_WORDS = 5
 PERMUTATIONS = 128
@@ -60,7 +60,7 @@ class NearDuplicates:
         found = np.zeros((len(signatures), len(parts)), dtype=np.uint64)
         for index, part in enumerate(parts):
             for column in part.T:
-                found[:, index] = mixed(found[:, index] * FACTOR + column)
+                found[:, index] = mix_bits(found[:, index] * FACTOR + column)
         return found
 
     def groups(self) -> Groups:

@@ -61,11 +61,11 @@ def first_prompt(example: Example) -> str:
     for text in texts_of(example):
         if not text.is_prompt and texts:
             break
-        texts.append(normalised(text.content))
+        texts.append(normalised_text(text.content))
     return "\n".join(texts)
 
 
-def normalised(text: str) -> str:
+def normalised_text(text: str) -> str:
     """Return a text in lower case with single spaces."""
     return " ".join(text.lower().split())
 
@@ -101,7 +101,7 @@ class NgramHasher:
         for index in range(1, self.size):
             inside[ends - index] = False
         starts = np.concatenate(([0], ends[:-1])) - np.arange(len(texts)) * (self.size - 1)
-        return mixed(grams[inside[: len(grams)]]), starts
+        return mix_bits(grams[inside[: len(grams)]]), starts
 
 
 class _WordHashes(dict[str, int]):
@@ -113,7 +113,7 @@ class _WordHashes(dict[str, int]):
         return value
 
 
-def mixed(values: Hashes) -> Hashes:
+def mix_bits(values: Hashes) -> Hashes:
     """Distribute values evenly over 64 bits (the finalizer of MurmurHash3)."""
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

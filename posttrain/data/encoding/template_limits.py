@@ -78,7 +78,7 @@ BUDGET: ContextVar[Budget] = ContextVar("BUDGET", default=Unlimited())  # noqa: 
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], **options: Any) -> str:
-    """Renders a conversation as text by the tokenizer's chat template; UsageError if that exceeds a limit."""
+    """Render a conversation as text by the tokenizer's chat template; UsageError if that exceeds a limit."""
     with limited_rendering():
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     assert isinstance(rendered, str)
@@ -87,7 +87,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], **options: A
 
 @contextmanager
 def limited_rendering() -> Iterator[None]:
-    """Gives what is rendered in the block one budget, and turns an exceeded limit into a UsageError."""
+    """Give what is rendered in the block one budget, and turn an exceeded limit into a UsageError."""
     if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
         chat_template_utils._compile_jinja_template.cache_clear()
@@ -144,7 +144,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parses the template and adds a counted step at the start of every loop's body."""
+        """Parse the template and add a counted step at the start of every loop's body."""
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             limit = f"at most {MAX_TEMPLATE_CHARACTERS:,} are allowed"
             raise TemplateLimitError(f"{len(source):,} characters for the template itself; {limit}")
@@ -158,7 +158,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         BUDGET.get().spend()
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """Joins what a template, a macro or a block has written."""
+        """Join what a template, a macro or a block has written."""
         budget, texts, size = BUDGET.get(), [], 0
         for piece in pieces:
             texts.append(piece)
@@ -169,7 +169,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def join_texts(self, values: tuple[Any, ...]) -> str:
-        """Computes `a ~ b`."""
+        """Compute `a ~ b`."""
         BUDGET.get().spend_text(sum(text_size(value) for value in values))
         return "".join(map(str, values))
 
@@ -209,7 +209,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter: counts the items that it reads and yields, and the size of its result before it is made."""
+    """Wrap a filter: count the items that it reads and yields, and the size of its result before it is made."""
     skipped = 0 if _PassArg.from_obj(function) is None else 1  # jinja's context or environment comes first
 
     @functools.wraps(function)
@@ -262,7 +262,7 @@ def checked_output(value: Any) -> Any:
 
 
 def text_size(value: Any) -> int:
-    """Returns about how many characters a value has as text; stops counting above the limit."""
+    """Return about how many characters a value has as text; stop counting above the limit."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, (list, tuple, dict, set)):
@@ -279,7 +279,7 @@ def text_size(value: Any) -> int:
 
 
 def formatted_size(template: str, values: Any) -> int:
-    """Returns a bound of the size of `template % values` and `template.format(*values)`."""
+    """Return a bound of the size of `template % values` and `template.format(*values)`."""
     widths = [int(digits[:9]) for digits in re.findall("[0-9]+", template)]
     listed = (
         values if isinstance(values, (list, tuple)) else [*values.values()] if isinstance(values, dict) else [values]
@@ -301,7 +301,7 @@ def joined_size(separator: str, items: Iterable[Any]) -> int:
 
 
 def result_size(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns a bound of the size of what a filter, or a method of a text, returns for a value."""
+    """Return a bound of the size of what a filter, or a method of a text, returns for a value."""
     others = [*args, *kwargs.values()]
     size = text_size(value)
     texts = sum(text_size(other) for other in others if not isinstance(other, int))

@@ -63,9 +63,8 @@ class TokenEncoder:
 
     def encode(self, sequences: Sequence[Sequence[Segment]]) -> list[list[list[int]]]:
         """Return the ids of each segment of each sequence; a sequence begins with BOS if the tokenizer adds one."""
-        ids_of: dict[
-            tuple[str, bool], list[int]
-        ] = {}  # equal texts are encoded once: the sides of a pair share a prompt
+        # Equal texts are encoded once: the sides of a pair share a prompt.
+        ids_of: dict[tuple[str, bool], list[int]] = {}
         for segments in sequences:
             ids_of.update(((segment.text, index == 0), []) for index, segment in enumerate(segments))
         for first in (True, False):

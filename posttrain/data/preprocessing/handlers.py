@@ -316,7 +316,7 @@ class R1AlpacaStyleInstructionHandler(Handler):
 
     def samples(self, examples: Sequence[Example]) -> list[Encoded]:
         """Encode the prompts as samples in which no token is trained on."""
-        sequences = [self.encoder.chat.prompt(prompt_of(example), False, example.origin) for example in examples]
+        sequences = [self.encoder.chat.prompt(prompt_messages(example), False, example.origin) for example in examples]
         encoded: list[Encoded] = []
         for example, segments, ids in zip(examples, sequences, self.encoder.tokens.encode(sequences), strict=True):
             tokens = np.array([token for of_segment in ids for token in of_segment], dtype=np.int32)
@@ -341,7 +341,7 @@ class R1AlpacaStyleInstructionHandler(Handler):
             return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def prompt_of(example: Example) -> list[Message]:
+def prompt_messages(example: Example) -> list[Message]:
     assert isinstance(example, ChatExample)
     return example.messages[:-1]
 

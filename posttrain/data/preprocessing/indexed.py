@@ -165,9 +165,8 @@ class IndexedReader(Sequence[Numbers]):
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         self.dtype, self.lengths, self.offsets, self.edges, self.modes = _read_index(idx_path(prefix))
-        self.numbers = np.asarray(_read_numbers(bin_path(prefix), self.dtype)).view(
-            np.ndarray
-        )  # slices of memmap are slow
+        # A plain array: slices of a memmap are slow.
+        self.numbers = np.asarray(_read_numbers(bin_path(prefix), self.dtype)).view(np.ndarray)
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         needed, there = int(ends.max(initial=0)), bin_path(prefix).stat().st_size
         if needed > there:

@@ -68,7 +68,7 @@ def preprocess(
 def write_files(
     config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase, display: ProgressDisplay
 ) -> dict[str, Any]:
-    check(config)
+    check_settings(config)
     started = time.perf_counter()
     apply_template(tokenizer, config.chat_template)
     handler = make_handler(config, tokenizer)
@@ -108,7 +108,7 @@ def write_files(
     return manifest
 
 
-def check(config: PreprocessConfig) -> None:
+def check_settings(config: PreprocessConfig) -> None:
     """Raise UsageError for settings that cannot work."""
 
     def refuse(problem: bool, message: str) -> None:
@@ -231,7 +231,7 @@ def encode_in_order(
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=start_worker,
+        initializer=initialise_worker,
         initargs=(config, handler.tokenizer),
     )
     in_flight: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
@@ -274,7 +274,7 @@ def refuse_bad(chunk: Chunk) -> Chunk:
 _handler: Handler | None = None  # of a worker process
 
 
-def start_worker(config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def initialise_worker(config: PreprocessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     global _handler
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()

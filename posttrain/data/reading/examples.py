@@ -80,6 +80,5 @@ class PromptExample(Example):
     prompt: list[Message]
     plain: bool = False
     tools: list[Any] | None = None
-    columns: dict[str, Any] = field(
-        default_factory=dict
-    )  # all columns of the record, and ground_truth where the format has one
+    columns: dict[str, Any] = field(default_factory=dict)
+    """All columns of the record, and ground_truth where the format has one."""

@@ -57,7 +57,7 @@ def test_a_required_package_that_is_old_or_missing_is_a_problem_with_one_command
 
 def test_an_optional_package_is_only_noted(monkeypatch):
     installed(monkeypatch, {"wandb": None, "peft": "0.1", "ray": None})
-    found = by_name(doctor.packages())
+    found = by_name(doctor.check_packages())
     assert found["wandb"] == Finding(
         "wandb", "missing, for log.report_to wandb", "note", ">=0.20", "pip install 'wandb>=0.20'"
     )
@@ -83,7 +83,7 @@ def test_ranges_come_from_the_source_tree_when_nothing_is_installed(monkeypatch)
 
 def test_an_unsupported_python_is_a_problem(monkeypatch):
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    assert doctor.packages()[0].state == "problem"
+    assert doctor.check_packages()[0].state == "problem"
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,18 @@ def test_ranges(version, wanted, fits):
 
 
 def test_a_folder_that_cannot_be_written_to():
-    finding = doctor.disk("run directory", Path("/proc"), fix="x", state="problem")
+    finding = doctor.check_disk("run directory", Path("/proc"), fix="x", state="problem")
     assert finding.state == "problem" and "cannot be written to" in finding.found and finding.fix == "cd ~"
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * 2**20})()
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    finding = doctor.disk("hub cache", tmp_path / "not" / "yet", fix="export HF_HOME=/a/larger/disk", state="note")
+    finding = doctor.check_disk(
+        "hub cache", tmp_path / "not" / "yet", fix="export HF_HOME=/a/larger/disk", state="note"
+    )
     assert (finding.state, finding.fix) == ("note", "export HF_HOME=/a/larger/disk")
-    assert doctor.disk("run directory", tmp_path, fix="df -h", state="problem").state == "problem"
+    assert doctor.check_disk("run directory", tmp_path, fix="df -h", state="problem").state == "problem"
 
 
 def test_hub_settings(monkeypatch, tmp_path):
@@ -116,9 +118,9 @@ def test_hub_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     assert doctor.hub_cache() == tmp_path / "home" / "hub"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert by_name(doctor.machine(tmp_path, tmp_path))["hub"].found == "offline (HF_HUB_OFFLINE is set)"
+    assert by_name(doctor.check_machine(tmp_path, tmp_path))["hub"].found == "offline (HF_HUB_OFFLINE is set)"
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert by_name(doctor.machine(tmp_path, tmp_path))["hub"].found.startswith("online")
+    assert by_name(doctor.check_machine(tmp_path, tmp_path))["hub"].found.startswith("online")
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
@@ -165,8 +167,8 @@ def test_no_optional_package_is_imported():
 def test_what_protects_from_programs_of_a_model_is_shown(monkeypatch):
     monkeypatch.setattr("posttrain.sandbox.programs.isolation", lambda: ("user", ""))
     monkeypatch.setattr("posttrain.sandbox.cgroups.parent_groups", lambda: ())
-    found = doctor.sandbox()
+    found = doctor.check_sandbox()
     assert found.state == "ok" and "in user namespaces" in found.found and "no control group" in found.found
     monkeypatch.setattr("posttrain.sandbox.programs.isolation", lambda: ("unprotected", "unshare: not permitted"))
-    found = doctor.sandbox()
+    found = doctor.check_sandbox()
     assert found.state == "note" and "refuses to run them: unshare: not permitted" in found.found and found.fix

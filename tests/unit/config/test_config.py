@@ -10,7 +10,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.config import sections as configs
 from posttrain.config.checks import check
 from posttrain.config.parsing import Entry, check_keys, flatten, from_mapping, option_keys, parse, verb_of_file
-from posttrain.config.sections import as_mapping, as_yaml, value_of
+from posttrain.config.sections import as_mapping, as_yaml, option_value
 from posttrain.core.errors import UsageError
 
 LEAST = {"model": {"path": "pico"}, "data": {"train": ["a.jsonl"]}}
@@ -95,7 +95,7 @@ def others(verb):
     changed = {}
     for key in option_keys(start):
         section, _, name = key.rpartition(".")
-        holder = value_of(start, section) if section else start
+        holder = option_value(start, section) if section else start
         changed[key] = another(typing.get_type_hints(type(holder)).get(name), getattr(holder, name))
     return changed | {key: value for key, value in SPECIAL.items() if key in changed}
 
@@ -144,7 +144,7 @@ def test_defaults_survive_too_and_are_the_algorithms(verb, tmp_path):
     assert as_mapping(typed(verb, file)) == as_mapping(config)
     assert yaml.safe_load(file.read_text())["verb"] == verb
     for key, value in ALGORITHMS[verb].defaults.items():
-        assert value_of(config, key) == value
+        assert option_value(config, key) == value
     assert made(verb, mapping).train is not config.train  # no two runs share a section
 
 
@@ -261,7 +261,7 @@ def test_bounds(key, values):
     for value in values:
         config = made("sft", LEAST)
         section, _, name = key.rpartition(".")
-        holder = value_of(config, section) if section else config
+        holder = option_value(config, section) if section else config
         setattr(holder, name, value)
         with pytest.raises(UsageError) as refused:
             check(config)

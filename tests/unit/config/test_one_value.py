@@ -8,7 +8,7 @@ import pytest
 from posttrain.algorithms import ALGORITHMS
 from posttrain.cli.tools import args_of
 from posttrain.config.parsing import option_keys
-from posttrain.config.sections import value_of, with_algorithm
+from posttrain.config.sections import option_value, with_algorithm
 from posttrain.config.verbs import TOOLS
 from posttrain.pipelines.settings import RECIPES, pipeline_defaults
 
@@ -26,7 +26,7 @@ def types(start):
     """Option -> its type."""
     for key in option_keys(start):
         section, _, name = key.rpartition(".")
-        holder = value_of(start, section) if section else start
+        holder = option_value(start, section) if section else start
         yield key, get_type_hints(type(holder))[name]
 
 

@@ -8,11 +8,10 @@ from posttrain.config import renames
 from posttrain.config.help import negative
 from posttrain.config.parsing import from_mapping, option_keys, parse
 from posttrain.config.renames import renamed, renamed_settings, split_weights
-from posttrain.config.sections import as_list, value_of, with_algorithm
+from posttrain.config.sections import option_value, tuple_as_list, with_algorithm
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
-from posttrain.pipelines.settings import RECIPES, from_options, pipeline_defaults
-from posttrain.pipelines.settings import parse as parse_pipeline
+from posttrain.pipelines.settings import RECIPES, from_options, parse_pipeline, pipeline_defaults
 
 LEAST = {"model": "pico", "data": "a.jsonl"}
 
@@ -130,7 +129,7 @@ def test_previous_spellings(verb, old, value, new, tmp_path, capsys):
     filed = parse(verb, algorithm, [str(file), *others])
     typed = parse(verb, algorithm, [*others, *as_words(old, value)])
     for key, wanted in new.items():
-        assert value_of(made, key) == value_of(filed, key) == value_of(typed, key) == wanted, key
+        assert option_value(made, key) == option_value(filed, key) == option_value(typed, key) == wanted, key
     noted = capsys.readouterr().err
     known = option_keys(with_algorithm(algorithm))
     words = "is now --" if value != [] else "sets defaults only"
@@ -325,5 +324,5 @@ def test_previous_spellings_of_pipelines(old, value, new, wanted, tmp_path):
         parse_pipeline("iterative-dpo", [str(file)]),
         parse_pipeline("iterative-dpo", as_words(old, value)),
     ):
-        assert value_of(found, new) == wanted
-    assert renamed_settings(nested, [new, "generate.engine"])[new] in (wanted, as_list(wanted))
+        assert option_value(found, new) == wanted
+    assert renamed_settings(nested, [new, "generate.engine"])[new] in (wanted, tuple_as_list(wanted))

@@ -13,9 +13,9 @@ from posttrain.core.errors import UsageError
 from posttrain.data.ground_truth import last_boxed
 from posttrain.rewards.base import Rewards
 from posttrain.rewards.builtin import verifiers
-from posttrain.rewards.choice import chosen
+from posttrain.rewards.choice import chosen_letter
 from posttrain.rewards.code import find_tests, program_of
-from posttrain.rewards.countdown import evaluate
+from posttrain.rewards.countdown import evaluate_expression
 from posttrain.rewards.format import boxed_positions, strict_structure
 from posttrain.rewards.math import assistant_part, gsm8k_answer, last_number, math_equal
 from posttrain.rewards.verdict import Completion
@@ -247,13 +247,13 @@ def test_countdown(text, value):
     ],
 )
 def test_choices(text, letter):
-    assert chosen(text) == letter
+    assert chosen_letter(text) == letter
     assert score("choice", text, ground_truth="b", answer=1) == float(letter == "B")
 
 
 @given(st.text())
 def test_no_text_upsets_the_search_for_a_choice(text):
-    assert chosen(text) in ("", *"ABCDEFGHIJ")
+    assert chosen_letter(text) in ("", *"ABCDEFGHIJ")
 
 
 def test_choices_without_a_letter_to_compare_with():
@@ -263,10 +263,14 @@ def test_choices_without_a_letter_to_compare_with():
 
 
 def test_countdown_computes_exactly():
-    assert evaluate("(1 + 2) / 3") == (1, [1, 2, 3])
-    assert evaluate("1/3*3 - 1") == (0, [1, 3, 3, 1])
-    assert evaluate("-(2 - 5) × 4 ÷ 6") == (2, [2, 5, 4, 6])
-    assert evaluate("8 - 4 - 2")[0] == 2 and evaluate("8 / 4 / 2")[0] == 1 and evaluate("2 + 3 * 4")[0] == 14
+    assert evaluate_expression("(1 + 2) / 3") == (1, [1, 2, 3])
+    assert evaluate_expression("1/3*3 - 1") == (0, [1, 3, 3, 1])
+    assert evaluate_expression("-(2 - 5) × 4 ÷ 6") == (2, [2, 5, 4, 6])
+    assert (
+        evaluate_expression("8 - 4 - 2")[0] == 2
+        and evaluate_expression("8 / 4 / 2")[0] == 1
+        and evaluate_expression("2 + 3 * 4")[0] == 14
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,13 +282,13 @@ def test_countdown_computes_exactly():
 )
 def test_countdown_refuses(text):
     with pytest.raises(ArithmeticError):
-        evaluate(text)
+        evaluate_expression(text)
 
 
 @given(st.text(alphabet="0123456789+-*/() ._a'", max_size=60) | st.text(max_size=30))
 def test_countdown_parser_only_computes_or_refuses(text):
     try:
-        value, used = evaluate(text)
+        value, used = evaluate_expression(text)
     except ArithmeticError:
         return
     assert isinstance(value, Fraction) and used
@@ -300,7 +304,7 @@ EXPRESSIONS = st.recursive(
 
 @given(EXPRESSIONS)
 def test_countdown_parser_agrees_with_python(text):
-    assert evaluate(text)[0] == eval(text)
+    assert evaluate_expression(text)[0] == eval(text)
 
 
 # Code

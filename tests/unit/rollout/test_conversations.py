@@ -16,7 +16,7 @@ from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.templates import apply_template, shipped_templates, template_stop_ids
 from posttrain.data.encoding.tokens import TokenEncoder
 from posttrain.data.encoding.tool_formats import format_of, parse_message, writes_reasoning
-from posttrain.rollout.conversations import ConversationTree, message_key, normalised
+from posttrain.rollout.conversations import ConversationTree, message_key, normalised_message
 from tests.chat_templates import TOOL_TEMPLATES
 
 CONTROL = [
@@ -258,7 +258,7 @@ def test_what_is_added_is_what_the_template_writes(name):
     for reply in replies:
         turn = conversation.request(messages, tools)
         rendered = made.tokenizer.apply_chat_template(
-            [normalised(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=True
+            [normalised_message(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=True
         )
         decoded = made.tokenizer.decode(turn.prompt.tolist())
         if name not in ("deepseek3",):  # its generation prompt opens <think>, which is then left out

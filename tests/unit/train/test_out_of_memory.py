@@ -20,7 +20,7 @@ LENGTHS = (60, 60, 40, 30, 30, 20, 10)
 
 @pytest.fixture
 def train(tmp_path):
-    """Trains a few steps; passes of more than `most_tokens` tokens run out of memory. Returns the run directory."""
+    """Trains a few steps; passes of more than `max_tokens` tokens run out of memory. Returns the run directory."""
     rows = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * length}]}
         for letter, length in zip("abcdefg", LENGTHS, strict=True)  # no common prefixes, which are computed once
@@ -29,7 +29,7 @@ def train(tmp_path):
     for name, kept in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
-    def run(name, verb, most_tokens, *options):
+    def run(name, verb, max_tokens, *options):
         kind = {"sft": "chat", "dpo": "pair"}.get(verb, "prompt")
         given = ["--model.path", "pico", "--data.train", str(tmp_path / f"{kind}.jsonl"), "--output_dir"]
         given += [str(tmp_path / name), "--train.max_steps", str(STEPS), "--train.batch_size", "7", "--quiet"]
@@ -39,7 +39,7 @@ def train(tmp_path):
         with opened(verb, config) as loop:
             for learner in loop.policy.workers.host.objects.values():
                 if getattr(learner, "optimizer", None) is not None:
-                    learner.runner.most_tokens = most_tokens
+                    learner.runner.test_max_tokens = max_tokens
             loop.train()
         return tmp_path / name
 

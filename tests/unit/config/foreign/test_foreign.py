@@ -16,7 +16,7 @@ from posttrain.cli.score import ScoreArgs
 from posttrain.config import parsing
 from posttrain.config.foreign import page
 from posttrain.config.foreign.answer import LIBRARIES
-from posttrain.config.sections import value_of, with_algorithm
+from posttrain.config.sections import option_value, with_algorithm
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.errors import UsageError
 from posttrain.pipelines.settings import pipeline_defaults
@@ -286,7 +286,7 @@ def test_the_translated_file_is_read_with_the_values_of_the_original(name, tmp_p
     message = refused(verb, EXAMPLES / name)
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(translated_file(message)))
     config = read(verb, tmp_path / "new.yaml")
-    assert {key: value_of(config, key) for key in VALUES[name]} == VALUES[name]
+    assert {key: option_value(config, key) for key in VALUES[name]} == VALUES[name]
 
 
 def test_what_is_left_to_decide():
@@ -369,7 +369,7 @@ def test_a_command_of_openrlhf():
         "train.ema_decay": 0.992,
         "algo.gae_lambda": 0.95,
     }
-    assert {key: value_of(config, key) for key in expected} == expected
+    assert {key: option_value(config, key) for key in expected} == expected
 
 
 def test_names_of_2026_that_exist_here_with_another_meaning():
