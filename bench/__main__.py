@@ -20,11 +20,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     known = (*TABLES, CURVES, *OTHERS, CHAOS)
-    told = f"{', '.join(known)}; all but {CURVES} and {CHAOS} if none is named"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=told)
+    names_help = f"{', '.join(known)}; all but {CURVES} and {CHAOS} if none is named"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names_help)
     add = parser.add_argument_group("of the tables and curves").add_argument
     add("--shapes", type=listed, metavar="A,B", help="sizes of models: small, 0.5b, 1.5b, 7b, 30b-a3b, 30b-a3b-4")
-    add("--pack", type=int, metavar="TOKENS", help="tokens of one of our forward passes in training")
+    add("--micro_batch_tokens", type=int, metavar="TOKENS", help="train.micro_batch_tokens of posttrain")
     add("--steps", type=int, help="steps of each; the median of the last 7 of 10 counts")
     add("--rounds", type=int, help="rounds of generation; the fastest counts")
     add("--row", type=int, metavar="TOKENS", help="length of all SFT examples (on a GPU), in place of different ones")

@@ -41,7 +41,7 @@ class Options:
     """Options of the command line; 0 and empty values mean a default for the device."""
 
     shapes: tuple[str, ...] = ()
-    pack: int = 16384 if GPU else 1024  # tokens of one forward pass; on a CPU as many as fit its cache
+    micro_batch_tokens: int = 16384 if GPU else 1024  # tokens of one forward pass; on a CPU as many as fit its cache
     steps: int = 10 if GPU else 4
     rounds: int = 0  # of generation; the fastest counts
     row: int = 0  # tokens of every SFT example on a GPU, instead of different lengths
@@ -179,7 +179,8 @@ def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner
     """Load a model to train; on a GPU with a smaller step if that of the options does not fit, as a run does."""
     config = with_algorithm(ALGORITHMS["sft"])
     config.model = ModelConfig(path=folder, dtype="auto" if GPU else "float32")
-    config.train, config.data.max_length = TrainConfig(micro_batch_tokens=options.pack), min(2048, options.pack)
+    config.train = TrainConfig(micro_batch_tokens=options.micro_batch_tokens)
+    config.data.max_length = min(2048, options.micro_batch_tokens)
     if GPU and trainable:
         algo, device = ALGORITHMS["sft"](config.algo), torch.device("cuda")
         largest, available = memory_plan.full_micro_batch(config, algo), device_memory(device)[1]

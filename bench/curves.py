@@ -93,7 +93,7 @@ def memory(name: str, options: Options) -> Rows:
     for vocabulary in VOCABULARIES:
         shape = replace(SHAPES[name], vocabulary=vocabulary)
         with common.saved_model(shape) as folder:
-            policy = common.learner(folder, replace(options, pack=max(TOKENS)))
+            policy = common.learner(folder, replace(options, micro_batch_tokens=max(TOKENS)))
         _, wanted = common.objective("sft")
         peak_of_a_pass(policy, wanted, min(TOKENS))  # builds kernels, and tries them out
         for tokens in TOKENS:

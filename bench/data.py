@@ -171,11 +171,11 @@ def stream(folder: Path, source: Path, tokenizer, megabytes: float) -> None:
     context = multiprocessing.get_context("spawn")
     peaks = []
     for part in (megabytes / 10, megabytes):
-        answer = context.Queue()
+        peak = context.Queue()
         config = configuration(folder / f"stream-{part}", shortened(source, part), workers=1)
-        child = context.Process(target=streamed, args=(config, tokenizer, answer))
+        child = context.Process(target=streamed, args=(config, tokenizer, peak))
         child.start()
-        peaks.append(answer.get(timeout=24 * 3600))
+        peaks.append(peak.get(timeout=24 * 3600))
         child.join()
     smaller, larger = (f"{peak:.0f} MB" for peak in peaks)
     print(f"data memory: at most {smaller} for a file of {megabytes / 10:,.0f} MB, {larger} for {megabytes:,.0f} MB")
@@ -191,8 +191,8 @@ def shortened(source: Path, megabytes: float) -> Path:
     return short
 
 
-def streamed(config: PreprocessConfig, tokenizer, answer) -> None:
+def streamed(config: PreprocessConfig, tokenizer, peak) -> None:
     preprocess(config, tokenizer, lambda _: None)
     # Linux keeps the largest memory of the process that started this one in getrusage, but not here.
     lines = Path("/proc/self/status").read_text().splitlines()
-    answer.put(next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")))
+    peak.put(next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")))

@@ -66,7 +66,7 @@ def run_on_a_terminal() -> bytes:
 def read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # how Linux says that nobody has the other end open
+    except OSError:  # Linux reports that the other end of the terminal is closed
         return b""
 
 

@@ -1,6 +1,6 @@
 """Compare DPO, including the reference's forward pass, with TRL's DPOTrainer.
 
-    python -m bench dpo [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
+    python -m bench dpo [--shapes 0.5b,1.5b] [--micro_batch_tokens TOKENS] [--steps N] [--profile] [--out FILE]
 
 On a GPU: 64 pairs per step, prompts of 128 tokens and completions of 64..512. On a CPU: 16 pairs, 64 and 16..128.
 TRL 1.16 pads: its DPO has no mode without padding.
@@ -14,7 +14,7 @@ from bench import common
 from bench.common import GPU, SHAPES, Options, Result, Shape
 from posttrain.core.types import Sample
 
-PAIRS, PROMPT, ANSWER = (64, 128, (64, 512)) if GPU else (16, 64, (16, 128))
+PAIRS, PROMPT, COMPLETION = (64, 128, (64, 512)) if GPU else (16, 64, (16, 128))
 PAIRS_PER_PASS = 16 if GPU else 4  # TRL's
 
 
@@ -30,7 +30,7 @@ def pairs_of_steps(shape: Shape, steps: int) -> list[list[Sample]]:
     found: list[list[Sample]] = [[] for _ in range(steps)]
     for samples in found:
         for pair in range(PAIRS):
-            chosen, rejected = (common.ragged(rng, *ANSWER, shape, PROMPT) for _ in range(2))
+            chosen, rejected = (common.ragged(rng, *COMPLETION, shape, PROMPT) for _ in range(2))
             rejected.tokens[:PROMPT] = chosen.tokens[:PROMPT]
             chosen.group = rejected.group = pair
             samples += [chosen, rejected]
@@ -46,9 +46,8 @@ def compare(name: str, folder: str, options: Options) -> None:
         policy, reference = common.learner(folder, options), common.learner(folder, options, trainable=False)
         _, wanted = common.objective("dpo")
         trained = (common.training_flops(policy, samples, wanted, shape) for samples in pairs)
-        flops.extend(
-            4 / 3 * each for each in trained
-        )  # the reference has a forward pass only: 2 where training takes 6
+        # The reference has a forward pass only: 2 where training takes 6.
+        flops.extend(4 / 3 * each for each in trained)
 
         def step(number: int) -> dict[str, float]:
             for sample, stream in zip(pairs[number], reference.logprobs(pairs[number]), strict=True):

@@ -31,7 +31,7 @@ from posttrain.models.pico import build_tokenizer
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 
-PROMPT, ANSWER = (128, 256) if GPU else (64, 64)  # on a CPU prompts have different lengths, with this mean
+PROMPT, COMPLETION = (128, 256) if GPU else (64, 64)  # on a CPU prompts have different lengths, with this mean
 GROUP = 8
 ROUNDS = 3 if GPU else 2
 PAGES = ("README.md", "docs/architecture.md")
@@ -43,19 +43,19 @@ def measure_generate(options: Options) -> None:
 
 
 def ours(engine: LocalEngine, requests: list[GenerationRequest]) -> None:
-    samples = engine.generate(requests, Sampling(max_tokens=ANSWER))
-    assert all(sample.mask.sum() == ANSWER for sample in samples)
+    samples = engine.generate(requests, Sampling(max_tokens=COMPLETION))
+    assert all(sample.mask.sum() == COMPLETION for sample in samples)
 
 
 def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float) -> str:
     """Describe FLOP/s, and bytes/s of reading the weights and each sequence's cache at every decode step."""
     different = {request.group: len(request.prompt) for request in requests}
-    made = len(requests) * ANSWER
+    made = len(requests) * COMPLETION
     flops = 2.0 * (shape.layer_weights * (sum(different.values()) + made) + shape.head_weights * made)
     size = 2 if GPU else 4
     cached = 2 * shape.layers * shape.kv_heads * shape.head_size * size  # bytes a position
-    seen = sum(ANSWER * (len(request.prompt) + ANSWER / 2) for request in requests)
-    read = ANSWER * (shape.read_weights + shape.head_weights) * size + cached * seen
+    seen = sum(COMPLETION * (len(request.prompt) + COMPLETION / 2) for request in requests)
+    read = COMPLETION * (shape.read_weights + shape.head_weights) * size + cached * seen
     return common.share_of_limits(flops, read, seconds)
 
 
@@ -68,7 +68,7 @@ def theirs(model: Any, prompts: list[np.ndarray]) -> None:
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
         seen[row, width - len(prompt) :] = 1
-    scored = not GPU  # there is no room for the scores of so many tokens: tokens only, which flatters it
+    scored = not GPU  # on a GPU the scores do not fit into memory: tokens only, which makes transformers look faster
     out = model.generate(
         ids.to(model.device),
         attention_mask=seen.to(model.device),
@@ -76,17 +76,17 @@ def theirs(model: Any, prompts: list[np.ndarray]) -> None:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=ANSWER,
-        min_new_tokens=ANSWER,
+        max_new_tokens=COMPLETION,
+        min_new_tokens=COMPLETION,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=scored,
     )
-    assert out.sequences.shape[1] == width + ANSWER
+    assert out.sequences.shape[1] == width + COMPLETION
     if scored:
         scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        assert scores.shape == (len(prompts), ANSWER)
+        assert scores.shape == (len(prompts), COMPLETION)
 
 
 # On a CPU
@@ -118,9 +118,9 @@ def on_cpu(name: str, options: Options) -> None:
     few = [GenerationRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts[:8])]
     cached = min(common.timed(lambda: ours(engine, few)) for _ in range(ROUNDS))
     again = common.timed(lambda: recomputed(engine.runner, prompts[:8]))
-    what = f"generation {name}, 8 prompts, {ANSWER} new tokens"
-    result = Result(what=what, ours=f"{8 * ANSWER / cached:,.0f} tokens/s", ratio=again / cached)
-    result.peer = f"without a cache {8 * ANSWER / again:,.0f} tokens/s"
+    what = f"generation {name}, 8 prompts, {COMPLETION} new tokens"
+    result = Result(what=what, ours=f"{8 * COMPLETION / cached:,.0f} tokens/s", ratio=again / cached)
+    result.peer = f"without a cache {8 * COMPLETION / again:,.0f} tokens/s"
     common.record(result, options)
 
 
@@ -153,9 +153,9 @@ def compare(
             model.set_attn_implementation("sdpa")
             prompts = [request.prompt for request in requests]
             best["HF"] = common.timed(lambda prompts=prompts: theirs(model, prompts))
-    made = len(requests) * ANSWER
+    made = len(requests) * COMPLETION
     result = Result(
-        what=f"generation {name}, {len(requests)} sequences, groups of {group}, {ANSWER} new tokens",
+        what=f"generation {name}, {len(requests)} sequences, groups of {group}, {COMPLETION} new tokens",
         ours=f"{made / best['ours']:,.0f} tokens/s",
         limits="" if options.model else limits_of(SHAPES[name], requests, best["ours"]),
     )
@@ -174,7 +174,7 @@ def compare(
 def recomputed(runner: ModelRunner, prompts: list[np.ndarray]) -> None:
     """Generate without a cache: the whole sequence goes through the model for each new token."""
     rows = [prompt.tolist() for prompt in prompts]
-    for _ in range(ANSWER):
+    for _ in range(COMPLETION):
         samples = [Sample(tokens=np.array(row, dtype=np.int32), mask=np.zeros(len(row), dtype=bool)) for row in rows]
         batch = collate(samples)
         logits = runner.logits(runner.run_layers(batch).last_hidden_state[0, batch.starts[1:].long() - 1])
@@ -186,7 +186,7 @@ def recomputed(runner: ModelRunner, prompts: list[np.ndarray]) -> None:
 
 
 def on_gpu(name: str, options: Options) -> None:
-    shape, made = SHAPES[name], SHAPES[name].sequences * ANSWER
+    shape, made = SHAPES[name], SHAPES[name].sequences * COMPLETION
     common.limits()
     common.free()
     results = our_results(name, options)
@@ -232,8 +232,8 @@ def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
         rounds = options.rounds or ROUNDS
         seconds = min(common.timed(lambda work=work: ours(engine, work)) for _ in range(rounds))
         result = Result(
-            what=f"generation {name}, {shape.sequences} sequences, groups of {group}, {PROMPT} + {ANSWER} tokens",
-            ours=f"{shape.sequences * ANSWER / seconds:,.0f} tokens/s{common.peak()}",
+            what=f"generation {name}, {shape.sequences} sequences, groups of {group}, {PROMPT} + {COMPLETION} tokens",
+            ours=f"{shape.sequences * COMPLETION / seconds:,.0f} tokens/s{common.peak()}",
             limits=limits_of(shape, work, seconds),
         )
         print(f"{result.what}: {result.ours}", flush=True)  # kept if the command is stopped before its end
@@ -271,7 +271,7 @@ def requests_of(
 
 def compare_with_training(name: str, engine: LocalEngine, requests: list[GenerationRequest]) -> None:
     """Print the difference between the sampler's log-probabilities and the trainer's."""
-    samples = engine.generate(requests, Sampling(max_tokens=ANSWER))[:16]
+    samples = engine.generate(requests, Sampling(max_tokens=COMPLETION))[:16]
     with torch.no_grad():
         again = forward(engine.runner, collate(samples, engine.device), Wanted()).logprobs.cpu().numpy()
     error = np.abs(again - np.concatenate([sample.logprobs for sample in samples]))
@@ -317,4 +317,4 @@ def vllm_params(n: int = 1) -> Any:
     from vllm import SamplingParams
 
     how = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
-    return SamplingParams(n=n, max_tokens=ANSWER, min_tokens=ANSWER, logprobs=0, **how)
+    return SamplingParams(n=n, max_tokens=COMPLETION, min_tokens=COMPLETION, logprobs=0, **how)

@@ -1,6 +1,6 @@
 """Compare whole steps of GRPO (generation, random rewards, one update, no KL) with TRL's GRPOTrainer.
 
-    python -m bench grpo [--shapes 0.5b,1.5b] [--pack TOKENS] [--steps N] [--profile] [--out FILE]
+    python -m bench grpo [--shapes 0.5b,1.5b] [--micro_batch_tokens TOKENS] [--steps N] [--profile] [--out FILE]
 
 On a GPU: 64 prompts x 8 completions, 128 + 256 tokens. On a CPU: 8 x 8, 32 + 64. Every completion has full length.
 TRL generates with transformers' generate.
@@ -15,8 +15,8 @@ from bench.common import GPU, SHAPES, Options, Result, Shape
 from posttrain.core.types import Sample
 from posttrain.engines.base import GenerationRequest, Sampling
 
-PROMPTS, SAMPLES, PROMPT, ANSWER = (64, 8, 128, 256) if GPU else (8, 8, 32, 64)
-ANSWERS_PER_PASS = 64 if GPU else 16  # TRL's
+PROMPTS, SAMPLES, PROMPT, COMPLETION = (64, 8, 128, 256) if GPU else (8, 8, 32, 64)
+COMPLETIONS_PER_PASS = 64 if GPU else 16  # TRL's
 
 
 def measure_grpo(options: Options) -> None:
@@ -45,7 +45,7 @@ def compare(name: str, folder: str, options: Options) -> None:
                 for group, prompt in enumerate(prompts[number])
                 for _ in range(SAMPLES)
             ]
-            samples = policy.generate(requests, Sampling(max_tokens=ANSWER))
+            samples = policy.generate(requests, Sampling(max_tokens=COMPLETION))
             generated = common.clock()
             for sample, reward in zip(samples, rng.random(len(samples)), strict=True):
                 sample.reward = float(reward)
@@ -63,7 +63,7 @@ def compare(name: str, folder: str, options: Options) -> None:
     seconds = times["ours"].typical
     parts = [f"{key} {common.typical([log[key] for log in times['ours'].logs]):.2f}" for key in ("generate", "train")]
     result = Result(
-        what=f"GRPO {name}, {PROMPTS} x {SAMPLES}, {PROMPT} + {ANSWER} tokens",
+        what=f"GRPO {name}, {PROMPTS} x {SAMPLES}, {PROMPT} + {COMPLETION} tokens",
         ours=f"{seconds:.3g} s ({', '.join(parts)}){times['ours'].memory}",
         limits=common.share_of_limits(flops[0], 0.0, seconds),
     )
@@ -77,13 +77,13 @@ def compare(name: str, folder: str, options: Options) -> None:
 def whole(prompts: np.ndarray, shape: Shape) -> list[np.ndarray]:
     """Return each prompt with random completions of full length, to compute the FLOPs of a step."""
     rng = np.random.default_rng(1)
-    answers = rng.integers(10, shape.vocabulary - 1, (len(prompts) * SAMPLES, ANSWER)).astype(np.int32)
-    return [np.concatenate([prompts[i // SAMPLES], answer]) for i, answer in enumerate(answers)]
+    completions = rng.integers(10, shape.vocabulary - 1, (len(prompts) * SAMPLES, COMPLETION)).astype(np.int32)
+    return [np.concatenate([prompts[i // SAMPLES], completion]) for i, completion in enumerate(completions)]
 
 
 def sampling_flops(shape: Shape) -> float:
     """Return the FLOPs of generation; each prompt is computed once."""
-    made = PROMPTS * SAMPLES * ANSWER
+    made = PROMPTS * SAMPLES * COMPLETION
     return 2.0 * (shape.layer_weights * (PROMPTS * PROMPT + made) + shape.head_weights * made)
 
 
@@ -96,17 +96,17 @@ def trl_trainer(folder: str, prompts: list[np.ndarray], options: Options, callba
     def reward(completions: list[str], **_: Any) -> list[float]:
         return rng.random(len(completions)).tolist()
 
-    told = common.trl_options(options)
-    del told["train_sampling_strategy"]  # it has a sampler of its own
+    arguments = common.trl_options(options)
+    del arguments["train_sampling_strategy"]  # it has a sampler of its own
     args = GRPOConfig(
-        per_device_train_batch_size=ANSWERS_PER_PASS,
-        gradient_accumulation_steps=PROMPTS * SAMPLES // ANSWERS_PER_PASS,
+        per_device_train_batch_size=COMPLETIONS_PER_PASS,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // COMPLETIONS_PER_PASS,
         num_generations=SAMPLES,
-        max_completion_length=ANSWER,
-        generation_kwargs={"min_new_tokens": ANSWER},
+        max_completion_length=COMPLETION,
+        generation_kwargs={"min_new_tokens": COMPLETION},
         shuffle_dataset=False,
         beta=0.0,
-        **told,
+        **arguments,
     )
     rows = [{"prompt": common.text_of(prompt)} for step in prompts for prompt in step]
     return GRPOTrainer(

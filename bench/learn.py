@@ -26,7 +26,7 @@ def right(text, ground_truth):
 '''
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(f"RESULT {text} ({time.time() - START:.0f} s from the start)", flush=True)
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--sft", type=json.loads, default={}, help="other options of SFT, as JSON")
     parser.add_argument("--grpo", type=json.loads, default={}, help="other options of GRPO, as JSON")
     parser.add_argument("--start", default="", help="a model that SFT has already made: GRPO alone")
-    parser.add_argument("--look_every", type=int, default=0, help="also evaluate every so many steps")
+    parser.add_argument("--look_every", type=int, default=0, help="also evaluate every N steps; 0: only at the end")
     options = parser.parse_args()
     from posttrain import GRPOTrainer, sft
 
@@ -103,7 +103,7 @@ def main() -> None:
 
     if options.base:
         with grpo(options.model, "base", 1) as trainer:
-            say(f"base: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
+            report(f"base: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
     model = options.start
     if not model:
         wanted = {
@@ -122,11 +122,11 @@ def main() -> None:
             "quiet": True,
         }
         trained = sft(**merged(wanted, options.sft))
-        say(f"sft, {trained.steps} steps, loss {trained.metrics['loss']:.3f}")
+        report(f"sft, {trained.steps} steps, loss {trained.metrics['loss']:.3f}")
         model = str(trained.folder)
     with grpo(model, "grpo", options.grpo_steps) as trainer:
         began = time.time()
-        say(f"after sft: {100 * trainer.evaluate()['eval/accuracy']:.2f}%; evaluated in {time.time() - began:.0f} s")
+        report(f"after sft: {100 * trainer.evaluate()['eval/accuracy']:.2f}%; evaluated in {time.time() - began:.0f} s")
         examined, done = time.time() - began, 0
         while done < options.grpo_steps and time.time() - START + 1.2 * examined < options.until:
             metrics = trainer.train_step(trainer.make_experience())
@@ -135,10 +135,10 @@ def main() -> None:
                 shown = " ".join(
                     f"{name} {metrics[name]:.4g}" for name in ("reward", "length", "entropy", "sampler_kl", "no_signal")
                 )
-                say(f"grpo step {done}: {shown}")
+                report(f"grpo step {done}: {shown}")
             if options.look_every and done % options.look_every == 0:
-                say(f"grpo step {done}: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
-        say(f"after grpo, {done} steps: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
+                report(f"grpo step {done}: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
+        report(f"after grpo, {done} steps: {100 * trainer.evaluate()['eval/accuracy']:.2f}%")
         lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])
         print({name: value for name, value in last.items() if name.startswith("time/") or name == "memory_gib"})

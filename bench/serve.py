@@ -22,7 +22,7 @@ from posttrain.inference.model import InferenceModel
 
 CLIENTS, STREAMS = 32, 64
 TOKENS = 128  # per completion
-ANSWERS = 4  # completions per client, one after another
+TURNS = 4  # requests per client, one after another
 ROUNDS = 2
 SECONDS = float(os.environ.get("BENCH_SECONDS", "60"))
 MODEL = os.environ.get("BENCH_MODEL", "pico")
@@ -42,7 +42,7 @@ def measure_serve() -> None:
             for name, (measure, clock) in ways.items():
                 before = clock()
                 speed[name] = max(speed[name], measure())
-                work[name] = min(work[name], (clock() - before) / (CLIENTS * ANSWERS * TOKENS) * 1000)
+                work[name] = min(work[name], (clock() - before) / (CLIENTS * TURNS * TOKENS) * 1000)
         for name in ways:
             ratio = "" if name == "offline" else f", {speed[name] / speed['offline']:.2f} of offline"
             print(f"serve {MODEL}, {CLIENTS} at once, {name}: {speed[name]:,.0f} tokens/s{ratio}; ", end="")
@@ -56,7 +56,7 @@ def offline(served: InferenceModel) -> float:
         GenerationRequest(
             prompt=served.encode([{"role": "user", "content": question(client, turn)}]).tokens, seed=client
         )
-        for turn in range(ANSWERS)
+        for turn in range(TURNS)
         for client in range(CLIENTS)
     ]
     served.engine.most = CLIENTS
@@ -69,12 +69,12 @@ def offline(served: InferenceModel) -> float:
 async def online(port: int, stream: bool) -> float:
     async def client(number: int) -> int:
         async with Connection(port) as connection:
-            return sum([await connection.ask(question(number, turn), stream) for turn in range(ANSWERS)])
+            return sum([await connection.ask(question(number, turn), stream) for turn in range(TURNS)])
 
     started = time.perf_counter()
     tokens = await asyncio.gather(*(client(number) for number in range(CLIENTS)))
     seconds = time.perf_counter() - started
-    assert sum(tokens) == CLIENTS * ANSWERS * TOKENS
+    assert sum(tokens) == CLIENTS * TURNS * TOKENS
     return sum(tokens) / seconds
 
 
@@ -134,8 +134,8 @@ class Connection:
         body = json.dumps(asked).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         self.writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        answer = (await self.reader.readuntil(b"\r\n\r\n")).decode()
-        assert answer.startswith("HTTP/1.1 200"), answer
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+        assert head.startswith("HTTP/1.1 200"), head
         if stream:
             data = b""
             while size := int(await self.reader.readline(), 16):
@@ -143,11 +143,11 @@ class Connection:
             await self.reader.readline()
             assert data.endswith(b"data: [DONE]\n\n\r\n"), data
         else:
-            found = re.search(r"content-length: (\d+)", answer, re.IGNORECASE)
+            found = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
             assert found is not None
             data = await self.reader.readexactly(int(found[1]))
-        told = re.findall(rb'"completion_tokens": ?(\d+)', data)
-        return int(told[-1])
+        counts = re.findall(rb'"completion_tokens": ?(\d+)', data)
+        return int(counts[-1])
 
 
 class Server:

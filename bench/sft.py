@@ -1,6 +1,7 @@
 """Compare SFT on examples of different lengths with TRL's SFTTrainer.
 
-    python -m bench sft [--shapes 0.5b,1.5b,7b,30b-a3b-4] [--row TOKENS] [--pack TOKENS] [--steps N] [--profile]
+    python -m bench sft [--shapes 0.5b,1.5b,7b,30b-a3b-4] [--row TOKENS] [--micro_batch_tokens TOKENS]
+        [--steps N] [--profile]
 
 On a GPU: examples of 64..2048 tokens, 65,536 tokens per step, every token is trained on; TRL packs them to 4,096. With
 --row all examples have that length, as in the tables of other projects. On a CPU: 32 examples of 32..384 tokens, a

@@ -21,7 +21,7 @@ from posttrain.inference.generate import Generation
 from posttrain.inference.model import TEMPLATE_TOKENS, fill_condition
 from posttrain.inference.score import Scoring
 from posttrain.models.paths import resolve_path
-from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe, from_options
+from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe
 from posttrain.pipelines.stage import REPORT, Figures, Stage, open_folder, run_in
 from posttrain.pipelines.stages import Generate, Score, Select, Train, best_reward
 from posttrain.pipelines.summary import by_iteration, closing_lines
@@ -49,11 +49,6 @@ class PipelineResult:
     output_dir: Path
     model: Path
     iterations: list[Figures]  # iteration 0: the initial model
-
-
-def run(verb: str, /, report: Callable[[str], None] = print, **options: Any) -> PipelineResult:
-    """Run `posttrain <verb>` from Python; options are nested dicts, as in the YAML file."""
-    return run_from(verb, from_options(verb, options), report)
 
 
 def run_from(verb: str, config: PipelineConfig, report: Callable[[str], None] = print) -> PipelineResult:

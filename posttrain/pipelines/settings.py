@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.config.parsing import read_args, read_mapping
+from posttrain.config.parsing import read_args
 from posttrain.config.sections import (
     ClusterConfig,
     DataConfig,
@@ -138,8 +138,3 @@ def pipeline_defaults(verb: str) -> PipelineConfig:
         section, _, option = key.rpartition(".")
         setattr(getattr(config, section) if section else config, option, value)
     return config
-
-
-def from_options(verb: str, options: dict[str, Any]) -> PipelineConfig:
-    """Read options from Python: {"model": {"path": "pico"}, "iterations": 2}."""
-    return read_mapping(verb, f"{PIPELINES[verb]}.", pipeline_defaults(verb), options)

@@ -113,7 +113,7 @@ def test_a_run_is_served_as_it_chats(tmp_path, capsys):
         (["pico", "--slots", -1], "slots is -1"),
         (["pico", "--max_tokens", 0], "max_tokens is 0"),
         (["no/such/model/at/all"], "no/such/model"),
-        (["pico", "--host", "192.0.2.1", "--token", "long-enough"], "192.0.2.1"),  # nobody's address
+        (["pico", "--host", "192.0.2.1", "--token", "long-enough"], "192.0.2.1"),  # not an address of this machine
     ],
 )
 def test_mistakes_are_named(argv, words, capsys, monkeypatch):

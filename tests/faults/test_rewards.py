@@ -448,7 +448,7 @@ def test_columns_are_checked_also_of_a_function_that_is_loaded_already(tmp_path)
 
 
 def test_an_interrupt_waits_for_no_function(file):
-    """Ctrl-C while a function hangs: the children are gone, and nobody waits for the deadline."""
+    """Ctrl-C while a function hangs: the child processes are gone, and the call returns before the deadline."""
     arrived = file.parent / "arrived"
     os.mkfifo(arrived)
     code = (

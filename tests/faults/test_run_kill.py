@@ -36,8 +36,8 @@ VARIANTS = {
     ],
     "dpo": ["--model.lora_rank", "4", "--model.lora_dropout", "0.3", "--save.every_steps", "2"],
 }
-# When a process dies: somewhere in its start; somewhere after so many steps of its own, which may be in a step, an
-# evaluation or a save; or in its second save, when it is about to write that file or to give the folder its name.
+# When a process dies: during its start; at some point after N steps of its own, which may be in a step, an
+# evaluation or a save; or in its second save, when it is about to write that file or to rename the folder.
 MOMENTS = ["start", 1, "config.json", 2, "state.json", "manifest.json", "rename"]
 IN_ROLLOUT = "generate"  # and those that generate: when they have begun to do so for the third time
 
@@ -96,7 +96,7 @@ def test_killed_again_and_again_and_resumed(verb, killed_runs):
 
 
 def recorded(run):
-    """Every answer that was learnt from, without how long its reward took."""
+    """Every completion that was trained on, without the time that its reward took."""
     file = run / "rollouts.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [json.loads(line) | {"seconds": 0} for line in lines]

@@ -150,12 +150,12 @@ def test_inflight_updates_and_a_lost_worker(tmp_path, caplog):
     with grpo(tmp_path / "run", rollout, **layout) as trainer:
         inside, groups = trainer._loop, []
         for step in range(1, 6):
-            answers = trainer.make_experience()
-            groups += dict.fromkeys(answer.sample.group for answer in answers)
-            for answer in answers:
-                first, last = answer.sample.version, answer.sample.newest
+            rollouts = trainer.make_experience()
+            groups += dict.fromkeys(rollout.sample.group for rollout in rollouts)
+            for rollout in rollouts:
+                first, last = rollout.sample.version, rollout.sample.newest
                 assert step - 2 <= first <= last <= step - 1, "at most one update older"
-            metrics = trainer.train_step(answers)
+            metrics = trainer.train_step(rollouts)
             assert metrics["staleness"] <= 1 and 0 <= metrics["mixed_versions"] <= 1
             assert metrics.get("sampler_kl", 0.0) + metrics.get("policy_drift", 0.0) < 1
             if step == 2:

@@ -17,7 +17,7 @@ from tests.tiny import tiny_folder
 
 
 def steps(learner: Learner, rank: int, number: int) -> list[list[float]]:
-    """Loss of this rank's part and norm of the gradients, of so many steps in two passes each."""
+    """Loss of this rank's part and norm of the gradients, of `number` steps in two passes each."""
     algo = ALGORITHMS["sft"](ALGORITHMS["sft"].Config())
     samples = prepared(algo, learner)
     objective = Objective(request=algo.forward_request(len), loss=algo.loss, unit=algo.unit)

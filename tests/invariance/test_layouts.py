@@ -72,8 +72,8 @@ def answers(learner: Learner, **options: Any) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in made]
 
 
-def saved_by(case: str, who: str, place: Path) -> Path:
-    folder = place / f"{case}-{who}"
+def saved_by(case: str, layout: str, place: Path) -> Path:
+    folder = place / f"{case}-{layout}"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -264,10 +264,10 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
             assert found["2"][0][f"{case}: answers of the divided"] == found["2"][0][f"{case}: answers"]
     if case in BY_FOUR and case in SPLIT:
         results["two by two"] = together(found["4"], f"{case}: two by two", 2)
-    for who, result in results.items():
+    for layout, result in results.items():
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result, expected, strict=True):
-            assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6), who
-            assert norm == pytest.approx(wanted_norm, rel=5e-2 if rough else 1e-5), who
+            assert loss == pytest.approx(wanted_loss, rel=1e-2 if rough else 1e-6, abs=1e-6), layout
+            assert norm == pytest.approx(wanted_norm, rel=5e-2 if rough else 1e-5), layout
     for ranks in ("2", "4") if case in BY_FOUR else ("2",):
         from_one = together(found[ranks], f"{case}: from one")
         for (loss, _), (wanted_loss, _) in zip(from_one, found["alone"][f"{case}: went on"], strict=True):
@@ -281,7 +281,7 @@ def test_what_is_saved_does_not_depend_on_the_layout(found, case):
     from safetensors.torch import load_file
 
     for part in ("model", "."):
-        mine, theirs = (saved_by(case, who, found["place"]) / part for who in ("two", "divided"))
+        mine, theirs = (saved_by(case, layout, found["place"]) / part for layout in ("two", "divided"))
         names = sorted(path.name for path in mine.glob("*"))
         assert names == sorted(path.name for path in theirs.glob("*"))
         for name in (name for name in names if name.endswith(".safetensors")):
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_many_is_a_plain_hugging_face_folder(found, case):
     stock, report = AutoModelForCausalLM.from_pretrained(found["place"] / f"{case}-two/model", output_loading_info=True)
     assert not any(report.values()) and stock.generation_config.eos_token_id is not None
     again = AutoModelForCausalLM.from_pretrained(found["place"] / f"{case}-one/model")
-    described = [(found["place"] / f"{case}-{who}/model/config.json").read_text() for who in ("one", "two")]
+    described = [(found["place"] / f"{case}-{layout}/model/config.json").read_text() for layout in ("one", "two")]
     assert described[0] == described[1]
     for one, other in zip(stock.parameters(), again.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-4)

@@ -19,7 +19,7 @@ SECONDS = 600  # for one world; the machine may be busy
 
 
 def run_world(size: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `work(rank, *args)` in so many processes of one gloo group; what each returned, as JSON can hold it."""
+    """Call `work(rank, *args)` in `size` processes of one gloo group; returns their results, which must be JSON."""
     context = multiprocessing.get_context("forkserver")  # imports once, and no thread of this process is inherited
     context.set_forkserver_preload(
         [__name__, "posttrain.train.learner", "posttrain.algorithms", "peft", work.__module__]

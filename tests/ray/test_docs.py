@@ -52,7 +52,7 @@ def test_the_page(workplace):
             again = posttrain(*words[1:])
             assert again.returncode == 2 and "a cluster is running at 127.0.0.2:" in again.stderr
             file = Path("cache/posttrain/ray-cluster.json")
-            assert file.stat().st_mode & 0o077 == 0, "the token is nobody else's business"
+            assert file.stat().st_mode & 0o077 == 0, "other users can read the token"
             ours = processes_of(re.search(r'"folder": "(.+?)"', file.read_text())[1])
             assert len(ours) > 4
     assert [row["step"] for row in rows_of(Path("runs/on-ray"))] == [1, 2, 3, 4, 5]

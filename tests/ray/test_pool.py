@@ -38,12 +38,12 @@ def places(both, tmp_path):
 def test_calls_reach_the_objects_by_rank(places, tmp_path):
     found, handler = places(), signal.getsignal(signal.SIGTERM)
     workers = found.pool("actor").start("actor", Thing, "a")
-    answers = workers.scatter("who", ["x", "y"], word=1)
-    assert [(name, args, kwargs) for name, _, args, kwargs in answers] == [
+    results = workers.scatter("identify", ["x", "y"], word=1)
+    assert [(name, args, kwargs) for name, _, args, kwargs in results] == [
         ("a", ("x",), {"word": 1}),
         ("a", ("y",), {"word": 1}),
     ]
-    processes = [process for _, process, *_ in answers]
+    processes = [process for _, process, *_ in results]
     assert len({*processes, os.getpid()}) == 3
     for number, process in enumerate(processes):
         log = (tmp_path / f"logs/worker-{number}.log").read_text()
@@ -65,15 +65,15 @@ def test_one_that_is_lost(places, how):
     found.step = 7
     pool = found.pool("actor")
     workers = pool.start("actor", Thing, "a")
-    processes = [process for _, process, *_ in workers.call("who")]
+    processes = [process for _, process, *_ in workers.call("identify")]
     os.kill(processes[1], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     pool.timeout_seconds = float(SECONDS) if how == "kill" else 5.0
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor worker, rank 1 \(on .*Ray node \w{8} at .*, step 7\)") as raised:
-        workers.call("who")
+        workers.call("identify")
     assert raised.value.lost
     assert time.monotonic() - began < SECONDS / 2, "noticed at once, or when the deadline is over"
-    words = "crashed, or was killed by hand" if how == "kill" else "did not finish who within 5 s"
+    words = "crashed, or was killed by hand" if how == "kill" else "did not finish identify within 5 s"
     assert words in str(raised.value), raised.value
     assert all(map(gone, processes)), "one that is stopped is ended too"
 
@@ -115,7 +115,7 @@ def test_tensor_ranks_share_a_node(both, tmp_path):
         tmp_path,
     )
     try:
-        found.pool("actor").start("actor", Thing, "a").call("who")
+        found.pool("actor").start("actor", Thing, "a").call("identify")
         logs = [(tmp_path / f"worker-{number}.log").read_text() for number in range(4)]
     finally:
         found.close()
@@ -133,7 +133,7 @@ def test_more_tensor_ranks_than_a_node_has_places(both, tmp_path, caplog):
         tmp_path,
     )
     try:
-        assert len(found.pool("actor").start("actor", Thing, "a").call("who")) == 4
+        assert len(found.pool("actor").start("actor", Thing, "a").call("identify")) == 4
     finally:
         found.close()
     assert "no Ray node has 4 CPUs, so tensor- or context-parallel workers communicate across nodes" in caplog.text

@@ -21,10 +21,10 @@ def tiny(monkeypatch):
     monkeypatch.setitem(common.SHAPES, "small", TINY)
     monkeypatch.setitem(common.SHAPES, "mixture", MIXTURE)
     monkeypatch.setattr(common, "limits", lambda: (1e11, 1e10))
-    monkeypatch.setattr(generate, "ANSWER", 4)
+    monkeypatch.setattr(generate, "COMPLETION", 4)
     monkeypatch.setattr(sft, "ROWS_PER_STEP", 4)
     monkeypatch.setattr(dpo, "PAIRS", 2)
-    for name, value in {"PROMPTS": 2, "SAMPLES": 2, "PROMPT": 8, "ANSWER": 4}.items():
+    for name, value in {"PROMPTS": 2, "SAMPLES": 2, "PROMPT": 8, "COMPLETION": 4}.items():
         monkeypatch.setattr(grpo, name, value)
     monkeypatch.setattr(curves, "BATCHES", (4, 1))
     monkeypatch.setattr(curves, "LENGTHS", (32,))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.api.arguments import prepare_pipeline
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import CheckpointError, Stopped, UsageError
 from posttrain.core.jsonl import as_line
@@ -14,7 +15,7 @@ from posttrain.inference.generate import Generation
 from posttrain.inference.score import Scoring
 from posttrain.pipelines import Generate, Score, Select, Stage, Train, run_stages
 from posttrain.pipelines.recipes import check_pipeline, run_from, stages_of
-from posttrain.pipelines.settings import from_options, pipeline_defaults
+from posttrain.pipelines.settings import pipeline_defaults
 from posttrain.pipelines.stage import open_folder, seal_of
 from posttrain.pipelines.stages import best_reward
 from posttrain.pipelines.summary import by_iteration
@@ -361,11 +362,11 @@ def test_mistakes_are_named_before_anything_is_made(verb, changes, words, config
 
 def test_an_engine_that_does_not_exist_is_refused():
     with pytest.raises(UsageError, match=r"generate.engine is 'vlm'; it must be one of"):
-        from_options("iterative-dpo", {"generate": {"engine": "vlm"}})
+        prepare_pipeline("iterative-dpo", {"generate": {"engine": "vlm"}})
 
 
 def test_options_from_python():
-    config = from_options(
+    config = prepare_pipeline(
         "iterative-dpo", {"generate": {"samples_per_prompt": 3}, "algo": {"beta": 0.2}, "reward": ["gsm8k"]}
     )
     assert (config.generate.samples_per_prompt, config.algo.beta, config.reward.functions, config.iterations) == (
@@ -375,7 +376,7 @@ def test_options_from_python():
         5,
     )
     with pytest.raises(UsageError, match=r"generate.nn: no such option"):
-        from_options("iterative-dpo", {"generate": {"nn": 3}})
+        prepare_pipeline("iterative-dpo", {"generate": {"nn": 3}})
 
 
 def test_a_stopped_pipeline_names_the_command_that_goes_on(configured):

@@ -1,4 +1,4 @@
-"""Options of convert, data check, plan and slurm: names of now, previous names, and flags of MindSpeed-LLM."""
+"""Options of convert, data check, plan and slurm: current names, previous names, and flags of MindSpeed-LLM."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from posttrain.cli.convert import ConvertArgs, check
+from posttrain.cli.convert import ConvertArgs, check_options
 from posttrain.cli.data import DataCheckArgs
 from posttrain.cli.diff import DiffArgs
 from posttrain.cli.plan import PlanArgs, planned_verb
@@ -81,7 +81,7 @@ def test_formats_of_mindspeed(flags, source, target):
     words = ["--load-model-type", first, "--save-model-type", second, "--load-dir", "A", "--save-dir", "B", *others]
     found = read_tool(ConvertArgs(), [*words, "--target-expert-model-parallel-size", "1"])
     assert (found.source, found.output_dir, found.source_format, found.target_format) == ("A", "B", source, target)
-    check(found)
+    check_options(found)
 
 
 def test_own_options_stand_anywhere_among_those_of_training():

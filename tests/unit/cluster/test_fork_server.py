@@ -33,7 +33,7 @@ def pool(tmp_path, monkeypatch):
 
 def test_forked_workers_have_environment_folder_log_and_session_of_their_own(pool, tmp_path):
     things = pool.start("thing", Thing, "name")
-    processes = [process for _, process, _, _ in things.call("who")]
+    processes = [process for _, process, _, _ in things.call("identify")]
     assert [channel.process.pid for channel in pool.channels] == processes
     assert things.call("environment", "MARK") == ["of this test"] * 2
     for number, process in enumerate(processes):
@@ -54,7 +54,7 @@ def test_a_forked_worker_that_is_killed_is_named(pool):
 
 def test_when_the_server_is_killed_its_workers_are_lost_and_the_next_ones_have_a_new_one(pool, tmp_path):
     things = pool.start("thing", Thing, "name")
-    things.call("who")
+    things.call("identify")
     (server,) = [found for found in forks._servers.values() if not found.lost and found.modules == MODULES]
     os.kill(server.server.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="SIGKILL"):
@@ -71,7 +71,7 @@ def test_nothing_is_left_when_the_controller_is_killed(tmp_path):
         "from tests.unit.cluster.things import Thing\n"
         "pool = ProcessPool(1, Path(sys.argv[1]), timeout_seconds=300, rendezvous=RendezvousStore(300),\n"
         f"                   preload={MODULES!r})\n"
-        "pool.start('thing', Thing, 'name').call('who')\n"
+        "pool.start('thing', Thing, 'name').call('identify')\n"
         "from posttrain.cluster import fork_server as forks\n"
         "(server,) = forks._servers.values()\n"
         "print(server.server.pid, pool.channels[0].process.pid, flush=True)\ntime.sleep(1000)\n"

@@ -29,7 +29,7 @@ def once():
     processes = launched.LaunchedProcesses.detect()
     pool = processes.pool(range(3), Path("logs"), 120.0, lambda: 0)
     workers = pool.start("actor", Mine)
-    print([answer[:2] for answer in workers.scatter("total", [1, 10, 100])], flush=True)
+    print([result[:2] for result in workers.scatter("total", [1, 10, 100])], flush=True)
     pool.close()
     processes.close()
 

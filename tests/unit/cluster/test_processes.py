@@ -69,10 +69,10 @@ def light_pool(tmp_path_factory):
 
 def test_results_come_by_rank(light_pool):
     workers = light_pool.start("actor", Thing, "a")
-    answers = workers.call("who", 1, key=[2])
-    assert [answer[0] for answer in answers] == ["a", "a"]
-    assert [answer[2:] for answer in answers] == [((1,), {"key": [2]})] * 2
-    pids = [answer[1] for answer in answers]
+    results = workers.call("identify", 1, key=[2])
+    assert [result[0] for result in results] == ["a", "a"]
+    assert [result[2:] for result in results] == [((1,), {"key": [2]})] * 2
+    pids = [result[1] for result in results]
     assert len({*pids, os.getpid()}) == 3
     assert workers.scatter("echo", ["first", "second"]) == ["first", "second"]
     assert workers.call("all_seen") == [["first"], ["second"]]
@@ -82,7 +82,7 @@ def test_roles_share_the_processes_and_may_hold_each_other(light_pool):
     first = light_pool.start("first", Thing, "f")
     second = light_pool.start("second", Thing, "s", RoleRef("first"))
     assert second.call("name_of_other") == ["f", "f"]
-    assert first.call("who")[0][1] == second.call("who")[0][1]
+    assert first.call("identify")[0][1] == second.call("identify")[0][1]
 
 
 def test_generating_ahead_runs_beside_other_calls(light_pool):
@@ -108,7 +108,7 @@ def test_closed_workers_are_removed(tmp_path):
     workers = light_pool.start("short", Thing, "s")
     workers.close()
     with pytest.raises(WorkerError, match="KeyError: 'short'"):
-        workers.call("who")
+        workers.call("identify")
 
 
 def test_pools_load_in_parallel(tmp_path):
@@ -124,7 +124,7 @@ def test_an_object_that_cannot_be_built_is_reported_by_the_first_call(tmp_path):
     first, second = light_pool.start("critic", Thing), light_pool.start("beside", Thing, "b")
     for workers in (second, first):  # the first to fail is named, whoever is asked
         with pytest.raises(WorkerError, match=r"critic worker, rank [01] .* failed: TypeError: .*missing 1 required"):
-            workers.call("who")
+            workers.call("identify")
 
 
 def test_a_pool_can_be_closed_while_it_loads(tmp_path):
@@ -167,7 +167,7 @@ def test_the_first_to_fail_is_named_with_its_error_and_its_log(tmp_path):
     assert "and more of it" in (tmp_path / "worker-2.log").read_text()
     assert "in fail" in (tmp_path / "worker-0.log").read_text(), "where the others waited"
     with pytest.raises(WorkerError, match="rank 2"):  # it stays so
-        workers.call("who")
+        workers.call("identify")
 
 
 def test_errors_for_users_are_raised_unchanged(tmp_path):
@@ -186,7 +186,7 @@ def quick_heartbeats(monkeypatch):
 def test_a_stopped_worker_is_found_by_its_heartbeat_long_before_the_deadline(tmp_path, quick_heartbeats, elsewhere):
     light_pool = light(tmp_path, 2, seconds=1800.0)
     workers = light_pool.start("actor", Thing, "a")
-    assert workers.call("who")
+    assert workers.call("identify")
     if elsewhere:  # as on another machine: nothing is known of its process
         process, light_pool.channels[1].process = light_pool.channels[1].process, None
     with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 8 s: it is stopped") as stopped:
@@ -207,10 +207,10 @@ def test_a_lost_worker_has_the_name_of_the_role_whose_devices_it_is_on(tmp_path)
     light_pool = light(tmp_path, 1)
     light_pool.owner = "critic"
     critic, reference = light_pool.start("critic", Thing, "c"), light_pool.start("reference", Thing, "r")
-    assert critic.call("who")
+    assert critic.call("identify")
     light_pool.channels[0].process.kill()
-    with pytest.raises(WorkerError, match=r"^critic worker, rank 0 .*SIGKILL.*, found by who of reference"):
-        reference.call("who")
+    with pytest.raises(WorkerError, match=r"^critic worker, rank 0 .*SIGKILL.*, found by identify of reference"):
+        reference.call("identify")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ if __name__ == "__main__":
     light_pool = light(Path({folder!r}), 2)
     form_group(light_pool, [GroupSpec(0, 1, ("", 0), "", 1.0)] * 2)
     workers = light_pool.start("actor", Mine, "mine")
-    print(*[answer[1] for answer in workers.call("who")], flush=True)
+    print(*[result[1] for result in workers.call("identify")], flush=True)
     workers.call("fail", -1)
 """
 

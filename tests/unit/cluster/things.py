@@ -17,7 +17,7 @@ class Thing:
         self.released = threading.Event()
         self.seen = []
 
-    def who(self, *args, **kwargs):
+    def identify(self, *args, **kwargs):
         return self.name, os.getpid(), args, kwargs
 
     def echo(self, value):
@@ -45,13 +45,13 @@ class Thing:
     def refuse(self):
         raise UsageError("model.path: no such thing")
 
-    def kill(self, who):
-        if who:
+    def kill(self, this):
+        if this:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
 
-    def stop(self, who):
-        if who:
+    def stop(self, this):
+        if this:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(3600)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain.algorithms import ALGORITHMS
+from posttrain.api.arguments import prepare_pipeline
 from posttrain.cli.tools import args_of
 from posttrain.config import renames
 from posttrain.config.help import negative
@@ -11,7 +12,7 @@ from posttrain.config.renames import renamed, renamed_settings, split_weights
 from posttrain.config.sections import option_value, tuple_as_list, with_algorithm
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
-from posttrain.pipelines.settings import RECIPES, from_options, parse_pipeline, pipeline_defaults
+from posttrain.pipelines.settings import RECIPES, parse_pipeline, pipeline_defaults
 
 LEAST = {"model": "pico", "data": "a.jsonl"}
 
@@ -320,7 +321,7 @@ def test_previous_spellings_of_pipelines(old, value, new, wanted, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(f"{section}: {{{name}: {written(value)}}}\n" if section else f"{name}: {written(value)}\n")
     for found in (
-        from_options("iterative-dpo", nested),
+        prepare_pipeline("iterative-dpo", nested),
         parse_pipeline("iterative-dpo", [str(file)]),
         parse_pipeline("iterative-dpo", as_words(old, value)),
     ):

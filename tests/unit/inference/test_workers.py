@@ -189,17 +189,17 @@ def test_devices_without_a_batch_are_not_started_but_mentioned(config, caplog):
 
 
 @pytest.mark.parametrize("template", ["", "chatml"])
-@pytest.mark.parametrize("said_by", ["nobody", "generation_config.json", "config.json"])
-def test_stops_are_known_without_the_weights(said_by, template, tmp_path):
-    folder = tiny_folder("llama", tmp_path, eos_token_id=9 if said_by == "config.json" else 5)
+@pytest.mark.parametrize("source", ["none", "generation_config.json", "config.json"])
+def test_stops_are_known_without_the_weights(source, template, tmp_path):
+    folder = tiny_folder("llama", tmp_path, eos_token_id=9 if source == "config.json" else 5)
     file = folder / "generation_config.json"
-    if said_by == "config.json":
+    if source == "config.json":
         file.unlink()
-    elif said_by == "generation_config.json":
+    elif source == "generation_config.json":
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [5, 9]}))
     model = ModelConfig(path=str(folder))
     tokenizer = load_tokenizer(model)
     apply_template(tokenizer, template)
     found = stop_ids_of(model, tokenizer, template)
     assert found == InferenceModel(model, DataConfig(chat_template=template)).stop_ids
-    assert (9 in found) == (said_by != "nobody" and not template)
+    assert (9 in found) == (source != "none" and not template)

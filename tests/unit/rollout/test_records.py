@@ -160,7 +160,7 @@ def test_a_replay_drops_what_is_computed_again():
     rollout.sample.reward = 3.0
     again = unscored(rollout)
     assert again.rewards == {"environment": 0.5} and again.failure == "" and again.sample.reward == 0.0
-    assert again.sample.logprobs is ones  # the sampler's, which nobody can find out again
+    assert again.sample.logprobs is ones  # the sampler's, which cannot be computed again
     assert all(getattr(again.sample, name) is None for name in STREAMS if name != "logprobs")
     assert rollout.sample.reward == 3.0  # a copy
     assert unscored(made(1, failure="environment: no")).failure == "environment: no"

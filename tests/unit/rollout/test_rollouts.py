@@ -242,9 +242,9 @@ def test_a_batch_in_progress_takes_the_newest_weights(rewards):
     made = rollouts(rewards, generator, update=update, rollout__ahead=1, rollout__inflight_updates=True)
     batches = trained(made, 4)
     update(4)
-    made.wait()  # the one that nobody takes
+    made.wait()  # the batch that is not taken
     found = [(batch[0].sample.version, batch[0].sample.newest) for batch in batches]
-    assert found == [(100, 0), (101, 1), (102, 2), (103, 3)], "as the sampler says"
+    assert found == [(100, 0), (101, 1), (102, 2), (103, 3)], "the versions that the sampler recorded"
 
 
 def test_two_runs_ahead_are_equal(rewards):

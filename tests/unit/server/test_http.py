@@ -89,7 +89,7 @@ def test_old_clients_get_their_answer_without_chunks(server):
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 600000\r\n\r\n", 413),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # somebody tries TLS
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # a TLS handshake
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -217,7 +217,8 @@ def test_ten_megabytes(server):
     with pytest.raises(openai.APIStatusError, match=r"524,288") as caught:
         client.chat.completions.create(model="pico", messages=messages)
     assert caught.value.status_code == 413 and caught.value.code == "body_too_large"
-    with RawConnection(server.port) as connection:  # who sends it all before reading can still read why
+    # A client that sends the whole body before it reads can still read the error.
+    with RawConnection(server.port) as connection:
         connection.send("POST", "/v1/completions", Content_Length=10**7)
         connection.socket.sendall(b"a" * 10**7)
         assert connection.response()[0] == 413
