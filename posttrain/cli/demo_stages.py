@@ -233,7 +233,7 @@ def ranked_right(model: str, pairs: Path, seed: int) -> float:
     """Return the share of pairs whose right completion scores higher; a missing score head is initialised randomly."""
     learner = Learner(ModelConfig(path=model), TrainConfig(), head="score", trainable=False, seed=seed)
     encoder = Encoder(learner.tokenizer, DataConfig(), "pair", len(learner.tokenizer))
-    scores = learner.scores([sample for row in load_dataset([str(pairs)], encoder).examples for sample in row])
+    scores = learner.scores(list(load_dataset([str(pairs)], encoder).samples()))
     return sum(right > wrong for right, wrong in zip(scores[0::2], scores[1::2], strict=True)) / (len(scores) // 2)
 
 

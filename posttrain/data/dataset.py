@@ -38,7 +38,7 @@ OnBadRecord = Callable[[BadRecord], None]
 class Dataset:
     """Encoded examples. An example is a prompt, or the samples that are trained together: one, or the two of a pair."""
 
-    examples: Any  # ExampleStore or PromptStore
+    examples: ExampleStore | PromptStore
     fingerprint: str
     descriptions: list[str]
     counts: dict[str, int]
@@ -46,6 +46,23 @@ class Dataset:
     token, which is encoded as text; quarantined: could not be used and were left out."""
     mixture: Mixture | None = None
     """How the sources are mixed, if weights are given."""
+
+    @property
+    def sample_groups(self) -> ExampleStore:
+        """The examples of an offline trainer: each is a list of samples."""
+        assert isinstance(self.examples, ExampleStore), "these examples are prompts"
+        return self.examples
+
+    @property
+    def prompts(self) -> PromptStore:
+        """The examples of an online trainer: each is a list with one prompt."""
+        assert isinstance(self.examples, PromptStore), "these examples are not prompts"
+        return self.examples
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of all examples."""
+        for example in self.sample_groups:
+            yield from example
 
 
 def load_dataset(

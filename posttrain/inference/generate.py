@@ -211,7 +211,7 @@ def load_prompts(config: Generation, tokenizer: Any) -> tuple[list[tuple[int, Pr
     else:  # the same for every seed, so that the windows of several commands do not overlap
         order = dataset.mixture.order(epoch=0, seed=0, shuffle=False).tolist()
     indices = prompt_indices(config, len(order))
-    return [(index, dataset.examples[order[index]][0]) for index in indices], dataset
+    return [(index, dataset.prompts[order[index]][0]) for index in indices], dataset
 
 
 def prompt_indices(config: Generation, count: int) -> Sequence[int]:

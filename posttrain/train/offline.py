@@ -94,7 +94,7 @@ class OfflineLoop:
         """Return metrics on the evaluation examples, and remember the best step by loss."""
         run, algorithm = self.run, self.algorithm
         assert run.data.eval is not None
-        examples, size = run.data.eval.examples, run.config.train.batch_size
+        examples, size = run.data.eval.sample_groups, run.config.train.batch_size
         sums: list[Sums] = []
         denominator = 0
         strata = [algorithm.stratum(example[0]) for example in examples]
@@ -118,7 +118,7 @@ class OfflineLoop:
     def predictions(self) -> list[Prediction]:
         """Return what the policy computes for each evaluation sample, for custom metrics."""
         assert self.run.data.eval is not None
-        samples = [sample for example in self.run.data.eval.examples for sample in example]
+        samples = list(self.run.data.eval.samples())
         if self.algorithm.head == "score":
             return [Prediction(sample, score=x) for sample, x in zip(samples, self.policy.scores(samples), strict=True)]
         streams = self.policy.logprobs(samples)
@@ -127,7 +127,7 @@ class OfflineLoop:
     def score_statistics(self, max_examples: int = 1000) -> dict[str, float]:
         """Return mean and standard deviation of a reward model's scores; saved with it for later normalisation."""
         data = self.run.data
-        examples = (data.eval or data.train).examples[:max_examples]
+        examples = (data.eval or data.train).sample_groups[:max_examples]
         scores = self.policy.scores([sample for example in examples for sample in example])
         mean = sum(scores) / len(scores)
         variance = sum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)

@@ -58,7 +58,7 @@ class ReferenceModel:
         datasets = [data.train, data.eval] if data.eval else [data.train]
         for dataset in datasets:
             dataset.examples.hold()
-        self.fill([sample for dataset in datasets for example in dataset.examples for sample in example])
+        self.fill([sample for dataset in datasets for sample in dataset.samples()])
         self.precomputed = True
         if self.model is not None:
             self.model.workers.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import EngineSpec, GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
 from posttrain.models.loading import compute_dtype, read_config
@@ -244,15 +244,14 @@ class RolloutWorker:
         self.dtype = compute_dtype(model, default_device())
         config = read_config(base_model_path(resolve_path(model.path)), "token")
         self.probe = probe_sample(config.get_text_config().vocab_size)
-        self.learner: Learner | None = None
-        self.engine: Any = None
+        self.generator: Learner | VllmEngine
         if engine.name == "local":
-            self.learner = Learner(model, TrainConfig(), trainable=False, template=template, seed=seed, layout=None)
+            self.generator = Learner(model, TrainConfig(), trainable=False, template=template, seed=seed, layout=None)
         else:
             # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
             # token is recorded with would be wrong.
             options = ({"async_scheduling": False} if self.inflight else {}) | engine.vllm_options
-            self.engine = engine_for_path(model, template, options, read_weights=False)
+            self.generator = engine_for_path(model, template, options, read_weights=False)
         self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> str:
@@ -268,10 +267,10 @@ class RolloutWorker:
         assert self.transfer is not None, "connect comes first"
         with self.lock.update():
             try:
-                if self.learner is not None:
-                    self.learner.set_weights(self.transfer.receive())
+                if isinstance(self.generator, Learner):
+                    self.generator.set_weights(self.transfer.receive())
                 else:
-                    self.engine.load(self.transfer.receive(), version)
+                    self.generator.load(self.transfer.receive(), version)
             except RuntimeError as error:
                 self.transfer = None  # closes the connection, so that the others do not wait
                 self.lock.incomplete = True
@@ -285,17 +284,14 @@ class RolloutWorker:
         Returns the version of the weights, and the difference if it is too large.
         """
         with self.lock.update():
-            generator: Any = self.learner or self.engine
-            found = mean_difference([self.probe], generator.logprobs([self.probe]), expected)
-        allowed = (SAME_ENGINE if self.learner is not None else OTHER_ENGINE)[self.dtype]
+            found = mean_difference([self.probe], self.generator.logprobs([self.probe]), expected)
+        allowed = (SAME_ENGINE if isinstance(self.generator, Learner) else OTHER_ENGINE)[self.dtype]
         return self.version, "" if found <= allowed else f"by {found:.3g} on average; {allowed:g} is allowed"
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Sample]:
-        generator: Any = self.learner or self.engine
         between_steps = self.between_steps if self.inflight else None
         with self.lock.generate():
-            samples: list[Sample] = generator.generate(requests, sampling, between_steps=between_steps)
-            return samples
+            return self.generator.generate(requests, sampling, between_steps=between_steps)
 
     def between_steps(self) -> WeightVersion:
         """Let weight updates run; returns the version of the weights for the next decode step."""

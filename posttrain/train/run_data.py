@@ -68,7 +68,9 @@ def load_data(
         train, evaluation = split_examples(train, config.data.eval_fraction, config.seed)
     if evaluation is not None:
         evaluation.examples.hold()  # what the reference model writes into these is used again at the next evaluation
-    strata = [algorithm.stratum(example[0]) for example in train.examples]
+    strata = None
+    if encoder.kind != "prompt":
+        strata = [algorithm.stratum(example[0]) for example in train.sample_groups]
     size = config.train.batch_size
     stream = ExampleStream(train.examples, size, config.seed, config.data.shuffle, strata, train.mixture)
     edges = count_examples_after(config, stream.examples_per_epoch, algorithm.min_batch_size)
@@ -128,8 +130,8 @@ def check_lengths(model_folder: str, data: RunData, config: Config) -> str:
                 f"{limit} positions: lower rollout.max_tokens, or data.max_length with data.on_overlong drop"
             )
         return ""
-    too_long = [part.examples for part in (data.train, data.eval) if part and part.examples.lengths().max() > limit]
-    for sample in (sample for examples in too_long for example in examples for sample in example):
+    too_long = [part for part in (data.train, data.eval) if part and part.examples.lengths().max() > limit]
+    for sample in (sample for part in too_long for sample in part.samples()):
         if len(sample) > limit:
             raise DataError(
                 f"{sample.origin}: {len(sample)} tokens, but the model has {limit} positions. "

@@ -86,7 +86,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         for child_processes in (rewards, environments):
             if child_processes is not None:
                 child_processes.stop_when(lambda: run.signals.received is not None)
-        rewards.check(sorted(run.data.train.examples[0][0].columns))  # the data's columns are known now
+        rewards.check(sorted(run.data.train.prompts[0][0].columns))  # the data's columns are known now
         objective = make_objective(run, algorithm)
 
         models = ModelLoader(run, algorithm)
@@ -120,7 +120,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         )
         held_out = None
         if run.data.eval is not None:
-            prompts = [example[0] for example in run.data.eval.examples]
+            prompts = [prompt for (prompt,) in run.data.eval.prompts]
             held_out = HeldOutEval(prompts, config, sampling, scorer, run.tokenizer, episodes, run.metric_functions)
 
         loop = OnlineLoop(
