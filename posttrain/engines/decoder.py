@@ -240,13 +240,13 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Run all layers with the given attention; after the last attention only the wanted tokens are computed."""
 
-        def keep_experts(router: Any, chosen: torch.Tensor) -> None:
+        def store_experts(router: Any, chosen: torch.Tensor) -> None:
             if len(chosen) < len(tokens):  # of the last layer of a prefill
                 assert wanted is not None
                 chosen = chosen.new_full((len(tokens), chosen.shape[1]), NOT_RECORDED).index_copy(0, wanted, chosen)
-            cache.keep_experts(getattr(router, LAYER), chosen)
+            cache.store_experts(getattr(router, LAYER), chosen)
 
-        keep = keep_experts if cache.experts is not None else None
+        keep = store_experts if cache.experts is not None else None
         kernels, adapters = self.kernels, self.adapters
         x = self.body.embed_tokens(tokens)
         cos, sin = (angle[0] for angle in self.body.rotary_emb(x, positions[None]))

@@ -91,7 +91,7 @@ class ModelExecutor:
         `longest`: no sequence has more positions.
         """
         positions = self.slots.positions(count)
-        self.cache.begin_step(positions, longest)
+        self.cache.begin_decode(positions, longest)
         tokens = self.slots.last_token[:count]
         if self.adapters is not None:
             self.adapters.begin(self.slots.adapter[:count])
@@ -108,11 +108,11 @@ class ModelExecutor:
     def decode_captured(self, count: int) -> torch.Tensor:
         """Run `decode` as a CUDA graph that leaves the logits in a fixed tensor."""
         assert self.graphs is not None
-        self.graphs.run((count, None), lambda: self.keep_logits(self.decode(count, self.cache.capacity)))
+        self.graphs.run((count, None), lambda: self.store_logits(self.decode(count, self.cache.capacity)))
         assert self.captured_logits is not None
         return self.captured_logits[:count]
 
-    def keep_logits(self, logits: torch.Tensor) -> None:
+    def store_logits(self, logits: torch.Tensor) -> None:
         if self.captured_logits is None:
             self.captured_logits = logits.new_zeros(self.cache.slots, logits.shape[1])
         self.captured_logits[: len(logits)] = logits

@@ -131,7 +131,7 @@ class KVCache:
         shape = ((self.pool.count + 1) * self.block_size, layers, per_token)
         self.experts = lazy_zeros(shape, torch.int16, self.device)
 
-    def keep_experts(self, layer: int, chosen: torch.Tensor) -> None:
+    def store_experts(self, layer: int, chosen: torch.Tensor) -> None:
         """Store the experts [T, k] of a pass; `layer` counts mixture layers."""
         if self.experts is None:
             return
@@ -142,7 +142,7 @@ class KVCache:
 
     def route(self, layer: int, router: Any, logits: torch.Tensor, choice: Choice) -> Choice:
         """Record what a router of the model's own code chose; see nn/routing.py."""
-        self.keep_experts(layer, choice[1])
+        self.store_experts(layer, choice[1])
         return choice
 
     # Prefill
@@ -178,7 +178,7 @@ class KVCache:
         size = self.block_size
         return np.asarray(blocks, dtype=np.int64)[position // size] * size + position % size
 
-    def keep(
+    def store(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, packing: Packing | None
     ) -> tuple[torch.Tensor, torch.Tensor, Packing | None]:
         """Store keys and values of a prefill, [1, kv_heads, T, d]; returns those to attend to, and their layout."""
@@ -194,7 +194,7 @@ class KVCache:
 
     # Decode steps
 
-    def begin_step(self, positions: torch.Tensor, longest: int) -> None:
+    def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
         """Prepare for a pass over one token in each of the first slots, at these positions."""
         self.decoding = True
         self.positions, self.longest = positions, longest

@@ -49,7 +49,7 @@ class Cache(Protocol):
 
     decoding: bool
 
-    def keep(
+    def store(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, packing: Packing | None
     ) -> tuple[torch.Tensor, torch.Tensor, Packing | None]:
         """Store the keys and values of a micro-batch of prompts; returns those to attend to, and their layout.
@@ -206,7 +206,7 @@ def packed_attention(
         layer: Any = module.layer_idx
         return cache.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux), None
     if cache is not None:
-        key, value, packing = cache.keep(module.layer_idx, key, value, packing)
+        key, value, packing = cache.store(module.layer_idx, key, value, packing)
     assert packing is not None, "packed attention was called without a packing: use nn.forward"
     assert attention_mask is None, "packed attention takes no mask: the packing keeps samples apart"
     if packing.context is None:
