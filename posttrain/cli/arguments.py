@@ -33,6 +33,7 @@ def data_of(options: PromptArgs, files: tuple[str, ...]) -> DataConfig:
         chat_template=options.chat_template,
         map_keys=options.map_keys,
         max_examples=options.max_examples,
+        max_mixture_examples=options.max_examples,
         weights=options.weights,
         max_length=options.max_prompt_length,
         on_overlong=options.on_overlong,

@@ -43,6 +43,7 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("train.ema_decay", 0, 0.999999),
     ("data.max_length", 2, None),
     ("data.max_examples", 0, None),
+    ("data.max_mixture_examples", 0, None),
     ("model.lora_rank", 0, None),
     ("model.lora_dropout", 0, 0.999999),
     ("model.router_aux_loss_coef", 0, None),

@@ -64,6 +64,8 @@ class DataConfig:
     """With data.weights: restart a source when it is used up, instead of ending the epoch there."""
     max_examples: int = 0
     """Use only this many examples of the training files (of each source, with data.weights); 0: all."""
+    max_mixture_examples: int = 0
+    """With data.weights: end an epoch of the mixture after this many examples; 0: where a source is used up."""
     on_bad_example: Literal["stop", "quarantine"] = "stop"
     """stop: an unusable example ends the run before it starts; quarantine: it is written to a file and counted."""
     map_keys: dict[str, str] = field(default_factory=dict)

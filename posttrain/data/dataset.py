@@ -120,7 +120,8 @@ def load_dataset(
             f"{', '.join(names)}: no examples are left: {counts['read']} read, {counts['dropped']} dropped, longer "
             f"than data.max_length = {encoder.config.max_length}"
         )
-    mixture = Mixture(tuple(sizes), tuple(weights), encoder.config.repeat) if weights else None
+    how = encoder.config.repeat, encoder.config.max_mixture_examples
+    mixture = Mixture(tuple(sizes), tuple(weights), *how) if weights else None
     return _dataset(builder.finish(), descriptions, counts, mixture)
 
 

@@ -526,7 +526,51 @@ def test_batch_inference_and_chat_of_openrlhf(capsys):
         "models": ["pico"],
         "dtype": "bfloat16",
         "chat_template": "Human: {}\\nAssistant: ",
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
     }
+    conditional = f"{chat} --enable_ca --ca_prompt '<rm_score>: 5.00'"
+    assert imported(conditional, capsys=capsys)[0]["condition"] == 5.0
+    assert "--condition" in refused(conditional.replace("rm_score", "score"), capsys=capsys)
+
+
+DPO = """--save_path ckpt/dpo --save_steps -1 --train_batch_size 2 --micro_train_batch_size 1 --pretrain pico --bf16
+--max_epochs 1 --zero_stage 3 --dataset pairs.jsonl,pairs.jsonl --dataset_probs 0.75,0.25 --max_samples 3 --flash_attn
+--gradient_checkpointing --adam_offload"""
+
+
+def test_the_programs_of_2024_had_other_defaults(capsys):
+    """examples/train_dpo.py at ff8249f1 (June 2024) and openrlhf/cli/train_dpo.py of 2025 differ."""
+    words = DPO.replace("\n", " ")
+    old, _ = imported(f"deepspeed ../train_dpo.py {words}", capsys=capsys)
+    new, _ = imported(f"deepspeed --module openrlhf.cli.train_dpo {words}", capsys=capsys)
+    assert (old["algo"]["beta"], new["algo"]["beta"]) == (0.01, 0.1)
+    assert old["data"]["chat_template"] == "Human: {}\\nAssistant: " and "chat_template" not in new["data"]
+    assert old["train"]["min_lr_ratio"] == 0 and "min_lr_ratio" not in new["train"]  # here 0.1, as there
+    assert old["cluster"]["offload"] == ["moments"]
+    ppo = PPO.replace("\n", " ")
+    old, _ = imported(ppo, capsys=capsys)
+    new, _ = imported(ppo.replace("examples/train_ppo_ray.py", "-m openrlhf.cli.train_ppo_ray"), capsys=capsys)
+    assert old["algo"]["loss_aggregation"] == "sample_mean" and "loss_aggregation" not in new["algo"]
+    assert old["reward"]["clip"] == new["reward"]["clip"] == 10
+    pretraining, _ = imported(f"{ppo} --pretrain_data alpaca.jsonl", capsys=capsys)
+    assert pretraining["algo"]["pretrain_coef"] == [0.05]
+
+
+def test_max_samples_bounds_a_mixture_too(capsys):
+    """There the sources are cut to max_samples each, mixed, and the mixture is cut again."""
+    words = f"deepspeed ../train_dpo.py {DPO} --learning_rate 5e-7".replace("\n", " ")
+    assert command("run", words, "--model.dtype", "float32", "--train.batch_size", 1) == 0
+    assert steps("ckpt/dpo") == 3
+    one = words.replace("pairs.jsonl,pairs.jsonl", "pairs.jsonl").replace("0.75,0.25", "1.0")
+    assert imported(one, capsys=capsys)[0]["data"]["max_examples"] == 3
+
+
+def test_a_constant_schedule_has_no_warm_up_there(capsys):
+    words = f"deepspeed ../train_sft.py {DPO.replace('--adam_offload', '--lr_scheduler constant')}".replace("\n", " ")
+    config, text = imported(words.replace("pairs", "alpaca"), capsys=capsys)
+    assert config["train"]["lr_scheduler"] == "constant" and "warmup_ratio" not in config["train"]
 
 
 def test_several_commands_are_imported_one_by_one(capsys):
@@ -867,6 +911,7 @@ def test_a_script_that_generates_scores_and_trains_is_a_pipeline(capsys):
     assert config["data"]["train"] == ["verl.jsonl", "prompts.jsonl"] and config["data"]["weights"] == [0.5, 0.5]
     assert config["generate"]["engine"] == "vllm" and config["generate"]["samples_per_prompt"] == 2
     assert "# --score.post_processor rs" in text and config["output_dir"] == "./ckpt/rs/ckpt"
+    assert config["generate"]["top_p"] == 0.9 and config["generate"]["repetition_penalty"] == 1.2  # their defaults
     ours = ("--generate.engine", "local", "--generate.vllm_options", "{}", "--reward", "format", "--data.chat_template")
     assert command("run", "train_rejection_sampling_llama.sh", *ours, "chatml", "--quiet") == 0
     generated = next(Path("ckpt/rs/ckpt").rglob("*.jsonl"))

@@ -20,7 +20,7 @@ from posttrain.config.foreign.meanings import ONLINE, Library, number
 from posttrain.config.foreign.mindformers import MINDFORMERS
 from posttrain.config.foreign.mindrlhf import MINDRLHF
 from posttrain.config.foreign.mindspeed import MINDSPEED_LLM, MINDSPEED_RL
-from posttrain.config.foreign.openrlhf import OPENRLHF, OPENRLHF_2026
+from posttrain.config.foreign.openrlhf import OPENRLHF, OPENRLHF_2024, OPENRLHF_2026
 from posttrain.config.foreign.scripts import SCRIPTS, STARTERS, script_commands, text_of_file
 from posttrain.config.foreign.trl import TRL
 from posttrain.config.foreign.verl import VERL
@@ -55,7 +55,6 @@ def program(
     return Program(re.compile(pattern), libraries, tuple(verbs), config, tuple(as_it_is.split()), section)
 
 
-OPEN = (OPENRLHF, OPENRLHF_2026)
 SCRIPT_NAMES = {
     "sft": "sft",
     "dpo": "dpo",
@@ -72,6 +71,18 @@ SCRIPT_NAMES = {
     "gkd": "distill",
 }
 """TRL's scripts and commands -> verb."""
+OPENRLHF_PROGRAMS = {
+    "train_sft": ["sft", "pretrain"],
+    "train_rm": ["reward"],
+    "train_prm": ["prm"],
+    "train_dpo": ["dpo"],
+    "train_kto": ["kto"],
+    "train_kd": ["distill"],
+    "train_ppo": ["ppo"],
+    "train_ppo_ray": ["ppo", *(verb for verb in ONLINE if verb != "ppo")],
+    "batch_inference": ["generate", "score"],
+    "interactive_chat": ["chat"],
+}
 PROGRAMS = (
     program(
         r"(.*/)?llamafactory-cli train|.*/src/train(_bash)?\.py|src/train(_bash)?\.py", LLAMA_FACTORY, config="first"
@@ -107,21 +118,10 @@ PROGRAMS = (
     program(r"(.*/)?preprocess_data\.py", MINDSPEED_LLM, as_it_is="data preprocess"),
     program(r"(.*/)?pretrain_gpt\.py", MINDSPEED_LLM, verbs=["pretrain"]),
     program(r"(.*/)?posttrain_gpt\.py", MINDSPEED_LLM),
-    *(
-        program(rf"(.*/)?{name}\.py|openrlhf\.cli\.{name}", *OPEN, verbs=verbs)
-        for name, verbs in {
-            "train_sft": ["sft", "pretrain"],
-            "train_rm": ["reward"],
-            "train_prm": ["prm"],
-            "train_dpo": ["dpo"],
-            "train_kto": ["kto"],
-            "train_kd": ["distill"],
-            "train_ppo": ["ppo"],
-            "train_ppo_ray": ["ppo", *(verb for verb in ONLINE if verb != "ppo")],
-            "batch_inference": ["generate", "score"],
-            "interactive_chat": ["chat"],
-        }.items()
-    ),
+    *(program(rf"(.*)openrlhf/cli/{name}\.py|openrlhf\.cli\.{name}", OPENRLHF, OPENRLHF_2026, verbs=verbs)
+      for name, verbs in OPENRLHF_PROGRAMS.items()),
+    *(program(rf"(.*/)?{name}\.py", OPENRLHF_2024, OPENRLHF_2026, verbs=verbs)
+      for name, verbs in OPENRLHF_PROGRAMS.items()),
 )
 SUBCOMMANDS = ("llamafactory-cli", "axolotl", "trl")
 DEVICE_COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "worker_num")  # options of launchers
@@ -258,8 +258,10 @@ def pipeline_of(commands: Sequence[Command], where: str) -> Foreign | None:
     if found is None:
         return None
     verb, uses = found
+    of_2024 = all(OPENRLHF_2024 in command.program.libraries for command in commands if command.program)
+    library = OPENRLHF_2024 if of_2024 else OPENRLHF
     rounds = [Use("", "--", "iterations", str(command.rounds)) for command in commands[:1] if command.rounds]
-    return Foreign(name=where, uses=[*uses, *rounds], libraries=(OPENRLHF,), verbs=(verb,))
+    return Foreign(name=where, uses=[*uses, *rounds], libraries=(library,), verbs=(verb,))
 
 
 def pipeline_uses(commands: Sequence[Sequence[Use]]) -> tuple[str, list[Use]] | None:
@@ -274,6 +276,11 @@ def pipeline_uses(commands: Sequence[Sequence[Use]]) -> tuple[str, list[Use]] | 
     verb = SELECTED.get(scoring.get("post_processor", ""))
     if verb is None or (verb == "conditional-sft") == ("generate" in stages):
         return None
+    if verb == "conditional-sft" and "normalize_reward" not in scoring:
+        raise UsageError(
+            "the rewards are not normalized there (--normalize_reward is not given), and posttrain conditional-sft always "
+            "normalizes them. Add it, or import the commands one by one, in quotes"
+        )
     between = {"dataset", "dataset_probs"}  # what the trainer reads is what was selected
     own_policy = {"pretrain"} if "generate" in stages else set()
     found = [use for use in stages["train"] if use.name not in between | own_policy]

@@ -65,11 +65,17 @@ def scheduler(value: Any, given: Given) -> Found | None:
     return {"train.lr_scheduler": shapes[name], **ends}
 
 
+def warms_up(given: Given) -> bool:
+    """Whether the schedule there has a warm-up: `constant` has none, whatever is set for it."""
+    names = ("lr_scheduler", "lr_scheduler_type", "actor.lr_scheduler")
+    return "constant" not in (str(given.get(name)).lower() for name in names)
+
+
 def warmup(value: Any, given: Given) -> Found | None:
     """Convert a number of steps, or, below 1, a share of all steps."""
     amount = number(value)
-    if amount is None:
-        return None
+    if amount is None or not warms_up(given):
+        return None if amount is None else {}
     return {"train.warmup_ratio" if 0 < amount < 1 else "train.warmup_steps": value}
 
 
@@ -97,7 +103,8 @@ def last_rate(value: Any, given: Given) -> Found | None:
 
 
 def warmup_ratio(value: Any, given: Given) -> Found:
-    return {} if (number(given.get("warmup_steps")) or 0) > 0 else {"train.warmup_ratio": value}
+    replaced = (number(given.get("warmup_steps")) or 0) > 0
+    return {"train.warmup_ratio": value} if warms_up(given) and not replaced else {}
 
 
 EVALUATED = ("val_size", "eval_dataset", "val_set_size", "test_datasets", "test_split_size")
@@ -137,8 +144,8 @@ TRAINING: Table = {
     ),
     "lr_scheduler_kwargs.min_lr_rate": "train.min_lr_ratio",
     "lr_scheduler_kwargs.min_lr": made("train.min_lr_ratio", by=last_rate, note="as a part of the peak"),
-    "warmup_steps": made("train.warmup_steps", "train.warmup_ratio", by=warmup, note="below 1 it is a ratio there"),
-    "warmup_ratio": made("train.warmup_ratio", by=warmup_ratio, note="warmup_steps wins over it there"),
+    "warmup_steps": made("train.warmup_steps", "train.warmup_ratio", by=warmup, note="below 1 a ratio there; constant has none"),
+    "warmup_ratio": made("train.warmup_ratio", by=warmup_ratio, note="warmup_steps wins there; constant has none"),
     "weight_decay": "train.weight_decay",
     "adam_beta1": "train.adam_beta1",
     "adam_beta2": "train.adam_beta2",

@@ -39,7 +39,7 @@ from posttrain.config.foreign.meanings import (
     plain,
     text_of_value,
 )
-from posttrain.config.foreign.openrlhf import OPENRLHF, POST_PROCESSORS
+from posttrain.config.foreign.openrlhf import OPENRLHF, OPENRLHF_2024, POST_PROCESSORS
 from posttrain.config.foreign.request import Request
 from posttrain.config.sections import option_value
 from posttrain.core.errors import UsageError
@@ -185,7 +185,8 @@ def import_foreign(foreign: Foreign, request_of: Callable[[str], Request], choic
     request = request_of(verb)
     own = trainer_of(verb)
     given = {use.name: use for use in uses}
-    defaults = {name: Use("", "", name, value) for name, value in library.defaults_of(own).items() if name not in given}
+    theirs = library.defaults_of(own) | library.defaults_of(verb)
+    defaults = {name: Use("", "", name, value) for name, value in theirs.items() if name not in given}
     values = {name: use.value for name, use in (defaults | given).items() if not is_null(use.value)}
     chosen = int(choices.settings.get("cluster.devices") or choices.devices)
     devices = choices.devices or foreign.devices or chosen
@@ -228,11 +229,13 @@ def import_foreign(foreign: Foreign, request_of: Callable[[str], Request], choic
 def follow_up(library: Library, verb: str, values: Mapping[str, Any], options: Found) -> list[str]:
     """Return the command that selects after scoring, as OpenRLHF's post-processors do; scores get their own file."""
     method = POST_PROCESSORS.get(str(values.get("post_processor"))) if verb == "score" else None
-    if library is not OPENRLHF or method is None or "output_file" not in options:
+    if library not in (OPENRLHF, OPENRLHF_2024) or method is None or "output_file" not in options:
         return []
     out = str(options["output_file"])
     options["output_file"] = f"{out}.scored.jsonl"
-    return ["select", method, options["output_file"], "--output_file", out]
+    template = str(values.get("reward_template", "")).replace("{input}", "{prompt}").replace("{reward}", "{reward:.2f}")
+    wording = ["--condition_template", template] if template and method == "condition" else []
+    return ["select", method, options["output_file"], "--output_file", out, *wording]
 
 
 def translate_key(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from posttrain.config.foreign.huggingface import (
     SAVES_ALL,
     STEP_LOG,
     scheduler,
+    warmup_ratio,
 )
 from posttrain.config.foreign.meanings import (
     EVERY,
@@ -75,6 +78,23 @@ def tracking(value: Any, given: Given) -> Found:
 
 
 SPLITS = ("dataset_split", "train_split", "prompt_split", "data.dataset_split", "data.prompt_split")
+
+
+def limited(option: str, mixed: str) -> Meaning:
+    """Translate max_samples, which bounds each source and, where several are mixed, what is drawn of them, too."""
+
+    def translate(value: Any, given: Given) -> Found:
+        probabilities = next((given[name] for name in PROBABILITIES if given.get(name)), "")
+        several = {mixed: value} if len(items(probabilities)) > 1 else {}
+        return {option: value, **several}
+
+    return made(option, mixed, by=translate, note="of each source; of a mixture, too")
+
+
+PROBABILITIES = (
+    *("prompt_data_probs", "dataset_probs", "generate.dataset_probs", "score.dataset_probs"),
+    *("data.dataset_probs", "data.prompt_probs"),
+)
 
 
 def template(value: Any, given: Given) -> Found:
@@ -258,9 +278,10 @@ def remote(value: Any, given: Given) -> Found | None:
     return {"reward.functions": [u if u.startswith("http") else f"{u}:reward_func" for u in items(value)]}
 
 
+WARMUP = made("train.warmup_ratio", by=warmup_ratio, note="lr_scheduler constant has none there")
 SAME: Table = {  # with these names in both
     "lr_scheduler": made("train.lr_scheduler", "train.min_lr_ratio", by=scheduler, note="cosine, linear or constant"),
-    "lr_warmup_ratio": "train.warmup_ratio",
+    "lr_warmup_ratio": WARMUP,
     "min_lr_ratio": "train.min_lr_ratio",
     "max_norm": "train.max_grad_norm",
     "local_rank": LAUNCHER,
@@ -291,7 +312,7 @@ FLAT: Table = {
         by=lambda value, given: dict(zip(("train.adam_beta1", "train.adam_beta2"), items(value), strict=False)),
     ),
     "micro_train_batch_size": MICRO,
-    "max_samples": "data.max_examples",
+    "max_samples": limited("data.max_examples", "data.max_mixture_examples"),
     "eval_dataset": listed("data.eval"),
     "dataset_split train_split eval_split prompt_split": part_of("data.train", "behind the name: owner/name:train"),
     "input_key output_key prompt_key label_key chosen_key rejected_key": COLUMNS,
@@ -313,11 +334,7 @@ FLAT: Table = {
         lambda value, given: {"cluster.zero_stage": value} if str(value) in ("2", "3") else {},
     ),
     "zpg grad_accum_dtype overlap_comm disable_trace_cache": DEEPSPEED,
-    "adam_offload": by_hand(
-        "cluster.offload",
-        note="optimizer with online trainers; parameters moves weights and optimizer states",
-        harmless=True,
-    ),
+    "adam_offload": offload("moments"),
     "ds_tensor_parallel_size": "cluster.tensor_parallel_size",
     "ring_attn_size": here("cluster.context_parallel_size", "heads are exchanged (Ulysses), there is no ring"),
     "ring_head_stride": needless("heads are exchanged (Ulysses), there is no ring"),
@@ -414,6 +431,11 @@ FLAT_ONLINE: Table = {
     "kl_estimator": "algo.kl_estimator",
     "use_kl_loss": made("algo.kl_in", by=kl_place, note="loss; else reward"),
     "entropy_loss_coef": "algo.entropy_coef",
+    "token_level_loss": chosen(
+        "algo.loss_aggregation",
+        {"true": "token_mean", "false": "sample_mean"},
+        note="not an option there: token_mean, in 2024 sample_mean",
+    ),
     "advantage_estimator": Meaning(note="not an option: the verb here", verbs=ESTIMATORS),
     "policy_loss_type": Meaning(note="not an option: gspo is a verb", verbs={"gspo": ("gspo",)}),
     "normalize_reward": if_true({"reward.normalize": "saved"}, note="saved: with the reward model's own numbers"),
@@ -502,7 +524,23 @@ WITH_BASELINE = Meaning(
     verbs=ESTIMATORS,
 )
 WITHOUT_CRITIC = tuple(verb for verb in ONLINE if verb != "ppo")
-HUMAN = "Human: {}\\nAssistant: "  # the default there until the middle of 2024
+HUMAN, USER = "Human: {}\\nAssistant: ", "User: {}\\nAssistant: "
+BOTH = {"seed": "42", "save_steps": "-1", "wandb_project": "openrlhf_train_sft"}
+BOTH_ONLINE = {
+    "actor_learning_rate": "1e-6",
+    "train_batch_size": "128",
+    "prompt_max_len": "1024",
+    "generate_max_len": "1024",
+    "n_samples_per_prompt": "1",
+    "eps_clip": "0.2",
+    "use_kl_loss": "False",
+    "reward_clip_range": ["-10", "10"],
+    "wandb_project": "openrlhf_train_ppo",
+}
+BOTH_CRITIC = {"critic_learning_rate": "9e-6", "value_clip": "0.2", "lambd": "0.95"}
+CUT = {"top_p": "0.9", "repetition_penalty": "1.2"}
+GENERATED = {**CUT, "temperature": "1.0", "max_new_tokens": "1024", "max_samples": "1000000"}
+CHATTING = {**CUT, "temperature": "0.2"}
 PROGRAMS = {
     "sft": "train_sft",
     "pretrain": "train_sft",
@@ -550,6 +588,14 @@ def window(value: Any, given: Given) -> Found:
     return {"window_index": str(round(place) + 1), "window_size": size}
 
 
+def condition(value: Any, given: Given) -> Found | None:
+    """Translate <rm_score>: 5.00 behind a prompt, with enable_ca; another text has to be written by hand."""
+    if not truth(given.get("enable_ca")):
+        return {}
+    found = re.fullmatch(r"<rm_score>: *(-?[\d.]+)", str(given.get("ca_prompt", "")).strip())
+    return {"condition": found[1]} if found else None
+
+
 POST_PROCESSORS = {"rs": "best-of-n", "iter_dpo": "pairs", "ca": "condition"}
 
 
@@ -566,7 +612,9 @@ INFERENCE: Table = {  # batch_inference and interactive_chat
     "flash_attn": KERNELS,
     "disable_fast_tokenizer": TOKENIZER,
     "zero_stage local_rank": LAUNCHER,
-    "enable_ca ca_prompt": by_hand("condition", "condition_template", note="the reward that is asked for"),
+    "enable_ca ca_prompt": made(
+        "condition", by=condition, note="the reward that is asked for, of a model that conditional-sft trained"
+    ),
 }
 TASKS = {"generate": ("generate", "eval"), "generate_vllm": ("generate", "eval"), "rm": ("score",)}
 GENERATE: Table = {
@@ -613,6 +661,7 @@ SCORE: Table = {
     "post_processor": Meaning(
         note="a second command: posttrain select best-of-n (rs), pairs (iter_dpo) or condition (ca)", harmless=True
     ),
+    "reward_template": Meaning(note="condition_template of posttrain select condition, the second command", harmless=True),
     "bf16": INFERENCE["bf16"],
     "flash_attn": KERNELS,
     "head_prefix value_head_prefix": needless("the head is part of the saved model"),
@@ -636,7 +685,9 @@ STAGES: Table = {  # a script that generates, scores and trains; the flags of th
     "generate.pretrain": "model.path",
     "generate.dataset score.dataset": made("data.train", by=sources, note="names separated by spaces"),
     "generate.dataset_probs score.dataset_probs": listed("data.weights"),
-    "generate.max_samples score.max_samples": "data.max_examples",
+    "generate.max_samples": "data.max_examples",
+    "score.max_samples": limited("data.max_examples", "data.max_mixture_examples"),
+    "max_samples": absent("all selected completions are trained on", "1000000"),
     "generate.eval_task": Meaning(
         ("generate.engine",),
         "vllm for generate_vllm",
@@ -696,30 +747,37 @@ OPENRLHF = Library(
     ),
     PROGRAMS,
     defaults=(
-        (EVERY, {"seed": "42", "lr_scheduler": "cosine", "lr_warmup_ratio": "0.03", "save_steps": "-1"}),
-        (EVERY, {"wandb_project": "openrlhf", "input_template": HUMAN}),
-        (("generate", "score", "chat"), {"input_template": HUMAN}),
+        (EVERY, {**BOTH, "lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": "0.03"}),
+        (OFFLINE, {"train_batch_size": "128", "max_len": "512", "max_epochs": "1", "max_samples": "1000000"}),
+        (("sft", "pretrain"), {"learning_rate": "5e-6", "max_epochs": "2", "max_len": "2048", "input_template": USER}),
+        (("reward",), {"learning_rate": "9e-6", "wandb_project": "openrlhf_train_rm"}),
+        (("dpo",), {"learning_rate": "1e-5", "beta": "0.1", "wandb_project": "openrlhf_train_dpo"}),
+        (("kto",), {"learning_rate": "1e-5", "beta": "0.01", "max_len": "2048", "input_template": USER}),
+        (ONLINE, {**BOTH_ONLINE, "rollout_batch_size": "1024", "init_kl_coef": "0.01", "kl_estimator": "k1"}),
+        (("ppo",), {**BOTH_CRITIC, "ptx_coef": "0.05"}),
         (("generate",), {"max_new_tokens": "1024", "prompt_max_len": "1024", "seed": "1234"}),
-        (OFFLINE, {"train_batch_size": "128", "max_len": "512", "max_epochs": "1"}),
-        (("sft", "pretrain"), {"learning_rate": "5e-6", "max_epochs": "2"}),
-        (("reward",), {"learning_rate": "9e-6"}),
-        (("dpo",), {"learning_rate": "1e-5", "beta": "0.1"}),
-        (("kto",), {"learning_rate": "1e-5", "beta": "0.01"}),
+        (("chat",), {**CHATTING, "input_template": USER}),
+    ),
+)
+OPENRLHF_2024 = replace(  # the programs of June 2024, examples/*.py, had other defaults; the scheduler had no option
+    OPENRLHF,
+    name="OpenRLHF of 2024",
+    defaults=(
+        (EVERY, {**BOTH, "lr_scheduler": "cosine", "lr_warmup_ratio": "0.03", "input_template": HUMAN}),
+        (OFFLINE, {"train_batch_size": "128", "max_len": "512", "max_epochs": "1", "max_samples": "1000000"}),
+        (("sft", "pretrain"), {"learning_rate": "2e-6", "max_epochs": "2"}),
+        (("reward",), {"learning_rate": "1e-5", "wandb_project": "openrlhf_train_rm"}),
+        (("dpo", "kto"), {"learning_rate": "1e-5", "beta": "0.01", "wandb_project": "openrlhf_train_dpo"}),
         (
             ONLINE,
-            {
-                "actor_learning_rate": "1e-6",
-                "rollout_batch_size": "512",
-                "train_batch_size": "128",
-                "prompt_max_len": "1024",
-                "generate_max_len": "1024",
-                "n_samples_per_prompt": "1",
-                "init_kl_coef": "0.02",
-                "eps_clip": "0.2",
-                "use_kl_loss": "False",
-            },
+            {**BOTH_ONLINE, "rollout_batch_size": "512", "init_kl_coef": "0.02", "max_samples": "100000"}
+            | {"token_level_loss": "False"},
         ),
-        (("ppo",), {"critic_learning_rate": "9e-6", "value_clip": "0.2", "lambd": "0.95"}),
+        (("ppo",), {**BOTH_CRITIC, "ptx_coef": "0.05"}),
+        (("generate", "score", "chat"), {"input_template": HUMAN}),
+        (("generate",), {"max_new_tokens": "1024", "prompt_max_len": "1024", "seed": "1234", **CUT}),
+        (("rejection-sampling", "iterative-dpo"), {f"generate.{name}": value for name, value in GENERATED.items()}),
+        (("chat",), CHATTING),
     ),
 )
 
@@ -762,7 +820,7 @@ DOTTED: Table = {
     "ds.lora.dropout": "model.lora_dropout",
     "ds.lora.target_modules": FLAT["target_modules"],
     "ds.value_head_prefix": needless("the head is part of the saved model"),
-    "data.max_samples": "data.max_examples",
+    "data.max_samples": FLAT["max_samples"],
     "data.input_key data.output_key data.prompt_key data.label_key data.chosen_key data.rejected_key": COLUMNS,
     "data.input_template data.tokenizer_chat_template": "data.chat_template",
     "data.apply_chat_template": TEMPLATE,
@@ -837,7 +895,7 @@ DOTTED_ONLINE: Table = {
     "actor.adam.eps": absent("AdamW's epsilon is fixed", "1e-8", "1e-08"),
     "actor.adam.weight_decay": "train.weight_decay",
     "actor.lr_scheduler": SAME["lr_scheduler"],
-    "actor.lr_warmup_ratio": "train.warmup_ratio",
+    "actor.lr_warmup_ratio": WARMUP,
     "actor.min_lr_ratio": "train.min_lr_ratio",
     "actor.max_norm": "train.max_grad_norm",
     "actor.optim actor.muon.* critic.optim critic.muon.*": absent(

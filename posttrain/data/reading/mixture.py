@@ -29,12 +29,16 @@ class Mixture:
     weights: tuple[float, ...]
     repeat: bool = False
     """False: the first exhausted source ends the epoch; True: sources repeat until all were used completely."""
+    limit: int = 0
+    """Most examples of an epoch; 0: no limit."""
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Examples per epoch of each source."""
         epochs = [size / weight for size, weight in zip(self.sizes, self.weights, strict=True)]
         total = max(epochs) if self.repeat else min(epochs)  # times the sum of the weights: examples per epoch
+        if self.limit:
+            total = min(total, self.limit / sum(self.weights))
         if total * sum(self.weights) > MAX_EXAMPLES:
             raise UsageError(
                 f"data.train: with these weights an epoch would have {total * sum(self.weights):.2g} examples. "
