@@ -61,6 +61,7 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.top_k", 0, None),
     ("rollout.min_p", 0, 1),
     ("rollout.ahead", 0, None),
+    ("rollout.prompts_per_stage", 0, None),
     ("rollout.dynamic_sampling_max_batches", 1, None),
     ("rollout.max_mismatch", 0, None),
     ("reward.timeout_seconds", 0.01, None),
@@ -272,6 +273,16 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or rollout.environment)),
         "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
         "rollout.environment.",
+    )
+    refuse(
+        bool(rollout.prompts_per_stage and (rollout.ahead or rollout.replay)),
+        "rollout.prompts_per_stage overlaps the stages of a batch that is generated with the current weights: leave it "
+        "out with rollout.ahead and rollout.replay.",
+    )
+    refuse(
+        bool(rollout.prompts_per_stage) and "policy" in cluster.offload,
+        "cluster.offload policy moves the policy away while others work, but with rollout.prompts_per_stage it works "
+        "meanwhile: leave out one of them.",
     )
     refuse(
         rollout.inflight_updates and not (rollout.ahead and cluster.rollout_devices),

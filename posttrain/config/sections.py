@@ -198,8 +198,8 @@ class ClusterConfig:
     ] = ()
     """Keep these in host memory while they are not used. moments: those of AdamW, which pass through the device in each
     optimizer step; optimizer: moments and master weights, while an online trainer generates; policy: its weights and
-    optimizer, while reference, critic or reward models work; engine: the whole copy of a divided policy that generates,
-    which is freed while the policy trains."""
+    optimizer, while reference, critic or reward models work or an engine generates with a copy (vLLM, or a divided
+    policy); engine: the whole copy of a divided policy that generates, which is freed while the policy trains."""
     max_restarts: int = 0
     """Number of times that a run restarts by itself from its last checkpoint after it lost a worker."""
     worker_timeout_seconds: float = 1800.0
@@ -312,6 +312,9 @@ class RolloutConfig:
     """Texts that end a completion, besides the end-of-turn token."""
     ahead: int = 0
     """Batches generated in advance, with older weights, while earlier ones are trained on; 0: on-policy."""
+    prompts_per_stage: int = 0
+    """Divide a batch into parts of this many prompts: while one is generated, roles on other devices compute rewards,
+    log-probabilities and values of those before; 0: one stage after the other. On-policy either way."""
     dynamic_sampling: bool = False
     """Replace groups with equal rewards by other prompts, since they have no gradient (DAPO)."""
     dynamic_sampling_max_batches: int = 10

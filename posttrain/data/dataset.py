@@ -265,7 +265,8 @@ def _dataset(
 ) -> Dataset:
     fingerprint = examples.fingerprint()
     if mixture is not None:
-        fingerprint = hashlib.sha256(f"{fingerprint} {mixture}".encode()).hexdigest()
+        limit = f" {mixture.limit}" if mixture.limit else ""
+        fingerprint = hashlib.sha256(f"{fingerprint} {mixture}{limit}".encode()).hexdigest()
     return Dataset(examples, fingerprint, descriptions, {**counts, "kept": len(examples)}, mixture)
 
 

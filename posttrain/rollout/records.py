@@ -41,6 +41,7 @@ class Rollout:
     failure: str = ""  # why it could not be scored; it is then left out of training
     seconds: float = 0.0  # that its rewards took
     early_verdicts: list[Verdict | None] | None = None  # of rewards that ran while others were still being generated
+    model_verdicts: dict[int, Verdict] = field(default_factory=dict)  # likewise, of reward models by their index
 
     @property
     def completion_tokens(self) -> int:

@@ -23,6 +23,7 @@ from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rewards.pool import TimeoutBudget
 from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.overlap import OverlappingStages
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
 from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
@@ -62,16 +63,19 @@ class Rollouts:
         greedy_baseline: bool = False,
         episodes: EpisodeRunner | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
+        stages: OverlappingStages | None = None,
     ) -> None:
         """`update_weights`: brings the policy's current weights to the generator, under the version it is given.
 
-        `episodes`: generates in several turns, with an environment; `recorded`: batches to replay instead.
+        `episodes`: generates in several turns, with an environment; `recorded`: batches to replay instead; `stages`:
+        what is computed for each part of a batch while the next one is generated (rollout.prompts_per_stage).
         """
         self.generator, self.scorer, self.stream, self.config = generator, scorer, stream, config
         self.sampling, self.tokenizer, self.phase = sampling, tokenizer, phase
         self.greedy_baseline = greedy_baseline
         self.episodes = episodes
         self.recorded = recorded
+        self.stages = stages
         self.update_weights = update_weights
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
         self.position = 0  # of the stream, after the batch that was returned last; batches ahead are not counted
@@ -163,21 +167,16 @@ class Rollouts:
 
     def make_rollouts(self, prompts: list[tuple[int, Prompt]], version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Generate and score completions of all prompts; those of one prompt are neighbours and form a group."""
-        n, seed = self.config.rollout.samples_per_prompt, self.config.seed
-        repeated = [prompt for prompt in prompts for _ in range(n)]
-        seeds = [seed_for(seed, position, k) for position, _ in prompts for k in range(n)]
-        budget = self.timeout_budget(len(repeated) + len(prompts) * self.greedy_baseline)
+        count = len(prompts) * self.config.rollout.samples_per_prompt
+        budget = self.timeout_budget(count + len(prompts) * self.greedy_baseline)
         rollouts: list[Rollout] = []
         greedy: list[Rollout] = []
         try:
-            with phase("generate"), self.scorer.score_early(len(repeated), budget) as early:
-                generated = self.generate(repeated, seeds, on_rollout=early.add)
+            with phase("generate"), self.scorer.score_early(count, budget) as early:
+                generated = self.generate_groups(prompts, version, early.add, phase)
                 if self.greedy_baseline:
                     greedy = self.generate(prompts, [0] * len(prompts), greedy=True)
                 rollouts = generated
-                if not self.config.rollout.inflight_updates:  # in-flight updates: the generator records the versions
-                    for rollout in rollouts:
-                        rollout.sample.version = rollout.sample.newest = version
             return self.score(rollouts, greedy, phase, budget)
         except RunStoppedError:
             # Without batches ahead the same batch can be made again after a resume. Others have the weights of an
@@ -185,6 +184,43 @@ class Rollouts:
             if self.config.rollout.ahead and not self.config.rollout.dynamic_sampling and rollouts:
                 raise UnscoredBatchError(rollouts, greedy) from None
             raise
+
+    def generate_groups(
+        self,
+        prompts: list[tuple[int, Prompt]],
+        version: WeightVersion,
+        on_rollout: Callable[[Rollout], None],
+        phase: Phase,
+    ) -> list[Rollout]:
+        """Generate all completions; with overlapping stages, part by part, and finish those stages."""
+        if self.stages is None:
+            return self.generate_part(prompts, version, on_rollout)
+        size, rollouts = self.config.rollout.prompts_per_stage, list[Rollout]()
+        running = self.stages.start()
+        try:
+            for first in range(0, len(prompts), size):
+                part = self.generate_part(prompts[first : first + size], version, on_rollout)
+                running.add(part)
+                rollouts += part
+        except BaseException:
+            running.cancel()
+            raise
+        with phase("logprobs"):
+            running.finish()
+        return rollouts
+
+    def generate_part(
+        self, prompts: list[tuple[int, Prompt]], version: WeightVersion, on_rollout: Callable[[Rollout], None]
+    ) -> list[Rollout]:
+        """Generate samples_per_prompt completions of each prompt."""
+        n, seed = self.config.rollout.samples_per_prompt, self.config.seed
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        seeds = [seed_for(seed, position, k) for position, _ in prompts for k in range(n)]
+        rollouts = self.generate(repeated, seeds, on_rollout=on_rollout)
+        if not self.config.rollout.inflight_updates:  # in-flight updates: the generator records the versions
+            for rollout in rollouts:
+                rollout.sample.version = rollout.sample.newest = version
+        return rollouts
 
     def timeout_budget(self, completions: int) -> TimeoutBudget:
         """Return the budget of a batch; after a stop only a batch that would be made differently is waited for."""

@@ -51,9 +51,10 @@ class RolloutScorer:
         budget = budget or self.rewards.timeout_budget(len(scorable))
         scored = iter(self.rewards.score(self.completions(remaining), budget))
         verdicts = [next(scored) if rollout.early_verdicts is None else rollout.early_verdicts for rollout in scorable]
-        for index, model_verdicts in self.models.items():
-            for row, verdict in zip(verdicts, model_verdicts(scorable), strict=True):
-                row[index] = verdict
+        for index in self.models:
+            self.score_by_model(index, scorable)
+            for row, rollout in zip(verdicts, scorable, strict=True):
+                row[index] = rollout.model_verdicts.pop(index)
         if self.models:
             self.rewards.run_combiner(self.completions(scorable), verdicts, budget)
         for rollout, row in zip(scorable, verdicts, strict=True):
@@ -64,6 +65,12 @@ class RolloutScorer:
             self.rewards.check_failures(verdicts)
         except RewardError as error:
             raise RewardError(str(error), rollouts) from None
+
+    def score_by_model(self, index: int, rollouts: Sequence[Rollout]) -> None:
+        """Let a reward model judge the rollouts that it has not judged yet, and that did not fail."""
+        waiting = [rollout for rollout in rollouts if index not in rollout.model_verdicts and not rollout.failure]
+        for rollout, verdict in zip(waiting, self.models[index](waiting), strict=True):
+            rollout.model_verdicts[index] = verdict
 
     @contextmanager
     def score_early(self, count: int, budget: TimeoutBudget) -> Iterator[EarlyScoring]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from posttrain.core.types import Sample
+from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.train.learner_group import LearnerGroup
 
 OTHERS = ("reference", "critic", "reward")  # roles that work while the policy can be away
@@ -44,9 +46,29 @@ class Offloader:
         assert self.policy is not None
         self.policy.offload("model")  # with its optimizer
 
+    def generator(self, policy: LearnerGroup) -> EngineBesidePolicy:
+        """Return the policy's engine, which has a copy of its weights."""
+        return EngineBesidePolicy(policy, self)
+
     def bring_policy_back(self) -> None:
         """Bring the policy back, its optimizer only if that is in use or never leaves."""
         assert self.policy is not None
         self.policy.onload("model")
         if not self.training:
             self.offload("optimizer", self.policy)
+
+
+class EngineBesidePolicy:
+    """Generates by an engine that has a copy of the policy's weights, while the policy itself is in host memory."""
+
+    def __init__(self, policy: LearnerGroup, offloader: Offloader) -> None:
+        self.policy, self.offloader = policy, offloader
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
+    ) -> list[Sample]:
+        self.offloader.move_policy_away()
+        try:
+            return self.policy.generate(requests, sampling, on_completion=on_completion)
+        finally:
+            self.offloader.bring_policy_back()

@@ -116,8 +116,9 @@ class OnlineLoop:
         for rollout in rollouts:
             if not rollout.failure:
                 rollout.sample.reward_terms = self.scorer.terms(rollout)
-        with self.run.log.phase("logprobs"):
-            self.streams.fill(samples)
+        if self.rollouts.stages is None:  # else they are filled while the batch is generated
+            with self.run.log.phase("logprobs"):
+                self.streams.fill(samples)
         self.algorithm.assign_credit(samples)
         return rollouts
 

@@ -16,12 +16,14 @@ from posttrain.algorithms import ALGORITHMS, Algorithm, OnlineAlgorithm, Rollout
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import UsageError
-from posttrain.core.types import Objective, SamplingDistribution
+from posttrain.core.types import Objective, Sample, SamplingDistribution
 from posttrain.engines.base import Generator, Sampling
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.overlap import OverlappingStages, PartStage
+from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
 from posttrain.train.held_out_eval import HeldOutEval
@@ -103,6 +105,8 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         sampling = Sampling.of(config.rollout, policy.stop_ids())
         rollout_workers = models.rollout_workers()
         generator: Generator = rollout_workers or policy
+        if rollout_workers is None and "policy" in config.cluster.offload and engine_has_copy(config):
+            generator = models.offloader.generator(policy)
         scorer = RolloutScorer(rewards, model_scorers, config, run.tokenizer)
         episodes = partial(make_episodes, run, config, environments)
         rollouts = Rollouts(
@@ -115,6 +119,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             phase=run.log.phase,
             greedy_baseline=algorithm.greedy_baseline,
             episodes=episodes(generator, sampling),
+            stages=overlapping_stages(config, scorer, streams) if config.rollout.prompts_per_stage else None,
             recorded=records.read_steps(Path(config.rollout.replay)) if config.rollout.replay else None,
             update_weights=rollout_workers.update if rollout_workers else policy.update_generator,
         )
@@ -207,6 +212,32 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
     return algorithm.objective(
         replace(algorithm.forward_request(token_id), router_loss=run.config.model.router_aux_loss_coef)
     )
+
+
+def engine_has_copy(config: OnlineConfig) -> bool:
+    """Whether an engine on the policy's devices has weights of its own: vLLM has, and a divided policy is gathered."""
+    return config.rollout.engine == "vllm" or config.cluster.of("actor").devices > 1
+
+
+def overlapping_stages(config: OnlineConfig, scorer: RolloutScorer, streams: StreamFiller) -> OverlappingStages:
+    """Returns what follows generation, by the devices that compute it; those of one place do so one after the other."""
+    stages: dict[str, list[PartStage]] = {}
+
+    def add(role: str, stage: PartStage) -> None:
+        stages.setdefault(config.cluster.of(role).place, []).append(stage)
+
+    for index in scorer.models:
+        add(f"reward-{index}", partial(scorer.score_by_model, index))
+    reference, critic = streams.reference, streams.critic
+    if reference is not None:
+        add("actor" if reference.model is None else "reference", lambda part: reference.fill(samples_of(part)))
+    add("actor", lambda part: streams.fill_logprobs(samples_of(part)))
+    add("actor" if critic is None else "critic", lambda part: streams.fill_values(samples_of(part)))
+    return OverlappingStages(stages, "rollout" if config.cluster.rollout_devices else "actor")
+
+
+def samples_of(part: list[Rollout]) -> list[Sample]:
+    return [rollout.sample for rollout in part if not rollout.failure]
 
 
 def make_rewards(config: OnlineConfig) -> Rewards:

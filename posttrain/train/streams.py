@@ -32,6 +32,11 @@ class StreamFiller:
         """
         if self.reference is not None:
             self.reference.fill([s for s in samples if s.ref_logprobs is None] if keep else samples)
+        self.fill_logprobs(samples)
+        self.fill_values(samples)
+
+    def fill_logprobs(self, samples: list[Sample]) -> None:
+        """Computes the policy's own log-probabilities, where they are needed."""
         for name in ("logprobs", "old_logprobs"):
             if name in self.needs:
                 wanted = [sample for sample in samples if self.algorithm.is_needed(name, sample)]
@@ -40,6 +45,9 @@ class StreamFiller:
                 )
                 for sample, stream in zip(wanted, streams, strict=True):
                     setattr(sample, name, stream)
+
+    def fill_values(self, samples: list[Sample]) -> None:
+        """Computes values, where they are needed."""
         if self.critic is not None:
             self.critic.fill(samples)
         elif "values" in self.needs:

@@ -569,7 +569,7 @@ def test_max_samples_bounds_a_mixture_too(capsys):
 
 def test_a_constant_schedule_has_no_warm_up_there(capsys):
     words = f"deepspeed ../train_sft.py {DPO.replace('--adam_offload', '--lr_scheduler constant')}".replace("\n", " ")
-    config, text = imported(words.replace("pairs", "alpaca"), capsys=capsys)
+    config, _ = imported(words.replace("pairs", "alpaca"), capsys=capsys)
     assert config["train"]["lr_scheduler"] == "constant" and "warmup_ratio" not in config["train"]
 
 
@@ -706,8 +706,34 @@ def test_mindspeed_rl_runs(capsys):
     assert all(name in text for name in leaves(yaml.safe_load(MINDSPEED_RL)))
     assert config["cluster"]["devices"] == 16 and config["cluster"]["reference_devices"] == 8
     assert config["rollout"]["top_k"] == 50 and config["algo"]["mini_batch_size"] == 4
+    assert config["rollout"]["prompts_per_stage"] == 1  # blocking: false
+    assert config["cluster"]["offload"] == ["optimizer"] and config["algo"]["shuffle_mini_batch"] is False
     assert command("run", words, "--cluster.devices", 1, "--rollout.engine", "local", "--algo.kl_estimator", "k3") == 0
     assert steps("ckpt") == 1
+
+
+def test_releases_of_mindspeed_rl_differ(capsys):
+    """Until May 2025 mini_batch_size counts completions, the loss has no entropy, and its KL is k3; since, prompts."""
+    text = MINDSPEED_RL.replace("entropy_coeff: 0.0", "entropy_coeff: 0.001").replace(
+        "blocking: false", "blocking: true"
+    )
+    text = text.replace("init_kl_coef: 0.0", "init_kl_coef: 0.1").replace("  weight_decay: 0.0\n", "")
+    text = text.replace("  global_batch_size: 2", "  weight_decay: 0.3\n  global_batch_size: 2")  # for all roles
+    write("old.yaml", text)
+    old, written = imported("old.yaml", capsys=capsys)
+    assert old["algo"]["mini_batch_size"] == 4 and "entropy_coef" not in old["algo"]
+    assert "rl_config.entropy_coeff: 0.001: no effect in releases before May 2025" in written
+    assert old["algo"]["kl_estimator"] == "k3" and "prompts_per_stage" not in old["rollout"]
+    assert old["cluster"]["offload"] == ["optimizer", "policy", "engine"] and old["train"]["weight_decay"] == 0.3
+    telling = "  colocate_actor_ref: false\n  colocate_all_models: false\n"
+    later = text.replace(telling, "  guarantee_order: true\n")
+    write("new.yaml", later.replace("kl_penalty: kl", "kl_penalty: low_var_kl"))
+    new, _ = imported("new.yaml", capsys=capsys)
+    assert new["algo"]["mini_batch_size"] == 8 and new["algo"]["entropy_coef"] == 0.001
+    write("k1.yaml", later)
+    assert "k1 has no gradient on average" in refused("k1.yaml", capsys=capsys)
+    write("unknown.yaml", text.replace(telling, "").replace("mini_batch_size: 4", "mini_batch_size: 2"))
+    assert "may count prompts or completions" in refused("unknown.yaml", capsys=capsys)
 
 
 def test_the_launch_of_the_pcl_suite(capsys):

@@ -118,10 +118,14 @@ PROGRAMS = (
     program(r"(.*/)?preprocess_data\.py", MINDSPEED_LLM, as_it_is="data preprocess"),
     program(r"(.*/)?pretrain_gpt\.py", MINDSPEED_LLM, verbs=["pretrain"]),
     program(r"(.*/)?posttrain_gpt\.py", MINDSPEED_LLM),
-    *(program(rf"(.*)openrlhf/cli/{name}\.py|openrlhf\.cli\.{name}", OPENRLHF, OPENRLHF_2026, verbs=verbs)
-      for name, verbs in OPENRLHF_PROGRAMS.items()),
-    *(program(rf"(.*/)?{name}\.py", OPENRLHF_2024, OPENRLHF_2026, verbs=verbs)
-      for name, verbs in OPENRLHF_PROGRAMS.items()),
+    *(
+        program(rf"(.*)openrlhf/cli/{name}\.py|openrlhf\.cli\.{name}", OPENRLHF, OPENRLHF_2026, verbs=verbs)
+        for name, verbs in OPENRLHF_PROGRAMS.items()
+    ),
+    *(
+        program(rf"(.*/)?{name}\.py", OPENRLHF_2024, OPENRLHF_2026, verbs=verbs)
+        for name, verbs in OPENRLHF_PROGRAMS.items()
+    ),
 )
 SUBCOMMANDS = ("llamafactory-cli", "axolotl", "trl")
 DEVICE_COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "worker_num")  # options of launchers
@@ -278,8 +282,8 @@ def pipeline_uses(commands: Sequence[Sequence[Use]]) -> tuple[str, list[Use]] | 
         return None
     if verb == "conditional-sft" and "normalize_reward" not in scoring:
         raise UsageError(
-            "the rewards are not normalized there (--normalize_reward is not given), and posttrain conditional-sft always "
-            "normalizes them. Add it, or import the commands one by one, in quotes"
+            "the rewards are not normalized there (--normalize_reward is not given), and posttrain conditional-sft "
+            "always normalizes them. Add it, or import the commands one by one, in quotes"
         )
     between = {"dataset", "dataset_probs"}  # what the trainer reads is what was selected
     own_policy = {"pretrain"} if "generate" in stages else set()

@@ -144,7 +144,9 @@ TRAINING: Table = {
     ),
     "lr_scheduler_kwargs.min_lr_rate": "train.min_lr_ratio",
     "lr_scheduler_kwargs.min_lr": made("train.min_lr_ratio", by=last_rate, note="as a part of the peak"),
-    "warmup_steps": made("train.warmup_steps", "train.warmup_ratio", by=warmup, note="below 1 a ratio there; constant has none"),
+    "warmup_steps": made(
+        "train.warmup_steps", "train.warmup_ratio", by=warmup, note="below 1 a ratio there; constant has none"
+    ),
     "warmup_ratio": made("train.warmup_ratio", by=warmup_ratio, note="warmup_steps wins there; constant has none"),
     "weight_decay": "train.weight_decay",
     "adam_beta1": "train.adam_beta1",

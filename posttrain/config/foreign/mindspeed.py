@@ -17,6 +17,7 @@ from posttrain.config.foreign.meanings import (
     Table,
     TranslationError,
     absent,
+    as_meaning,
     by_hand,
     chosen,
     here,
@@ -52,10 +53,11 @@ SHAPES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
 DTYPE = if_true({"model.dtype": "bfloat16"}, note="bfloat16; the default on an accelerator")
 
 
-def optimizer(prefix: str) -> dict[str, str | Meaning]:
+def optimizer(*prefixes: str) -> dict[str, str | Meaning]:
+    """Return the rows of a section; `prefixes`: where its rate may stand."""
     return {
         "lr": "train.learning_rate",
-        "min_lr": ratio("train.min_lr_ratio", f"{prefix}lr", note="as a part of the peak"),
+        "min_lr": ratio("train.min_lr_ratio", *(f"{prefix}lr" for prefix in prefixes), note="as a part of the peak"),
         "lr_decay_style": chosen("train.lr_scheduler", SHAPES, note="cosine, linear or constant"),
         "lr_warmup_fraction": "train.warmup_ratio",
         "lr_warmup_iters": "train.warmup_steps",
@@ -88,14 +90,37 @@ def reward_path(value: Any, given: Given) -> Found:
     return {} if truth(given.get("rl_config.rule_reward")) else {"reward.functions": [f"model:{value}"]}
 
 
+UNTIL_MAY_2025 = ("experience_count", "colocate_actor_ref", "colocate_all_models")
+SINCE_MAY_2025 = (
+    *("use_integrated_worker", "guarantee_order", "integrated_mode_config", "actor_rollout_dispatch_size"),
+    *("actor_logprob_dispatch_size", "ref_dispatch_size", "adv_dispatch_size", "actor_update_dispatch_size"),
+    *("use_remove_padding", "token_level_loss", "use_kl_in_reward", "clip_higher_enable", "zmq_communication"),
+    *("use_dp_batch_balance", "filter_groups_enable", "async_engine"),
+)
+
+
+def has_key(given: Given, names: tuple[str, ...]) -> bool:
+    starts = tuple(f"rl_config.{name}" for name in names)
+    return any(name.startswith(starts) for name in given)
+
+
+def is_earlier(given: Given) -> bool:
+    """Whether a file was written for a release before May 2025, whose sizes and losses mean something else."""
+    return has_key(given, UNTIL_MAY_2025) and not has_key(given, SINCE_MAY_2025)
+
+
 def completions(value: Any, given: Given) -> Found | None:
-    """Completions there up to 2025: at most global_batch_size times n_samples_per_prompt, which it divides."""
+    """Completions in releases before May 2025, prompts since; without a key that tells, by the size of the batch."""
     size = number(value)
     batch, count = (
         number(given.get(n)) for n in ("megatron_training.global_batch_size", "rl_config.n_samples_per_prompt")
     )
     if size is None or batch is None or count is None:
         return None
+    if is_earlier(given):
+        return {"algo.mini_batch_size": value}
+    if has_key(given, SINCE_MAY_2025):
+        return {"algo.mini_batch_size": f"{size * count:g}"}
     if size <= batch and batch * count != size:
         raise TranslationError(
             f"{size:g} may count prompts or completions, depending on the release. Give --algo.mini_batch_size "
@@ -175,6 +200,7 @@ RUN: Table = {
     "full_shuffle_instruction_dataset": needless("every epoch has an order of its own"),
     "bf16": DTYPE,
     "fp16": if_true({"model.dtype": "float16"}, note="float16"),
+    "recompute_activation_function": KERNELS,
     "recompute_granularity recompute_method recompute_num_layers": made(
         "model.gradient_checkpointing",
         by=lambda value, given: {} if is_off(value) else {"model.gradient_checkpointing": "true"},
@@ -197,11 +223,28 @@ STAGES = {
     "dpo": ("dpo",),
     "ray_online_dpo": ("iterative-dpo",),
 }
+SHARED_OPTIMIZER = optimizer("actor_config.", "megatron_training.")
+SHARED_OPTIMIZER |= {"load": here("model.path", HF_ONLY), "save": "output_dir"}
+
+
+def for_all_roles(names: str, entry: str | Meaning) -> Meaning:
+    """Return the meaning of entries of megatron_training, which the section of the role replaces."""
+    meaning = as_meaning(entry)
+    if meaning.translate is None:
+        return meaning
+    own, note = tuple(f"actor_config.{name}" for name in names.split()), meaning.note or "unless actor_config has it"
+    translate = meaning.translate
+    return Meaning(
+        meaning.options, note, lambda value, given: {} if any(n in given for n in own) else translate(value, given)
+    )
+
+
 MEGATRON_TRAINING: Table = with_pattern(
     "megatron_training",
     {
         **RUN,
         **PARALLEL,
+        **{names: for_all_roles(names, entry) for names, entry in SHARED_OPTIMIZER.items()},
         "stage": Meaning(note="not an option: the verb here", verbs=STAGES),
         "model": needless("the shape is in the model's directory, model.path"),
         "seq_length": part_of("data.max_length", "max_prompt_length and max_tokens bound prompts and completions"),
@@ -214,7 +257,7 @@ MEGATRON_TRAINING: Table = with_pattern(
 ACTOR: Table = with_pattern(
     "actor_config",
     {
-        **optimizer("actor_config."),
+        **SHARED_OPTIMIZER,
         **PARALLEL,
         "load": here("model.path", HF_ONLY),
         "save": "output_dir",
@@ -276,8 +319,8 @@ def rule_rewards(value: Any, given: Given) -> Found:
 
 
 def penalised(value: Any, given: Given) -> Found | None:
-    """The estimator of the penalty on rewards; the one in the loss is fixed there."""
-    if not truth(given.get("rl_config.use_kl_in_reward")):
+    """The estimator; before May 2025 that of the loss is k3, whatever is given."""
+    if not has_key(given, SINCE_MAY_2025):
         return {"algo.kl_estimator": "k3"}
     found = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(str(value))
     return {"algo.kl_estimator": found} if found else None
@@ -311,12 +354,25 @@ def with_wandb(option: str) -> Meaning:
     )
 
 
+def stage_size(value: Any, given: Given) -> Found:
+    """Translate blocking: false, which passes parts of a batch from stage to stage."""
+    if truth(value):
+        return {}
+    names = ("experience_count", "actor_rollout_dispatch_size")
+    size = next((number(given[name]) for name in (f"rl_config.{name}" for name in names) if given.get(name)), None)
+    batch = number(given.get("megatron_training.global_batch_size")) or 4
+    return {"rollout.prompts_per_stage": f"{max(1, round(size or batch / 4)):g}"}
+
+
 RL: Table = with_pattern(
     "rl_config",
     {
-        "blocking": needless(
-            "generation and training of one batch follow each other; rollout.ahead overlaps them, off-policy"
+        "blocking": made(
+            "rollout.prompts_per_stage",
+            by=stage_size,
+            note="false: parts of a batch overlap; experience_count, or actor_rollout_dispatch_size, is their size",
         ),
+        "experience_count actor_rollout_dispatch_size": part_of("rollout.prompts_per_stage", "with blocking false"),
         "guarantee_order async_engine data_strategy use_dp_batch_balance zmq_communication": needless(
             "results do not depend on the order of work"
         ),
@@ -331,7 +387,7 @@ RL: Table = with_pattern(
         "kl_penalty": made(
             "algo.kl_estimator",
             by=penalised,
-            note="the loss there always has k3; with use_kl_in_reward kl: k1, mse: k2, low_var_kl: k3",
+            note="kl: k1, mse: k2, low_var_kl: k3; before May 2025 the loss there always has k3",
         ),
         "kl_ctrl_type": chosen("algo.kl_target", {"fixed": "0"}, note="adaptive: a target above 0"),
         "kl_target": part_of("algo.kl_target", "the KL of a completion, with kl_ctrl_type adaptive"),
@@ -356,7 +412,11 @@ RL: Table = with_pattern(
         "clip_higher_enable": needless("algo.clip_low and algo.clip_high are two options"),
         "clip_ratio_low": high_clip("low"),
         "clip_ratio_high": high_clip("high"),
-        "entropy_coeff": "algo.entropy_coef",
+        "entropy_coeff": made(
+            "algo.entropy_coef",
+            by=lambda value, given: {} if is_earlier(given) else {"algo.entropy_coef": value},
+            note="no effect in releases before May 2025: their loss has no entropy",
+        ),
         "token_level_loss": chosen(
             "algo.loss_aggregation", {"true": "token_mean", "false": "sample_mean"}, note="token_mean or sample_mean"
         ),
@@ -424,6 +484,14 @@ SAMPLING: Table = {
     "logprobs detokenize seed *_token_id min_tokens": needless("the engine returns token ids with log-probabilities"),
     "repetition_penalty": absent("rollouts are drawn from the policy itself, without such changes", "1", "1.0"),
 }
+
+
+def weights_away(value: Any, given: Given) -> Found:
+    """The policy's weights leave the device while others work, unless the stages of a batch overlap."""
+    overlap = "rl_config.blocking" in given and not truth(given["rl_config.blocking"])
+    return {"cluster.offload": ["policy", "engine"]} if truth(value) and not overlap else {}
+
+
 GENERATE: Table = with_pattern(
     "generate_config",
     {
@@ -438,7 +506,9 @@ GENERATE: Table = with_pattern(
         "enable_prefix_caching": vllm("enable_prefix_caching"),
         "dtype": needless("the engine has the trainer's type, model.dtype"),
         "offload_train_optimizer": offload("optimizer"),
-        "offload_train_param": by_hand("cluster.offload", note="parameters", harmless=True),
+        "offload_train_param": made(
+            "cluster.offload", by=weights_away, note="policy; not while stages overlap, when it works all the time"
+        ),
         "offload_train_grad": needless("gradients are freed after each update"),
         "trust_remote_code": NO_REMOTE_CODE,
         "micro_batch_size limit_mm_image_per_prompt *": needless("the engine batches by itself"),
@@ -465,7 +535,21 @@ MINDSPEED_RL = Library(
         (("reinforce",), {"rl_config.gamma": "algo.gamma"}),
         (("ppo",), PPO),
     ),
-    defaults=((ONLINE, {"actor_config.adam_beta2": "0.999"}),),
+    defaults=(
+        (
+            ONLINE,
+            {
+                "megatron_training.seed": "1234",
+                "megatron_training.adam_beta2": "0.999",
+                "megatron_training.weight_decay": "0.01",
+                "megatron_training.lr_decay_style": "linear",
+                "megatron_training.min_lr": "0.0",
+                "rl_config.max_prompt_length": "512",
+                "rl_config.init_kl_coef": "0.01",
+                "rl_config.shuffle_mini_batch": "False",
+            },
+        ),
+    ),
 )
 
 LLM_STAGES = {

@@ -88,7 +88,7 @@ def limited(option: str, mixed: str) -> Meaning:
         several = {mixed: value} if len(items(probabilities)) > 1 else {}
         return {option: value, **several}
 
-    return made(option, mixed, by=translate, note="of each source; of a mixture, too")
+    return made(option, by=translate, note=f"of each source; {mixed} bounds a mixture of them")
 
 
 PROBABILITIES = (
@@ -661,7 +661,9 @@ SCORE: Table = {
     "post_processor": Meaning(
         note="a second command: posttrain select best-of-n (rs), pairs (iter_dpo) or condition (ca)", harmless=True
     ),
-    "reward_template": Meaning(note="condition_template of posttrain select condition, the second command", harmless=True),
+    "reward_template": Meaning(
+        note="condition_template of posttrain select condition, the second command", harmless=True
+    ),
     "bf16": INFERENCE["bf16"],
     "flash_attn": KERNELS,
     "head_prefix value_head_prefix": needless("the head is part of the saved model"),

@@ -8,7 +8,7 @@ position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ class Mixture:
     weights: tuple[float, ...]
     repeat: bool = False
     """False: the first exhausted source ends the epoch; True: sources repeat until all were used completely."""
-    limit: int = 0
+    limit: int = field(default=0, repr=False)  # fingerprints of data have the text of a mixture
     """Most examples of an epoch; 0: no limit."""
 
     @property

@@ -315,6 +315,14 @@ def test_sources_with_weights(tmp_path):
     assert again.mixture.counts == (13, 40) and again.fingerprint != data.fingerprint
     few = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat"), max_examples=5)
     assert few.mixture.sizes == (5, 5)  # of each source
+    short = load_dataset([one, two], weights=[1, 3], encoder=encoder("chat", max_mixture_examples=8))
+    assert short.mixture.counts == (2, 6) and short.fingerprint != data.fingerprint  # of the mixture
+    assert load_dataset(
+        [one, two], weights=[1, 3], encoder=encoder("chat", max_mixture_examples=99)
+    ).mixture.counts == (
+        10,
+        30,
+    )
     train, held_out = split_examples(data, 0.2, seed=1)
     assert sum(train.mixture.sizes) == len(train.examples) == 40 and held_out.mixture is None
     firsts = {train.examples.origin(row).rpartition(":")[0] for row in range(train.mixture.sizes[0])}

@@ -82,6 +82,21 @@ def test_the_environment_and_reward_models_count_too(rewards):
     assert [r.sample.reward for r in rollouts] == [1 + 70 + 0.25, 1 + 70]
 
 
+def test_a_reward_model_that_judged_a_part_early_does_not_judge_it_again(rewards):
+    rollouts = [rollout("a"), rollout("b", failure="lost"), rollout("c")]
+    asked = []
+
+    def judge(some):
+        asked.append([r.text for r in some])
+        return [Verdict(value=7.0, kind="ok") for _ in some]
+
+    scoring = scorer(rewards, reward__weights=(1.0, 10.0))
+    scoring.models = {1: judge}
+    scoring.score_by_model(1, rollouts[:2])  # rollout.prompts_per_stage
+    scoring.score(rollouts)
+    assert asked == [["a"], ["c"]] and [r.sample.reward for r in rollouts[::2]] == [71.0, 71.0]
+
+
 def test_the_clip_holds_the_sum(rewards):
     rollouts = [rollout("a b c"), rollout("a")]
     scorer(rewards, reward__weights=(1.0, -2.0), reward__clip=3.0).score(rollouts)

@@ -6,6 +6,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import from_mapping
 from posttrain.core.errors import UsageError
 from posttrain.train.offload import Offloader
+from posttrain.train.setup import engine_has_copy
 
 
 class Recorder:
@@ -48,6 +49,28 @@ def test_its_optimizer_comes_back_only_to_train():
             assert policy.away == {"model", "optimizer"}
         assert not policy.away  # the policy is updated next
     assert policy.away == {"optimizer"}
+
+
+def test_the_policy_is_away_while_an_engine_generates_with_a_copy():
+    offloader, policy, _ = opened("policy", "optimizer")
+    seen = []
+
+    def generate(requests, sampling, on_completion=None):
+        seen.append(set(policy.away))
+        return requests
+
+    policy.generate = generate
+    assert offloader.generator(policy).generate(["a"], None) == ["a"]
+    assert seen == [{"model", "optimizer"}] and policy.away == {"optimizer"}  # the optimizer waits for the update
+
+
+def test_an_engine_with_the_policys_own_weights_keeps_them_on_the_device():
+    def config(**more):
+        options = {"model.path": "pico", "data.train": ["x.jsonl"], "reward": ["gsm8k"]}
+        return from_mapping("grpo", ALGORITHMS["grpo"], options | more)
+
+    assert not engine_has_copy(config())
+    assert engine_has_copy(config(**{"rollout.engine": "vllm"})) and engine_has_copy(config(**{"cluster.devices": 2}))
 
 
 def test_without_the_option_it_stays_also_after_an_error():
