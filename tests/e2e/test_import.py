@@ -2,11 +2,15 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from posttrain.algorithms import ALGORITHMS
+from posttrain.config.parsing import from_mapping
+from posttrain.mindrlhf import GRPOConfig
 from tests.e2e.commands import command
 
 ALPACA = [{"instruction": f"{a}+{b}=", "input": "", "output": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))]
@@ -738,6 +742,7 @@ def test_releases_of_mindspeed_rl_differ(capsys):
 
 def test_the_launch_of_the_pcl_suite(capsys):
     write("finetune.yaml", "parallel_config:\n  data_parallel: 1\n  model_parallel: 4\n  pipeline_stage: 2\n")
+    write("predict.yaml", "model:\n  model_config:\n    temperature: 0.9\nparallel_config:\n  data_parallel: 2\n")
     words = (
         "msrun --worker_num=8 --local_worker_num=8 --master_addr=127.0.0.1 --master_port=9190 --join=False "
         "--log_dir=./qwen2_5_one_log examples/qwen_grpo_tutorial/grpo_one_stage.py "
@@ -746,15 +751,22 @@ def test_the_launch_of_the_pcl_suite(capsys):
         "--save_ckpt_dir ckpt --use_parallel True --load_sft_checkpoint_infer pico --load_sft_checkpoint_train pico "
         "--load_ref_checkpoint pico --enable_compile_cache False --only_save_strategy False"
     )
-    assert "a mindrecord is MindSpore's own format" in refused(words, capsys=capsys)
-    given = (words, "--data.train", "verl.jsonl", "--reward", "accuracy_reward", "format_reward")
+    assert "posttrain plan" in refused(words.replace("strategy False", "strategy True"), capsys=capsys)
+    given = (words, "--data.train", "verl.jsonl")
     config, text = imported(*given, capsys=capsys)
     assert config["cluster"] == {"devices": 8, "tensor_parallel_size": 4} and config["model"]["tokenizer"] == "tok"
     assert config["model"] == {"path": "pico", "tokenizer": "tok"} and "--enable_compile_cache False" in text
+    assert config["reward"]["functions"] == ["accuracy_reward", "format_reward"]  # what the program has
+    assert config["rollout"] == {"samples_per_prompt": 2, "max_tokens": 512, "temperature": 0.9}
+    ours = from_mapping("grpo", ALGORITHMS["grpo"], {k: v for k, v in config.items() if k != "verb"})
+    theirs = GRPOConfig(epochs=100)
+    assert asdict(ours.algo).items() >= (theirs.algo_options("pico") | {"reference_sync_steps": 50}).items()
+    assert asdict(ours.train).items() >= (theirs.train_options() | {"batch_size": 8}).items()
     tiny = ("--cluster.devices", 1, "--model.tokenizer", "pico", "--train.max_steps", 1, "--rollout.max_tokens", 4)
-    small = ("--train.batch_size", 2, "--rollout.samples_per_prompt", 2)
-    assert command("run", *given, *tiny, *small) == 0
+    assert command("run", *given, *tiny, "--train.batch_size", 2) == 0
     assert steps("ckpt") == 1
+    write("predict.yaml", "model:\n  model_config:\n    repetition_penalty: 1.05\n")
+    assert "repetition_penalty is 1.05" in refused(*given, capsys=capsys)
 
 
 def test_flags_that_posttrain_takes_as_they_are(capsys):

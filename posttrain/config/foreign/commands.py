@@ -18,7 +18,7 @@ from posttrain.config.foreign.importing import Foreign
 from posttrain.config.foreign.llama_factory import LLAMA_FACTORY
 from posttrain.config.foreign.meanings import ONLINE, Library, number
 from posttrain.config.foreign.mindformers import MINDFORMERS
-from posttrain.config.foreign.mindrlhf import MINDRLHF
+from posttrain.config.foreign.mindrlhf import MINDRLHF, ONE_STAGE
 from posttrain.config.foreign.mindspeed import MINDSPEED_LLM, MINDSPEED_RL
 from posttrain.config.foreign.openrlhf import OPENRLHF, OPENRLHF_2024, OPENRLHF_2026
 from posttrain.config.foreign.scripts import SCRIPTS, STARTERS, script_commands, text_of_file
@@ -107,8 +107,9 @@ PROGRAMS = (
         r"(?!.*openrlhf/)(.*/)?cli/train_sft\.py", MINDSPEED_LLM, verbs=["sft"], config="config_name", section="sft"
     ),
     program(r"(.*/)?cli/train_orm\.py", MINDSPEED_LLM, verbs=["reward"], config="config_name", section="reward"),
+    program(r"(.*/)?grpo_one_stage\.py", ONE_STAGE, verbs=["grpo"]),
     program(
-        r"(.*/)?grpo_one_stage\.py|(.*/)?examples/grpo/.*main\.py|(.*/)?grpo_main\.py",
+        r"(.*/)?examples/grpo/.*main\.py|(.*/)?grpo_main\.py",
         MINDRLHF,
         verbs=["grpo"],
         config="config",

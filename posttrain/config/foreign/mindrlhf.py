@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,56 @@ def original(value: Any, given: Given) -> Found:
     return {"data.train": [str(value)]}
 
 
+def file_section(value: Any, *names: str, why: str) -> dict[str, Any]:
+    """Return a section of a MindFormers file; empty if it has none."""
+    try:
+        section = yaml.safe_load(Path(str(value)).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TranslationError(f"cannot be read ({type(error).__name__}), and it says {why}") from None
+    for name in names:
+        section = section.get(name) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def infer_sampling(value: Any, given: Given) -> Found:
+    """Read how completions are sampled from the MindFormers file of the sampler."""
+    entries = file_section(value, "model", "model_config", why="how completions are sampled")
+    penalty = number(entries.get("repetition_penalty", 1))
+    if penalty != 1:
+        raise TranslationError(
+            f"model.model_config.repetition_penalty is {penalty:g} there; rollouts are drawn from the policy itself, "
+            "without such changes. Give --rollout.temperature and the like and leave the file out"
+        )
+    found = {f"rollout.{name}": str(entries[name]) for name in ("temperature", "top_p", "top_k") if name in entries}
+    return found if entries.get("do_sample", True) else {"rollout.temperature": "0"}
+
+
+def decay_end(scheduler: str) -> Meaning:
+    """Translate the step at which the rate reaches its minimum; a constant one has none."""
+    return made(
+        "train.lr_decay_steps",
+        by=lambda value, given: {} if given.get(scheduler) == "constant" else {"train.lr_decay_steps": value},
+        note="the step of the lowest rate",
+    )
+
+
+def first_loss(value: Any, given: Given) -> Found:
+    """Return what configs/mindrlhf-grpo.yaml says about the loss of models/grpo_models.py."""
+    return {
+        "algo.clip_low": "0",
+        "algo.clip_high": "0",
+        "algo.kl_in": "loss",
+        "algo.kl_estimator": "k3",
+        "algo.loss_aggregation": "sample_mean",
+        "algo.std_epsilon": "1e-4",
+        "algo.importance_cap": "0",
+    }
+
+
 def train_layout(value: Any, given: Given) -> Found:
     """Read the layout of training from the MindFormers file; its other entries describe the model."""
-    try:
-        entries = yaml.safe_load(Path(str(value)).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise TranslationError(
-            f"cannot be read ({type(error).__name__}), and it says how the model is divided"
-        ) from None
-    parallel = entries.get("parallel_config") if isinstance(entries, dict) else None
-    size = number(parallel.get("model_parallel", 1)) if isinstance(parallel, dict) else 1
+    parallel = file_section(value, "parallel_config", why="how the model is divided")
+    size = number(parallel.get("model_parallel", 1))
     return {"cluster.tensor_parallel_size": f"{size:g}"} if size and size > 1 else {}
 
 
@@ -159,7 +200,7 @@ ACTOR: Table = {
     "lr_schedule.lr_decay_style": chosen(
         "train.lr_scheduler", {"cosine": "cosine", "linear": "linear", "constant": "constant"}
     ),
-    "lr_schedule.decay_steps": needless("the schedule lasts as long as the run"),
+    "lr_schedule.decay_steps": decay_end("actor_config.lr_schedule.lr_decay_style"),
     "*": MINDSPORE,
 }
 REFERENCE: Table = {
@@ -204,7 +245,16 @@ GRPO: Table = {
 # Flags: those of main.py stand for entries of the file, those of grpo_one_stage.py came before there was one.
 FLAGS: Table = {
     "config": needless("a file comes first: posttrain grpo FILE.yaml"),
-    "sft_path_infer sft_model_path": SHAPE,
+    "sft_model_path": SHAPE,
+    "sft_path_infer": made("rollout.temperature", by=infer_sampling, note="model.model_config of that file samples"),
+    "grpo_with_grad": made(
+        "algo.clip_low", by=first_loss, note="the loss of models/grpo_models.py, as in configs/mindrlhf-grpo.yaml"
+    ),
+    "grpo_epochs": "algo.epochs_per_batch",
+    "epochs": "train.epochs",
+    "batch_size": here("algo.mini_batch_size", "completions of an update"),
+    "max_prompt_length": "data.max_length",
+    "max_decode_length": "rollout.max_tokens",
     "sft_path_train": made(
         "cluster.tensor_parallel_size", by=train_layout, note="model_parallel of that file; the rest is in model.path"
     ),
@@ -218,7 +268,8 @@ FLAGS: Table = {
     "load_sft_checkpoint_train actor_checkpoint_path": here("model.path", HF_ONLY),
     "load_sft_checkpoint_infer generate_checkpoint_path": SAMPLER,
     "load_ref_checkpoint ref_checkpoint_path": here("algo.reference", HF_ONLY + "; left out, the policy at the start"),
-    "use_parallel only_save_strategy save_strategy_dir": STRATEGY,
+    "use_parallel save_strategy_dir": STRATEGY,
+    "only_save_strategy": absent("posttrain plan shows the layout and trains nothing", "false"),
     "enable_compile_cache device_target parallel_mode full_batch enable_alltoall sink_size": MINDSPORE,
     "verifier_function reward_funcs": REWARD["verifier_function"],
     "verifier_weight reward_weights": REWARD["verifier_weight"],
@@ -239,7 +290,7 @@ OPTIMIZER: Table = {
     "beta2": "train.adam_beta2",
     "weight_decay": "train.weight_decay",
     "end_lr eta_min": ratio("train.min_lr_ratio", "lr", "start_lr", note="as a part of the peak"),
-    "decay_steps T_max": needless("the schedule lasts as long as the run"),
+    "decay_steps T_max": decay_end("sceduler_name"),
     "sceduler_name": chosen("train.lr_scheduler", {"cosine": "cosine", "linear": "linear", "constant": "constant"}),
     "opt_offload": if_true({"cluster.offload": ["optimizer"]}, note="optimizer"),
 }
@@ -305,6 +356,38 @@ MINDRLHF = Library(
                 "generate_config.sampling_config.min_p": "0.01",
                 "generate_config.sampling_config.max_tokens": "512",
                 "generate_config.sampling_config.repetition_penalty": "1.05",
+            },
+        ),
+    ),
+)
+
+ONE_STAGE = replace(  # grpo_one_stage.py of February 2025: flags, and the rest in configs/grpo_configs.py
+    MINDRLHF,
+    defaults=(
+        (
+            GROUPED,
+            {
+                "beta": "0.01",
+                "num_generations": "2",
+                "grpo_epochs": "2",
+                "epochs": "100",
+                "batch_size": "1",
+                "chunk_size": "1",
+                "num_rollouts": "8",
+                "sync_ref_model": "True",
+                "ref_model_sync_steps": "50",
+                "start_lr": "5e-7",
+                "end_lr": "1e-10",
+                "sceduler_name": "cosine",
+                "warmup_step": "10",
+                "decay_steps": "200000",
+                "beta1": "0.9",
+                "beta2": "0.95",
+                "weight_decay": "0.01",
+                "max_prompt_length": "512",
+                "max_decode_length": "512",
+                "grpo_with_grad": "GRPOTrainOneStepCell",
+                "reward_funcs": ["accuracy_reward", "format_reward"],
             },
         ),
     ),
