@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,6 +40,8 @@ class RewardsCheckArgs(RewardArgs, ToolArgs):
     """Score only this many lines of the file; 0: all."""
     map_keys: dict[str, str] = field(default_factory=dict)
     """Columns of the file for the names used here, as JSON: {"text": "answer"}."""
+    label_column: str = ""
+    """Column with the known quality of each completion, a number or true or false: agreement with it is measured."""
     full: bool = False
     """Print whole reasons instead of their last line."""
 
@@ -78,7 +81,7 @@ def list_verifiers(args: list[str]) -> int:
 
 
 def check_completions(args: list[str]) -> int:
-    """Score all completions of a file; returns 0 if no function failed, else 1."""
+    """Score all completions of a file; returns 0 if no function failed and no reward is biased, else 1."""
     options = read_tool(RewardsCheckArgs(), args)
     check_at_least(options, max_examples=0)
     if not all(isinstance(name, str) for name in options.map_keys.values()):
@@ -87,20 +90,27 @@ def check_completions(args: list[str]) -> int:
         )
     from rich.console import Console
 
-    from posttrain.rewards.base import Rewards
+    from posttrain.rewards.base import Rewards, group_by_prompt
 
     console = Console(highlight=False, soft_wrap=True)
     with Rewards(options.reward, **rewards_of(options), max_failure_rate=1.0) as rewards:  # failures are shown, too
+        rewards.measure_order()
         if rewards.models:
             raise UsageError(f"model:{rewards.models[0][1]}: use posttrain score for reward models; leave it out here")
         origins, completions = read_for_scoring(options.file, options.map_keys, options.max_examples)
         rewards.check(sorted(set.intersection(*(set(row.columns) for row in completions))))
+        labels = read_labels(completions, origins, options.label_column)
         verdicts: list[list[Verdict | None]] = []
         for start in range(0, len(completions), BATCH_SIZE):
             verdicts += rewards.score(completions[start : start + BATCH_SIZE])
+        groups = group_by_prompt(completions)
+        if rewards.has_open_verdicts:
+            rewards.compare(completions, groups, verdicts)
+            rewards.run_combiner(completions, verdicts)
         show_rows(rewards, origins, verdicts, options.full, console)
         show_summary(rewards, origins, verdicts, console)
-    return int(any(verdict is not None and verdict.value is None for row in verdicts for verdict in row))
+        trusted = show_trust(rewards, completions, labels, groups, verdicts, console)
+    return int(not trusted or any(verdict is not None and verdict.value is None for row in verdicts for verdict in row))
 
 
 def read_for_scoring(name: str, map_keys: Mapping[str, str], limit: int = 0) -> tuple[list[str], list[Completion]]:
@@ -190,3 +200,64 @@ def show_summary(
     sums = [total for row in verdicts if (total := combine(row, rewards.weights)) is not None]
     mean = f"{sum(sums) / len(sums):.4f}" if sums else "-"
     console.print(f"reward: mean {mean} over {len(sums)} of {len(verdicts)} completions", markup=False)
+
+
+def read_labels(completions: Sequence[Completion], origins: Sequence[str], column: str) -> list[float]:
+    """Return the known quality of each completion; [] if no column is given, a DataError for one without a number."""
+    labels: list[float] = []
+    for completion, origin in zip(completions, origins, strict=True) if column else ():
+        value = completion.columns.get(column)
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise DataError(f"{origin}: {column}: expected a number or true or false, found {value!r}")
+        labels.append(float(value))
+    return labels
+
+
+def show_trust(
+    rewards: Rewards,
+    completions: Sequence[Completion],
+    labels: Sequence[float],
+    groups: Sequence[int],
+    verdicts: Sequence[Sequence[Verdict | None]],
+    console: Console,
+) -> bool:
+    """Print agreement with the labels and what is known about judges; returns whether nothing speaks against them."""
+    from posttrain.rewards.agreement import concerns, measure, total_counts
+
+    lengths, trusted = [len(completion.text) for completion in completions], True
+    for index, spec in enumerate(rewards.specs):
+        column = [verdict for row in verdicts if (verdict := row[index]) is not None]
+        found = measure(labels, [verdict.value for verdict in column], lengths, groups) if labels else None
+        counts = total_counts(column)
+        if found is not None:
+            where = "of one prompt" if found.within_prompts else "of all prompts"
+            print_line(
+                console, f"{spec.name}: agrees with the labels in {found.agreeing:.1%} of {found.pairs} pairs {where}"
+            )
+            longer = f"{found.longer_preferred:.1%}; by the labels {found.longer_is_better:.1%} of them are better"
+            print_line(console, f"{spec.name}: prefers the longer completion in {longer}")
+        elif labels:
+            print_line(console, f"{spec.name}: no two labels of scored completions differ, so nothing can be compared")
+        if spec.kind == "judge":
+            for line in judge_lines(counts):
+                print_line(console, f"{spec.name}: {line}")
+        for concern in concerns(found, counts):
+            trusted = False
+            console.print(f"[red]{spec.name}: do not train with it: {concern}[/]")
+    return trusted
+
+
+def judge_lines(counts: Mapping[str, float]) -> Iterator[str]:
+    """Yield what a judge needed, and how its verdicts came out."""
+    numbers = {name: int(counts.get(name, 0)) for name in ("requests", "cached", "refused", "unreadable")}
+    yield ", ".join(f"{number} {name}" for name, number in numbers.items())
+    tokens = " + ".join(f"{int(counts.get(name, 0)):,}" for name in ("prompt_tokens", "completion_tokens"))
+    yield f"{tokens} tokens of prompts and verdicts, cost {counts.get('cost', 0.0):.4g}"
+    if swapped := counts.get("swapped", 0.0):
+        flips = f"{counts.get('flipped', 0.0) / swapped:.1%} of {swapped:.0f} verdicts flip when the order is swapped"
+        first = counts.get("first_preferred", 0.0) / (counts.get("decided") or 1.0)
+        yield f"{flips}; the first is preferred in {first:.1%}"
+
+
+def print_line(console: Console, line: str) -> None:
+    console.print(line, markup=False)

@@ -343,7 +343,7 @@ class RewardFunctionsConfig:
     main: ClassVar[str] = "functions"
 
     functions: tuple[str, ...] = ()
-    """Required. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, model:PATH or http://..."""
+    """Required. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."""
     weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1 each."""
     timeout_seconds: float = 10.0

@@ -196,7 +196,7 @@ class RewardArgs:
     title: ClassVar[str] = "reward"
 
     reward: tuple[str, ...] = required(())
-    """Required. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, model:PATH or http://..."""
+    """Required. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each reward; empty: 1 each."""
     timeout_seconds: float = 10.0

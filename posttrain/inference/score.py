@@ -20,7 +20,7 @@ from posttrain.core.progress import ProgressDisplay, time_left
 from posttrain.data.reading.examples import LabelledExample
 from posttrain.inference.completion_files import CompletionExample, jsonl, read_completions, write_rows
 from posttrain.models.paths import model_fingerprint, resolve_path
-from posttrain.rewards.base import Completion, Rewards, Verdict, combine
+from posttrain.rewards.base import Completion, Rewards, Verdict, combine, group_by_prompt
 from posttrain.train.reward_model import RewardModel, check_reward_model
 
 BATCH_SIZE = 256  # completions that are scored, and saved for a resume, together
@@ -146,7 +146,7 @@ def identity(config: Scoring, rewards: Rewards) -> str:
     for spec in rewards.specs:
         place = Path(spec.place)
         content = model_fingerprint(resolve_path(spec.place)) if spec.kind == "model" else ""
-        if spec.kind == "function" and place.is_file():
+        if spec.kind in ("function", "judge") and place.is_file():
             content = file_sha256(place)
         digest.update(f"{spec.text} {content}\n".encode())
     how = (config.map_keys, config.max_rows, asdict(config.model), asdict(config.data), BATCH_SIZE)
@@ -178,12 +178,16 @@ def score(
             examples = [reward_model_input(model, completion) for completion in chunk]
             for of_completion, verdict in zip(new, model.score(examples), strict=True):
                 of_completion[place] = verdict
-        if models:
+        if models and not rewards.comparing:
             rewards.run_combiner(inputs, new)
         verdicts += new
         if partial is not None:
             partial.add(new)
         report(len(verdicts))
+    if rewards.comparing:  # now that all completions of a prompt are there
+        inputs = [reward_input(completion) for completion in completions]
+        rewards.compare(inputs, group_by_prompt(inputs), verdicts)
+        rewards.run_combiner(inputs, verdicts)
     rewards.check_failures(verdicts)
     totals = [combine(of_completion, rewards.weights) for of_completion in verdicts]
     mean, deviation = statistics([total for total in totals if total is not None])
@@ -197,7 +201,10 @@ def score(
         if normalize:
             relative = None if total is None else (total - mean) / deviation if deviation else 0.0
             found = {"reward": relative, "raw_reward": total}
-        rows.append({**completion.row, **found, "rewards": parts, "failure": failure})
+        judged = [(n, v) for n, v in named_verdicts(rewards.names, of_completion) if n in rewards.judges]
+        explained = {name: {"reason": verdict.reason, "replies": verdict.replies} for name, verdict in judged}
+        more = {"verdicts": explained} if explained else {}
+        rows.append({**completion.row, **found, "rewards": parts, "failure": failure, **more})
     return Scored(rows, sum(total is None for total in totals), mean, deviation, faults)
 
 

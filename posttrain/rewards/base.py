@@ -19,13 +19,14 @@ from types import TracebackType
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.builtin import verifiers
+from posttrain.rewards.judge_server import JudgeServer
 from posttrain.rewards.pool import CHUNK, RewardPool, ScoringJob, TimeoutBudget
 from posttrain.rewards.specs import RewardLike, RewardSpec, parse_specs, reward_texts
-from posttrain.rewards.verdict import Completion, Verdict, combine
+from posttrain.rewards.verdict import Completion, Verdict, combine, group_by_prompt
 from posttrain.sandbox.process import ProcessLimits
 from posttrain.sandbox.supervisor import STOP_SECONDS
 
-__all__ = ["Completion", "Rewards", "Verdict", "combine"]
+__all__ = ["Completion", "Rewards", "Verdict", "combine", "group_by_prompt"]
 
 REWARDS = "rewards"  # parameter of a combining function: the values of all other rewards, by name
 SHOWN_FAILURES = 3  # different ones in a message
@@ -72,9 +73,15 @@ class Rewards:
                 )
             self.weights = [0.0] * (len(specs) - 1) + [1.0]
         self.max_failure_rate = max_failure_rate
+        for spec in self.specs:
+            key = spec.rubric.api_key_env if spec.rubric else ""
+            if key and key not in env:
+                raise UsageError(f"reward {spec.text}: the judge needs its key: pass it with reward.env {key}")
         token = ["POSTTRAIN_TOKEN"] if any(spec.kind == "remote" for spec in self.specs) else []
         limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=(*env, *token))
         self.limits = limits
+        self.recorded: dict[str, str] = {}  # replies of judges in an earlier run, by key: they are not asked again
+        self._servers: dict[str, JudgeServer] = {}  # of judges that are local models, by text of the reward
         self._pool = RewardPool(workers, limits, allow_unprotected_code)
 
     @property
@@ -97,6 +104,21 @@ class Rewards:
         """Index and path of each reward model; the trainer computes their scores."""
         return [(index, spec.place) for index, spec in enumerate(self.specs) if spec.kind == "model"]
 
+    @property
+    def judges(self) -> list[str]:
+        """Names of the rewards that are judges."""
+        return [spec.name for spec in self.specs if spec.kind == "judge"]
+
+    @property
+    def comparing(self) -> list[int]:
+        """Indices of the judges that compare completions of one prompt with each other."""
+        return [index for index, spec in enumerate(self.specs) if spec.rubric is not None and spec.rubric.compares]
+
+    @property
+    def has_open_verdicts(self) -> bool:
+        """Whether `score` leaves verdicts open: those of reward models and of judges that compare completions."""
+        return bool(self.models or self.comparing)
+
     def __enter__(self) -> Rewards:
         return self
 
@@ -106,11 +128,38 @@ class Rewards:
     def close(self) -> None:
         """End all child processes and their descendants."""
         self._pool.stop()
+        for server in self._servers.values():
+            server.stop()
+        self._servers.clear()
+
+    def measure_order(self) -> None:
+        """Let judges that compare completions ask in both orders, so that their verdicts show how much it matters."""
+        self.specs = [
+            replace(spec, rubric=replace(spec.rubric, swap=True)) if spec.rubric is not None else spec
+            for spec in self.specs
+        ]
+
+    def _serve_judges(self) -> None:
+        """Start a server for each judge that is a local model."""
+        for index, spec in enumerate(self.specs):
+            if spec.rubric is None or spec.rubric.base_url:
+                continue
+            server = JudgeServer(spec.rubric.model, spec.rubric.max_tokens)
+            self._servers[spec.text] = server
+            self.specs[index] = replace(spec, rubric=replace(spec.rubric, base_url=server.address))
+            worker = self._pool.judge(spec)
+            worker.token, worker.identity = server.token, server.identity
 
     def check(self, columns: Sequence[str] = ()) -> None:
         """Load all rewards; a UsageError if one cannot be loaded or needs a column that is not in `columns`."""
         known = verifiers()
+        self._serve_judges()
         for spec in self.specs:
+            if spec.rubric is not None and columns and spec.rubric.reference not in ("", *columns):
+                raise UsageError(
+                    f"reward {spec.text}: reference: {spec.rubric.reference} is not a column of the data; "
+                    f"the columns are {', '.join(columns)}"
+                )
             if spec.kind == "verifier":
                 known[spec.place].check(columns)
         self._pool.check([spec for spec in self.specs if spec.kind != "model" and not spec.combines], columns)
@@ -131,17 +180,33 @@ class Rewards:
     def score(
         self, completions: Sequence[Completion], budget: TimeoutBudget | None = None
     ) -> list[list[Verdict | None]]:
-        """Score completions: [completion][reward]; None for a reward model, after which `run_combiner` must be called.
+        """Score completions: [completion][reward]; None for a reward model and for a judge that compares completions.
+
+        If there are any of these (`has_open_verdicts`), `compare` and `run_combiner` must be called once all
+        completions of a prompt are there.
 
         `budget`: of the whole batch, if these are a part of it.
         """
         verdicts: list[list[Verdict | None]] = [[None] * len(self.specs) for _ in completions]
-        indices = [index for index, spec in enumerate(self.specs) if spec.kind != "model" and not spec.combines]
+        later = {*self.comparing, *(index for index, _ in self.models)}
+        indices = [index for index, spec in enumerate(self.specs) if index not in later and not spec.combines]
         budget = budget or self.timeout_budget(len(completions))
         self._run(indices, completions, verdicts, budget)
-        if not self.models:
+        if not self.has_open_verdicts:
             self.run_combiner(completions, verdicts, budget)
         return verdicts
+
+    def compare(
+        self,
+        completions: Sequence[Completion],
+        groups: Sequence[int],
+        verdicts: list[list[Verdict | None]],
+        budget: TimeoutBudget | None = None,
+    ) -> None:
+        """Fill in the verdicts of judges that compare completions: those with the same number in `groups`."""
+        if self.comparing:
+            budget = budget or self.timeout_budget(len(completions))
+            self._run(self.comparing, completions, verdicts, budget, groups)
 
     def run_combiner(
         self,
@@ -168,14 +233,17 @@ class Rewards:
         completions: Sequence[Completion],
         verdicts: list[list[Verdict | None]],
         budget: TimeoutBudget,
+        groups: Sequence[int] = (),
     ) -> None:
         """Score completions with the rewards of these indices; fills in their columns of `verdicts`."""
-        jobs = {
-            (index, start): ScoringJob(self.specs[index], completions[start : start + CHUNK])
-            for index in indices
-            for start in range(0, len(completions), CHUNK)
-        }
-        self._pool.run(list(jobs.values()), budget)
+        self._serve_judges()
+        jobs: dict[tuple[int, int], ScoringJob] = {}
+        for index in indices if completions else ():
+            spec = self.specs[index]
+            size = len(completions) if spec.kind == "judge" else CHUNK
+            for start in range(0, len(completions), size):
+                jobs[index, start] = ScoringJob(spec, completions[start : start + size], groups=groups)
+        self._pool.run(list(jobs.values()), budget, self.recorded)
         for (index, start), job in jobs.items():
             for offset, verdict in enumerate(job.verdicts):
                 assert verdict is not None

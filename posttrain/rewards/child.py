@@ -7,6 +7,7 @@ by one reply, in order.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ from typing import Any
 from posttrain.core.errors import UsageError
 from posttrain.rewards import signatures
 from posttrain.rewards.builtin import verifiers
+from posttrain.rewards.judge import Judge
 from posttrain.rewards.remote import RemoteError, RemoteTimeoutError, RewardService
+from posttrain.rewards.rubric import rubric_from
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import settings
 from posttrain.sandbox.callables import unpack_function
@@ -38,6 +41,7 @@ class RewardRequestLoop(RequestLoop):
     def __init__(self, requests: int, replies: int) -> None:
         super().__init__(requests, replies)
         self.rewards: dict[str, LoadedReward] = {}
+        self.judges: dict[str, Judge] = {}
         self.used = False  # has called a function, which may have kept memory
 
     def set_limits(self, request: dict[str, Any]) -> None:
@@ -46,6 +50,11 @@ class RewardRequestLoop(RequestLoop):
 
     def load(self, request: dict[str, Any]) -> Reply:
         spec, columns = request["spec"], request["columns"]
+        if spec["kind"] == "judge":
+            rubric = rubric_from(spec["rubric"])
+            token = request["token"] or os.environ.get(rubric.api_key_env, "")
+            self.judges[spec["text"]] = Judge(rubric, self.seconds * 0.9, token, request["identity"])
+            return {"batch": True}
         settings.allow_unprotected_code = request["allow_unprotected_code"]
         reward = self.rewards.get(spec["text"]) or load_reward(spec, self.seconds)
         missing = reward.adapted.missing(columns) if reward.adapted and columns else []
@@ -58,6 +67,9 @@ class RewardRequestLoop(RequestLoop):
         return {"batch": reward.batch}
 
     def serve(self, request: dict[str, Any]) -> None:
+        if request["spec"] in self.judges:
+            self._judge(self.judges[request["spec"]], request)
+            return
         reward = self.rewards[request["spec"]]
         completions = [Completion(**fields) for fields in request["completions"]]
         if reward.batch and len(completions) > 1 and not request["one_by_one"]:
@@ -75,6 +87,35 @@ class RewardRequestLoop(RequestLoop):
             if out_of_memory:
                 self.reply({"retire": True})  # the next completion gets a new process
                 return
+
+    def _judge(self, judge: Judge, request: dict[str, Any]) -> None:
+        """Score with a judge: signs of progress, then its replies and the result for each completion."""
+
+        def progress() -> None:
+            self.start_clock()
+            self.reply({"progress": True})  # restarts the parent's deadline
+
+        completions = [Completion(**fields) for fields in request["completions"]]
+        results = judge.score(
+            completions,
+            request["groups"],
+            recorded=request["recorded"],
+            timeouts=request["timeouts"],
+            progress=progress,
+        )
+        for index, result in enumerate(results):
+            for reply in result.replies:
+                self.reply({"judge_reply": reply})
+            self.reply(
+                {
+                    "index": index,
+                    "kind": result.kind,
+                    "value": result.value,
+                    "reason": result.reason[-REASON_LIMIT:],
+                    "seconds": result.seconds,
+                    "counts": result.counts,
+                }
+            )
 
     def _score_batch(self, reward: LoadedReward, completions: list[Completion]) -> list[Reply] | None:
         """Score all in one call; None if it failed, as calls with one completion may show which of them is at fault."""

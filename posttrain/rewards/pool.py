@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.specs import RewardSpec
@@ -18,6 +19,7 @@ from posttrain.rewards.verdict import Completion, Verdict
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
 
+JUDGE_MEMORY_GIB = 8.0
 CHUNK = 32  # completions per request: what a batch function receives in one call, for any number of workers
 FIELDS = tuple(field.name for field in dataclasses.fields(Completion))
 GIVEN_UP = Verdict(value=None, kind="error", reason="not scored: too many completions before it timed out")
@@ -54,6 +56,7 @@ class ScoringJob:
     end: int = 0
     one_by_one: bool = False
     batch_timed_out: bool = False
+    groups: Sequence[int] = ()  # for a judge: completions with the same number belong to one prompt
 
     def __post_init__(self) -> None:
         self.verdicts = self.verdicts or [None] * len(self.completions)
@@ -104,6 +107,7 @@ class RewardWorker:
     def __init__(self, limits: ProcessLimits, allow_unprotected_code: bool, slow: set[str], stop: StopFlag) -> None:
         """`slow`: rewards for which a whole batch takes longer than the deadline; shared by all workers."""
         self.allow_unprotected_code, self.slow, self.stop_flag = allow_unprotected_code, slow, stop
+        self.token = self.identity = ""  # of a judge that is a local model
         self.supervisor = ProcessSupervisor("posttrain.rewards.child", limits, stop)
 
     def load(self, spec: RewardSpec, columns: Sequence[str] = ()) -> bool:
@@ -112,12 +116,60 @@ class RewardWorker:
             "spec": dataclasses.asdict(spec),
             "columns": list(columns),
             "allow_unprotected_code": self.allow_unprotected_code,
+            "token": self.token,
+            "identity": self.identity,
         }
         reply = self.supervisor.load(f"reward {spec.text}", request, again=bool(columns))
         return bool(reply["batch"])
 
     def stop(self) -> None:
         self.supervisor.stop()
+
+    def run_judge(self, job: ScoringJob, recorded: Mapping[str, str], budget: TimeoutBudget) -> None:
+        """Score a whole job with a judge, which limits the time of each of its questions by itself.
+
+        If the process ends, the job is repeated once: verdicts that were given are in the judge's cache.
+        """
+        reason = ""
+        for _ in range(2):
+            if budget.is_spent:
+                job.verdicts[:] = [GIVEN_UP] * job.end
+                return
+            try:
+                self.load(job.spec)
+                for index, verdict in enumerate(self._judged(job, recorded, budget)):
+                    job.verdicts[index] = verdict
+                break
+            except UsageError as error:
+                reason = str(error)
+                break
+            except (ProcessTimeoutError, ProcessDiedError) as error:
+                self.stop()
+                reason = f"the judge's process failed: {error}"
+            if self.stop_flag.is_set():
+                return
+        failed = Verdict(value=None, kind="error", reason=reason)
+        job.verdicts[:] = [verdict or failed for verdict in job.verdicts]
+        for scored in job.verdicts:
+            if scored is not None and scored.kind == "timeout":
+                budget.spend()
+
+    def _judged(self, job: ScoringJob, recorded: Mapping[str, str], budget: TimeoutBudget) -> Iterator[Verdict]:
+        request = {
+            "spec": job.spec.text,
+            "completions": [{name: getattr(each, name) for name in FIELDS} for each in job.completions],
+            "groups": list(job.groups) or list(range(len(job.completions))),
+            "recorded": dict(recorded),
+            "timeouts": budget.timeouts,
+        }
+        replies: list[dict[str, Any]] = []
+        for reply in self.supervisor.ask(request):
+            if "judge_reply" in reply:
+                replies.append(reply["judge_reply"])
+            elif "index" in reply:
+                fields = {name: reply[name] for name in ("value", "kind", "reason", "seconds", "counts")}
+                yield Verdict(**fields, replies=replies)
+                replies = []
 
     def run(self, job: ScoringJob, budget: TimeoutBudget) -> int:
         """Score the completions of a job; after a timeout return the number of the first that is left, else its end.
@@ -187,29 +239,48 @@ class RewardWorker:
 
 
 class RewardPool:
-    """Several workers; their processes start when they are first needed."""
+    """Several workers; their processes start when they are first needed. Each judge has one of its own.
+
+    So a judge's limits of requests hold for all of them.
+    """
 
     def __init__(self, workers: int, limits: ProcessLimits, allow_unprotected_code: bool = False) -> None:
         self.slow: set[str] = set()
         self.stop_flag = StopFlag()
-        self.workers = [RewardWorker(limits, allow_unprotected_code, self.slow, self.stop_flag) for _ in range(workers)]
+        self.limits, self.allow_unprotected_code = limits, allow_unprotected_code
+        self.workers = [self._worker(limits) for _ in range(workers)]
+        self.judges: dict[str, RewardWorker] = {}
         self.lock = threading.Lock()
+
+    def _worker(self, limits: ProcessLimits) -> RewardWorker:
+        return RewardWorker(limits, self.allow_unprotected_code, self.slow, self.stop_flag)
+
+    def judge(self, spec: RewardSpec) -> RewardWorker:
+        """Return the worker of a judge; its threads reserve address space, so it may use more than functions."""
+        if spec.text not in self.judges:
+            limits = dataclasses.replace(self.limits, memory_gib=max(self.limits.memory_gib, JUDGE_MEMORY_GIB))
+            self.judges[spec.text] = self._worker(limits)
+        return self.judges[spec.text]
 
     def check(self, specs: Sequence[RewardSpec], columns: Sequence[str] = ()) -> None:
         """Raise a UsageError for the first reward that cannot be loaded."""
         with self.lock:
             for spec in specs:
+                worker = self.judge(spec) if spec.kind == "judge" else self.workers[0]
                 try:
-                    self.workers[0].load(spec, columns)
+                    worker.load(spec, columns)
                 except (ProcessDiedError, ProcessTimeoutError) as error:
                     raise UsageError(f"the process for reward functions did not start: {error}") from error
 
-    def run(self, jobs: Sequence[ScoringJob], budget: TimeoutBudget) -> None:
+    def run(self, jobs: Sequence[ScoringJob], budget: TimeoutBudget, recorded: Mapping[str, str] | None = None) -> None:
         """Run all jobs; when the budget is spent, the rest is given up.
 
         After a timeout all workers share what is left of the job. RunStoppedError if the run was asked to stop.
+        `recorded`: replies that judges gave before, by key.
         """
-        queue = JobQueue(jobs)
+        judged = [job for job in jobs if job.spec.kind == "judge"]
+        others = [job for job in jobs if job.spec.kind != "judge"]
+        queue = JobQueue(others)
         self.stop_flag.interrupted.clear()
 
         def drain(worker: RewardWorker) -> None:
@@ -221,25 +292,27 @@ class RewardPool:
                 queue.close()
                 raise
 
-        busy = self.workers if any(len(job.completions) > 1 for job in jobs) else self.workers[: len(jobs)]
+        busy = self.workers if any(len(job.completions) > 1 for job in others) else self.workers[: len(others)]
         with (
             self.lock,
-            ThreadPoolExecutor(len(busy) or 1, thread_name_prefix="rewards") as threads,
+            ThreadPoolExecutor(len(busy) + len(judged) or 1, thread_name_prefix="rewards") as threads,
             self.stop_flag.work(budget.stop_seconds),
         ):
             try:
-                for future in [threads.submit(drain, worker) for worker in busy]:
+                futures = [threads.submit(drain, worker) for worker in busy]
+                futures += [threads.submit(self.judge(j.spec).run_judge, j, recorded or {}, budget) for j in judged]
+                for future in futures:
                     future.result()
             except BaseException:
                 queue.close()
                 raise
         if any(verdict is None for job in jobs for verdict in job.verdicts):
             raise RunStoppedError("the run was asked to stop while rewards were being computed")
-        for job in jobs:
+        for job in others:
             hangs = any(verdict is not None and verdict.kind == "timeout" for verdict in job.verdicts)
             if job.batch_timed_out and not hangs:
                 self.slow.add(job.spec.text)  # no completion hangs, so the batch is only slow: do not try one again
 
     def stop(self) -> None:
-        for worker in self.workers:
+        for worker in (*self.workers, *self.judges.values()):
             worker.stop()

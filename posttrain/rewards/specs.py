@@ -1,4 +1,4 @@
-"""What `--reward` names: a verifier, a function, a service, or a reward model."""
+"""What `--reward` names: a verifier, a function, a service, a judge, or a reward model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.builtin import verifiers
+from posttrain.rewards.rubric import Rubric, read_rubric
 from posttrain.sandbox.callables import PackedFunction, file_of, pack_function
 from posttrain.sandbox.user_code import did_you_mean, parse_location
 
 COMBINE = "combine:"
+JUDGE = "judge:"
 IN_MEMORY = "in-memory:"  # a function of this process that no file contains
 
 RewardLike = str | Callable[..., Any]
@@ -27,11 +29,12 @@ class RewardSpec:
     """One reward as the user named it."""
 
     text: str
-    kind: Literal["verifier", "function", "remote", "model"]
+    kind: Literal["verifier", "function", "remote", "judge", "model"]
     name: str  # for metrics
-    place: str  # name of a verifier, absolute file or module of a function, address of a service, path of a model
+    place: str  # name of a verifier, file of a judge, absolute file or module of a function, address, path of a model
     function: str = ""
     packed: PackedFunction | None = None  # of a function that no file contains
+    rubric: Rubric | None = None  # of a judge
     combines: bool = False  # is called last, with the values of all other rewards, and replaces their sum
 
 
@@ -88,13 +91,16 @@ def parse_spec(text: str) -> RewardSpec:
         if not path:
             raise UsageError(f"reward {text!r}: give the reward model's directory, as in model:runs/reward")
         return RewardSpec(text=text, kind="model", name=f"model.{Path(path).name}", place=path)
+    if text.startswith(JUDGE):
+        return _judge(text)
     if ":" in text or text.endswith(".py"):
         return _function(text)
     known = verifiers()
     if text not in known:
         raise UsageError(
             f"there is no reward {text!r}.{did_you_mean(text, list(known))} The verifiers are {', '.join(known)}; "
-            "or give file.py:function, package.module:function, http://host:port/path or model:DIRECTORY."
+            "or give file.py:function, package.module:function, http://host:port/path, judge:RUBRIC.yaml or "
+            "model:DIRECTORY."
         )
     return RewardSpec(text=text, kind="verifier", name=text, place=text)
 
@@ -107,6 +113,15 @@ def _in_memory(text: str) -> RewardSpec:
             "the function again, or put it into a file and give file.py:function"
         )
     return RewardSpec(text=text, kind="function", name=name, place="", function=name, packed=_packed[name])
+
+
+def _judge(text: str) -> RewardSpec:
+    file = Path(text.removeprefix(JUDGE))
+    if not file.is_file():
+        raise UsageError(f"reward {text!r}: there is no file {file}; give a rubric, as in {JUDGE}rubric.yaml")
+    return RewardSpec(
+        text=text, kind="judge", name=f"judge.{file.stem}", place=str(file.absolute()), rubric=read_rubric(file)
+    )
 
 
 def _service(text: str) -> RewardSpec:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -27,6 +28,15 @@ class Verdict:
     kind: Literal["ok", "error", "timeout"]
     reason: str = ""  # how the value came about; the traceback of a failure
     seconds: float = 0.0
+    counts: dict[str, float] = field(default_factory=dict)  # of a judge: requests, tokens, cost, refusals ...
+    replies: list[dict[str, Any]] = field(default_factory=list)  # of a judge: what it replied, by key of the question
+
+
+def group_by_prompt(completions: Sequence[Completion]) -> list[int]:
+    """Number the prompts, and return the number of each completion's prompt."""
+    numbers: dict[str, int] = {}
+    keys = [json.dumps([each.prompt, each.messages], default=str) for each in completions]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def combine(verdicts: Sequence[Verdict | None], weights: Sequence[float]) -> float | None:

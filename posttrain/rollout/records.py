@@ -40,6 +40,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
     failure: str = ""  # why it could not be scored; it is then left out of training
     seconds: float = 0.0  # that its rewards took
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of judges: reason, counts, replies
     early_verdicts: list[Verdict | None] | None = None  # of rewards that ran while others were still being generated
     model_verdicts: dict[int, Verdict] = field(default_factory=dict)  # likewise, of reward models by their index
 
@@ -82,6 +83,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
     }
     if rollout.messages:
         row["messages"] = rollout.messages
+    if rollout.verdicts:
+        row["verdicts"] = rollout.verdicts
     return row
 
 
@@ -138,6 +141,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         rewards=row["rewards"],
         failure=row["failure"],
         seconds=row["seconds"],
+        verdicts=row.get("verdicts", {}),
     )
 
 

@@ -49,14 +49,17 @@ class RolloutScorer:
         scorable = [rollout for rollout in rollouts if not rollout.failure]
         remaining = [rollout for rollout in scorable if rollout.early_verdicts is None]
         budget = budget or self.rewards.timeout_budget(len(scorable))
+        self.rewards.recorded = recorded_replies(scorable)
         scored = iter(self.rewards.score(self.completions(remaining), budget))
         verdicts = [next(scored) if rollout.early_verdicts is None else rollout.early_verdicts for rollout in scorable]
         for index in self.models:
             self.score_by_model(index, scorable)
             for row, rollout in zip(verdicts, scorable, strict=True):
                 row[index] = rollout.model_verdicts.pop(index)
-        if self.models:
-            self.rewards.run_combiner(self.completions(scorable), verdicts, budget)
+        if self.rewards.has_open_verdicts:
+            completions = self.completions(scorable)
+            self.rewards.compare(completions, [rollout.sample.group for rollout in scorable], verdicts, budget)
+            self.rewards.run_combiner(completions, verdicts, budget)
         for rollout, row in zip(scorable, verdicts, strict=True):
             self.write(rollout, row)
         if training or self.statistics is None:
@@ -91,6 +94,11 @@ class RolloutScorer:
         rollout.rewards |= {name: verdict.value for name, verdict in named if verdict.value is not None}
         rollout.failure = "; ".join(f"{name}: {v.kind}: {v.reason}" for name, v in named if v.value is None)
         rollout.seconds = sum(verdict.seconds for verdict in known)
+        rollout.verdicts = {
+            name: {"reason": verdict.reason, "counts": verdict.counts, "replies": verdict.replies}
+            for name, verdict in named
+            if name in self.rewards.judges
+        }
         total = combine(known, self.weights)
         if total is None:
             return
@@ -142,6 +150,12 @@ class RolloutScorer:
             )
             for rollout in rollouts
         ]
+
+
+def recorded_replies(rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Return what judges replied about recorded rollouts, by the key of the question; a replay does not ask again."""
+    verdicts = [verdict for rollout in rollouts for verdict in rollout.verdicts.values()]
+    return {each["key"]: each["reply"] for verdict in verdicts for each in verdict["replies"] if each["reply"]}
 
 
 @dataclass(slots=True)

@@ -241,8 +241,9 @@ def samples_of(part: list[Rollout]) -> list[Sample]:
 
 
 def make_rewards(config: OnlineConfig) -> Rewards:
+    """Make the rewards; a judge that compares completions needs several of each prompt."""
     reward = config.reward
-    return Rewards(
+    rewards = Rewards(
         reward.functions,
         reward.weights,
         timeout_seconds=reward.timeout_seconds,
@@ -252,6 +253,16 @@ def make_rewards(config: OnlineConfig) -> Rewards:
         env=reward.env,
         allow_unprotected_code=reward.allow_unprotected_code,
     )
+    sections = [("rollout", config.rollout.samples_per_prompt)]
+    sections += [("eval", config.eval.samples_per_prompt)] if config.data.eval else []
+    for section, samples in sections:
+        if rewards.comparing and samples < 2:
+            judge = rewards.specs[rewards.comparing[0]].text
+            raise UsageError(
+                f"{section}.samples_per_prompt is {samples}, but {judge} compares completions of one prompt: set "
+                f"{section}.samples_per_prompt to 2 or more, or use mode: pointwise"
+            )
+    return rewards
 
 
 def make_environments(config: OnlineConfig) -> Environments | None:

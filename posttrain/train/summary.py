@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,7 +51,20 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
         # A part that a completion does not have, such as the penalty of an overlong one, is 0 in its sum.
         metrics[f"rewards/{name}"] = float(np.mean([rollout.rewards.get(name, 0.0) for rollout in scored]))
-    return metrics
+    return metrics | judge_metrics(rollouts)
+
+
+def judge_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns sums of what judges needed, and the share of verdicts that changed with the order of completions."""
+    sums: dict[str, float] = {}
+    for name, verdict in ((name, verdict) for rollout in rollouts for name, verdict in rollout.verdicts.items()):
+        for key, number in verdict["counts"].items():
+            sums[f"{name}/{key}"] = sums.get(f"{name}/{key}", 0.0) + number
+    for name in [key.removesuffix("/swapped") for key in sums if key.endswith("/swapped")]:
+        sums[f"{name}/flip_rate"] = sums.pop(f"{name}/flipped", 0.0) / sums.pop(f"{name}/swapped")
+        decided, first = sums.pop(f"{name}/decided", 0.0), sums.pop(f"{name}/first_preferred", 0.0)
+        sums[f"{name}/first_rate"] = first / decided if decided else 0.5
+    return sums
 
 
 def mixed_versions(samples: list[Sample]) -> float:

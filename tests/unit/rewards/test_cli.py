@@ -9,6 +9,7 @@ import pytest
 from posttrain.cli.rewards import completion_for_scoring, run
 from posttrain.core.errors import DataError, UsageError
 from posttrain.rewards.builtin import verifiers
+from tests.unit.rewards.judging import judging, write_rubric
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,3 +78,70 @@ def test_list_names_all(capsys):
     assert run(["list"]) == 0 and run([]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in verifiers()) and "check" in out
+
+
+def labelled(folder, count=8):
+    """Pairs of completions; by the labels the longer one is better as often as the shorter one."""
+    rows = []
+    for number in range(count):
+        good, bad = f"q9 number {number}", f"q2 number {number}"
+        longer = " and more words" * 3
+        good, bad = (good + longer, bad) if number % 2 else (good, bad + longer)
+        for text, label in ((good, True), (bad, False)) if number % 3 else ((bad, False), (good, True)):
+            rows.append({"question": f"question {number}", "text": text, "good": label})
+    file = folder / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "pairwise", "ranking"])
+def test_a_fair_judge_passes_the_check(tmp_path, capsys, mode):
+    file = labelled(tmp_path)
+    with judging() as server:
+        reward = write_rubric(tmp_path, server, "fair", mode, swap=False)
+        assert run(["check", str(file), "--reward", reward, "--label_column", "good", "--max_examples", "16"]) == 0
+    out = capsys.readouterr().out
+    assert f"judge.fair_{mode}: agrees with the labels in 100.0% of 8 pairs of one prompt" in out
+    assert "prefers the longer completion in 50.0%; by the labels 50.0% of them are better" in out
+    assert "16 requests, 0 cached" in out  # of each completion, or of each pair in both orders
+    assert ("0.0% of 8 verdicts flip" in out) == (mode != "pointwise")
+    assert "do not train" not in out
+
+
+@pytest.mark.parametrize(
+    ("style", "mode", "caught"),
+    [
+        ("first", "pairwise", "100% of its verdicts depend on the order: it prefers the first completion"),
+        ("first", "ranking", "100% of its verdicts depend on the order: it prefers the first completion"),
+        ("longer", "pointwise", "it prefers the longer completion in 100% of the pairs"),
+        ("longer", "pairwise", "it prefers the longer completion in 100% of the pairs"),
+        ("longer", "ranking", "it prefers the longer completion in 100% of the pairs"),
+    ],
+)
+def test_a_biased_judge_is_caught(tmp_path, capsys, style, mode, caught):
+    file = labelled(tmp_path, 12)
+    with judging() as server:
+        reward = write_rubric(tmp_path, server, style, mode, scale=[1, 100], swap=False)
+        assert run(["check", str(file), "--reward", reward, "--label_column", "good"]) == 1
+    out = capsys.readouterr().out
+    assert f"judge.{style}_{mode}: do not train with it: {caught}" in out
+    assert f"judge.{style}_{mode}: do not train with it: it agrees with the labels in 50% of the pairs only" in out
+
+
+def test_refusals_and_unreadable_verdicts_are_counted(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    texts = ["q9", "refuse", "garbage", "q1"]
+    file.write_text("".join(json.dumps({"question": "p", "text": text, "good": 1}) + "\n" for text in texts))
+    with judging() as server:
+        assert run(["check", str(file), "--reward", write_rubric(tmp_path, server), "--label_column", "good"]) == 1
+    out = capsys.readouterr().out
+    assert "5 requests, 0 cached, 1 refused, 2 unreadable" in out  # garbage is asked twice
+    assert "500 + 50 tokens of prompts and verdicts" in out
+    assert "no two labels of scored completions differ" in out
+
+
+def test_labels_must_be_numbers(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "p", "answer": "4", "text": "4", "good": "yes"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:1: good: expected a number or true or false, found 'yes'"):
+        run(["check", str(file), "--reward", "gsm8k", "--label_column", "good"])
