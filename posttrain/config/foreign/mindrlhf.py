@@ -246,7 +246,7 @@ GRPO: Table = {
 FLAGS: Table = {
     "config": needless("a file comes first: posttrain grpo FILE.yaml"),
     "sft_model_path": SHAPE,
-    "sft_path_infer": made("rollout.temperature", by=infer_sampling, note="model.model_config of that file samples"),
+    "sft_path_infer": made("rollout.temperature", by=infer_sampling, note="as the model_config of that file samples"),
     "grpo_with_grad": made(
         "algo.clip_low", by=first_loss, note="the loss of models/grpo_models.py, as in configs/mindrlhf-grpo.yaml"
     ),
