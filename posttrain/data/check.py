@@ -93,7 +93,11 @@ def check_source(
             for bad in [*(bad for bad in start if isinstance(bad, BadRecord)), *([unreadable] if unreadable else [])]:
                 report.add_problem(bad)
         else:
-            _Checker(report, make_encoder(report.kind), limit, full, on_parsed).check(chain(start, records), progress)
+            checker = _Checker(report, make_encoder(report.kind), limit, full, on_parsed)
+            try:
+                checker.check(chain(start, records), progress)
+            finally:  # columns that the first record has not are known now
+                report.descriptions = _grouped(descriptions | {report.kind: checker.source.description})
     except DataError as error:  # the file is damaged, and nothing after this position can be read
         report.bad += 1
         report.problems = [*report.problems[: PROBLEMS_LISTED - 1], str(error)]
@@ -171,12 +175,13 @@ class _Checker:
             encoder.placeholder,
         )
         self.seen: set[bytes] = set()
+        self.source = source_format(encoder)
 
     def check(self, records: Iterable[Record | BadRecord], progress: Callable[[int], None] | None) -> None:
-        report, source = self.report, source_format(self.encoder)
+        report = self.report
         for chunk in chunks(records):
             picked = []
-            parsed = parse_records(chunk, source, report.add_problem)
+            parsed = parse_records(chunk, self.source, report.add_problem)
             if self.on_parsed is not None:
                 self.on_parsed(parsed)
             for at, (record, examples) in enumerate(parsed, start=report.examples):

@@ -13,9 +13,10 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.rewards.builtin import verifiers
@@ -165,6 +166,14 @@ class Rewards:
         self._pool.check([spec for spec in self.specs if spec.kind != "model" and not spec.combines], columns)
         if self.combiner is not None:
             self._pool.check([self.combiner], [*columns, REWARDS] if columns else ())
+
+    def check_examples(self, examples: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+        """Raise a DataError if a verifier has nothing to compare with in an example, given by columns and origin."""
+        known = verifiers()
+        used = [known[spec.place] for spec in self.specs if spec.kind == "verifier"]
+        for columns, origin in examples:
+            for verifier in used:
+                verifier.check_example(columns, origin)
 
     def timeout_budget(self, completions: int, *, stop_seconds: float = STOP_SECONDS) -> TimeoutBudget:
         """Return the budget of timeouts that all calls of `score` for one batch of `completions` completions share.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from posttrain.core.errors import UsageError
+from posttrain.core.errors import DataError, UsageError
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of
 from posttrain.rewards.verdict import Completion
 
 ScoreFunction = Callable[[Completion], tuple[float, str]]
@@ -50,6 +53,47 @@ class Verifier:
         if self.needs and importlib.util.find_spec(self.needs) is None:
             raise UsageError(f"reward {self.name} needs {self.needs}: pip install 'posttrain[{self.extra}]'")
 
+    def check_example(self, columns: Mapping[str, Any], origin: str) -> None:
+        """Raise a DataError if none of the columns that it compares with has a value in this example."""
+        if self.columns and not any(_has_value(columns.get(name)) for name in self.columns):
+            there = ", ".join(name for name in self.columns if name in columns)
+            empty = f"the ground truth in {there} is empty" if there else "the example has no ground truth"
+            raise DataError(
+                f"{origin}: {empty}, and reward {self.name} compares completions with it: remove the example, or name "
+                f'another column with data.map_keys, for example {{"{self.columns[0]}": "COLUMN"}}'
+            )
+
+
+def _has_value(value: Any) -> bool:
+    """Whether a cell is not null, blank, NaN or empty; of verl's reward_model the ground truth in it counts."""
+    if isinstance(value, dict) and "ground_truth" in value:
+        value = value["ground_truth"]
+    if isinstance(value, str):
+        return bool(value.strip())
+    return value is not None and value == value and value not in ([], {})
+
+
+def _any_truth(score: ScoreFunction) -> ScoreFunction:
+    """Return the function with the best value for any of several ground truths, if these are a list."""
+
+    @functools.wraps(score)
+    def best(completion: Completion) -> tuple[float, str]:
+        truths = ground_truth_of(completion.columns)
+        if not isinstance(truths, list):
+            return score(completion)
+        found: list[tuple[float, str]] = []
+        unusable: Exception = LookupError("the ground truth is an empty list")
+        for truth in truths:
+            try:
+                found.append(score(replace(completion, columns={**completion.columns, "ground_truth": truth})))
+            except (ValueError, LookupError) as error:  # one that this verifier cannot read, a word for instance
+                unusable = error
+        if not found:
+            raise unusable
+        return max(found, key=lambda verdict: verdict[0])
+
+    return best
+
 
 _VERIFIERS: dict[str, Verifier] = {}
 
@@ -65,7 +109,8 @@ def verifier(
 
     def register(score: ScoreFunction) -> ScoreFunction:
         assert name not in _VERIFIERS, name
-        _VERIFIERS[name] = Verifier(name, score, needs, extra, prepare, columns)
+        compares = _any_truth(score) if columns == TRUTH_SOURCES else score
+        _VERIFIERS[name] = Verifier(name, compares, needs, extra, prepare, columns)
         return score
 
     return register

@@ -20,6 +20,7 @@ from posttrain.checkpoints import checkpoint
 from posttrain.config.sections import Config
 from posttrain.core.errors import CheckpointError, DataError, UsageError
 from posttrain.core.files import atomic_write
+from posttrain.data.reading.arrow_files import without_null_fields
 from posttrain.models.saving import save_model
 from posttrain.train.callbacks import Callback, MetricFunctions
 from posttrain.train.run_directory import RunDirectory
@@ -112,11 +113,13 @@ def changed_error(folder: RunDirectory, what: str) -> CheckpointError:
 
 def as_json_lines(rows: Rows) -> Iterator[str]:
     """Yield examples as lines of JSON; numpy values and dates become plain ones."""
+    is_table = hasattr(rows, "features")  # datasets.Dataset
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UsageError(f"data: example {number} is a {type(row).__name__}; it must be a dict")
         try:
-            yield json.dumps(dict(row), ensure_ascii=False, default=plain_value) + "\n"
+            values = without_null_fields(dict(row)) if is_table else dict(row)
+            yield json.dumps(values, ensure_ascii=False, default=plain_value) + "\n"
         except (TypeError, ValueError) as error:
             raise DataError(f"data: example {number} cannot be written as JSON: {error}") from error
 

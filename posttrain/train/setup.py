@@ -89,6 +89,8 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             if child_processes is not None:
                 child_processes.stop_when(lambda: run.signals.received is not None)
         rewards.check(sorted(run.data.train.prompts[0][0].columns))  # the data's columns are known now
+        for data in (run.data.train, run.data.eval):
+            rewards.check_examples((row[0].columns, row[0].origin) for row in (data.prompts if data else ()))
         objective = make_objective(run, algorithm)
 
         models = ModelLoader(run, algorithm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,6 +33,14 @@ from posttrain.data.reading.examples import (
 
 MAX_CHARACTERS = 2**23  # per sequence; tokenizers need more than a hundred bytes for each
 MAX_MESSAGES = 4096  # per conversation; the time to find the mask is quadratic in it
+APPLIED_TEMPLATE = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(?:"
+    r"(?P<chatml><\|im_start\|>)(?:system|user)\b.*<\|im_end\|>|(?P<llama2>\[INST\]).*\[/INST\]|"
+    r"(?P<llama3><\|start_header_id\|>).*<\|eot_id\|>|(?P<gemma><start_of_turn>).*<end_of_turn>|"
+    r"(?P<zephyr><\|(?:user|system)\|>).*<\|assistant\|>)",
+    re.DOTALL,
+)
+"""Matches a prompt to which the chat template of a well-known model was applied."""
 
 
 @dataclass(slots=True)
@@ -95,6 +104,8 @@ class Encoder:
     def prompts(self, examples: Sequence[PromptExample]) -> list[Prompt | None]:
         """Encode prompts; None for one that is dropped for its length."""
         segments = [self.chat.prompt(e.prompt, e.plain, e.origin, e.tools) for e in examples]
+        for example, of_example in zip(examples, segments, strict=True):
+            self._refuse_applied_template(example.prompt, of_example, example.origin)
         encoded = self.tokens.encode(segments)
         return [
             self.prompt(example, np.array([token for of_segment in ids for token in of_segment], dtype=np.int64))
@@ -152,7 +163,20 @@ class Encoder:
         messages = prompt + completion
         if len(messages) > MAX_MESSAGES:
             raise DataError(f"{origin}: {len(messages):,} messages; a conversation may have at most {MAX_MESSAGES:,}")
-        return self.chat.segments(messages, len(prompt), plain, origin, tools)
+        segments = self.chat.segments(messages, len(prompt), plain, origin, tools)
+        self._refuse_applied_template(messages, segments, origin)
+        return segments
+
+    def _refuse_applied_template(self, messages: list[Message], segments: list[Segment], origin: str) -> None:
+        """Raise a DataError if a template was applied twice; one that writes the text alone may be used."""
+        first = next((message["content"] for message in messages if message["role"] != "system"), "")
+        applied = None if self.chat.is_plain else APPLIED_TEMPLATE.match(first)
+        if applied and not segments[0].text.startswith(first):
+            mark = next(text for text in applied.groups() if text)
+            raise DataError(
+                f"{origin}: the prompt begins with {mark}: a chat template was applied to it before, and would be "
+                'applied again; take the messages out of the text with data.map_keys {"function": "FILE.py:FUNCTION"}'
+            )
 
     def _cut_off(self, example: LabelledExample) -> list[Segment]:
         """Return the prompt and the completion without an end-of-turn: the tokens of a generation that was cut off."""
@@ -236,6 +260,11 @@ class Encoder:
             raise DataError(
                 f"{example.origin}: algo.use_margin is set, but this example has no margin: expected a column margin, "
                 f"or two columns such as {pairs}"
+            )
+        if self.needs_margin and example.margin is not None and example.margin < 0:
+            raise DataError(
+                f"{example.origin}: the margin is {example.margin:g}: by its scores the rejected completion is better. "
+                "Exchange both, or remove the example"
             )
         return example.margin or 0.0
 

@@ -15,6 +15,7 @@ from posttrain.data.reading.records import BLOCK, BadRecord, Record, Records
 
 ROWS_AT_ONCE = 1024  # rows converted to Python objects at a time, at most
 BYTES_AT_ONCE = 16 * BLOCK
+TOOL_KEYS = ("tools", "tool_calls", "function_call")
 
 
 def read_parquet(file: Path, stream: BufferedIOBase) -> Records:
@@ -83,7 +84,20 @@ def _read_rows(pyarrow: Any, batch: Any) -> Iterator[dict[str, Any] | str]:
         for index in range(batch.num_rows):
             yield from _read_rows(pyarrow, batch.slice(index, 1))
         return
-    yield from values
+    has_tools = any(key in str(batch.schema) for key in TOOL_KEYS)
+    yield from map(without_null_fields, values) if has_tools else values
+
+
+def without_null_fields(value: Any, inside: bool = False) -> Any:
+    """Return a row without the null fields in definitions and calls of tools.
+
+    All structures of a column have the same fields in Arrow: a call that lacks one of another call has a null there,
+    and would be trained on with it.
+    """
+    if isinstance(value, dict):
+        fields = {name: without_null_fields(item, inside or name in TOOL_KEYS) for name, item in value.items()}
+        return {name: item for name, item in fields.items() if item is not None} if inside else fields
+    return [without_null_fields(item, inside) for item in value] if isinstance(value, list) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,8 @@ ROLES = {
     "function": "tool",
     "function_response": "tool",
 }
-LABELS = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "+": 1.0, "-": 0.0}
+GOOD, BAD = ("true", "1", "+", "good", "desirable", "chosen"), ("false", "0", "-", "bad", "undesirable", "rejected")
+LABELS = dict.fromkeys(GOOD, 1.0) | dict.fromkeys(BAD, 0.0)
 SCORE_PAIRS = (
     ("chosen_score", "rejected_score"),
     ("score_chosen", "score_rejected"),
@@ -48,6 +49,13 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which a message may have its reasoning, apart from its content."""
 TRAIN_KEYS = ("weight", "train", "loss_weight", "loss")
 """Keys that say whether a message is trained on: OpenAI, axolotl, LLaMA-Factory, AgentInstruct and ms-swift."""
+WEIGHT_COLUMNS = ("weight", "loss_weight", "sample_weight")
+"""Columns with the weight of a whole example."""
+MESSAGE_KEYS = {
+    *("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call", "train_detail"),
+    *(*REASONING, *TRAIN_KEYS),
+}
+"""Keys of a message that are read."""
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """A column with values for the chat template (smoltalk2, TRL)."""
 CONTEXT_COLUMNS = ("context", "passage", "article")
@@ -80,7 +88,10 @@ def text_of(record: Record, column: str, value: Any) -> str:
     if value is None:
         raise cell_error(record, column, "null")
     if not isinstance(value, str):
-        raise cell_error(record, column, f"expected text, found {type(value).__name__}")
+        found = str(value) if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+        first = isinstance(value, list) and bool(value) and column in record.values
+        take = f'; to take its first item: data.map_keys {{"{column}": "{column}.0"}}' if first else ""
+        raise cell_error(record, column, f"expected text, found {found}{take}")
     return value
 
 
@@ -123,8 +134,9 @@ def number_of(record: Record, column: str) -> float:
 
 
 def number_as_text(value: Any) -> Any:
-    """Return a number as text, as it would be in a csv file; other values unchanged."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    """Return a number as text, as it would be in a csv file; other values, and NaN, unchanged."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return str(value) if is_number else value
 
 
 def object_of(record: Record, column: str, value: Any) -> dict[str, Any]:
@@ -160,12 +172,13 @@ def label_of(record: Record, column: str, value: Any, soft: bool = False) -> flo
     """Return 1 for good and 0 for bad; `soft` also allows probabilities."""
     if value is None:
         raise cell_error(record, column, "null")
-    if isinstance(value, str) and value.lower() in LABELS:
-        return LABELS[value.lower()]
+    if isinstance(value, str) and value.strip().lower() in LABELS:
+        return LABELS[value.strip().lower()]
     if isinstance(value, int | float) and (value in (0, 1) or (soft and 0 <= value <= 1)):
         return float(value)
-    wanted = 'true/false, 0/1, "+"/"-" or a number from 0 to 1' if soft else "true/false or 0/1"
-    raise cell_error(record, column, f"expected {wanted}, found {value!r}")
+    wanted = 'true/false, 0/1, "+"/"-" or a number from 0 to 1' if soft else "true/false, 0/1 or good/bad"
+    convert = 'convert it with a function, data.map_keys {"function": "FILE.py:FUNCTION"}'
+    raise cell_error(record, column, f"expected {wanted}, found {value!r}; {convert}")
 
 
 def margin_of(record: Record) -> float | None:
@@ -183,8 +196,8 @@ def margin_of(record: Record) -> float | None:
 
 def messages_of(record: Record, column: str, allow_tools: bool = False) -> list[Message]:
     """Return a cell, which must be a list of messages."""
-    if record.values.get("tools") and not allow_tools:
-        raise cell_error(record, "tools", "this format does not support tool definitions; write them into the text")
+    if not allow_tools:
+        refuse_tools(record)
     return [message_of(record, f"{column}[{index}]", value) for index, value in enumerate(list_of(record, column))]
 
 
@@ -192,14 +205,19 @@ def message_of(record: Record, column: str, value: Any) -> Message:
     """Read a message with the keys role and content, or from and value."""
     if not isinstance(value, dict):
         raise cell_error(record, column, f"expected a message with role and content, found {type(value).__name__}")
-    role_key, content_key = ("from", "value") if "from" in value else ("role", "content")
+    role_key, content_key = ("role", "content") if value.get("from") is None else ("from", "value")
+    value = _with_tool_calls(record, column, value)
     calls = value.get("tool_calls")
     for key in (role_key, content_key):
         if key not in value and not (calls and key == content_key):
             raise cell_error(record, column, f"the message has no {key!r}; its keys are {', '.join(map(str, value))}")
-    role = text_of(record, f"{column}.{role_key}", value[role_key])
+    role = text_of(record, f"{column}.{role_key}", value[role_key]).lower()
     if role not in ROLES:
-        raise cell_error(record, f"{column}.{role_key}", f"unknown role {role!r}; known are {', '.join(ROLES)}")
+        tags = json.dumps({"role_tag": role_key, "content_tag": content_key, "assistant_tag": value[role_key]})
+        fix = f'if it is the assistant\'s, data.map_keys {{"tags": {tags}}}; likewise user_tag, system_tag'
+        raise cell_error(
+            record, f"{column}.{role_key}", f"unknown role {value[role_key]!r}; known are {', '.join(ROLES)}; {fix}"
+        )
     value, content = _typed_parts(record, f"{column}.{content_key}", value, value.get(content_key))
     calls = value.get("tool_calls")
     if not isinstance(content, str):
@@ -222,11 +240,21 @@ def message_of(record: Record, column: str, value: Any) -> Message:
         message |= {key: value[key] for key in ("name", "tool_call_id") if isinstance(value.get(key), str)}
         if result := TOOL_RESPONSE.match(content):  # the template writes the tags
             message["content"] = result[1]
-    if reasoning := _reasoning_of(record, column, value):
+    if reasoning := _reasoning_of(record, column, value, message["role"]):
         message["reasoning_content"] = reasoning
     if not _is_trained(record, column, value, message["role"]):
         message["train"] = False
     return message
+
+
+def _with_tool_calls(record: Record, column: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with OpenAI's earlier key `function_call` as a tool call."""
+    call = message.get("function_call")
+    if not call:
+        return message
+    if message.get("tool_calls"):
+        raise cell_error(record, column, "has both function_call and tool_calls; keep one of them")
+    return {**message, "tool_calls": [call]}
 
 
 def _typed_parts(record: Record, column: str, message: dict[str, Any], content: Any) -> tuple[dict[str, Any], Any]:
@@ -247,11 +275,11 @@ def _typed_parts(record: Record, column: str, message: dict[str, Any], content: 
     return {**message, **further}, kept
 
 
-def _reasoning_of(record: Record, column: str, value: dict[str, Any]) -> str:
+def _reasoning_of(record: Record, column: str, value: dict[str, Any], role: str) -> str:
     """Return the reasoning of a message, which is separate from its content, or ""."""
     found = {key: value[key] for key in REASONING if value.get(key)}
     for key, text in found.items():
-        if ROLES.get(str(value.get("role", value.get("from")))) != "assistant":
+        if role != "assistant":
             raise cell_error(record, f"{column}.{key}", "only messages of the assistant can have reasoning")
         text_of(record, f"{column}.{key}", text)
     if len(set(found.values())) > 1:
@@ -297,11 +325,26 @@ def refuse_template_options(record: Record) -> None:
         raise cell_error(record, TEMPLATE_OPTIONS, f"{reason}, or {remove}")
 
 
-def refuse_unused_context(record: Record, used: Collection[str]) -> None:
-    """Raise a DataError if a text that the question is about would be left out of the prompt."""
+def refuse_weight(record: Record) -> None:
+    """Raise a DataError if the whole example has a weight, which would have no effect."""
+    for column in WEIGHT_COLUMNS:
+        value = record.values.get(column)
+        if value is not None and number_of(record, column) != 1:
+            remove = f'leave such examples out, or remove the column with data.map_keys {{"{column}": ""}}'
+            raise cell_error(record, column, f"is {value!r}: examples cannot be weighted; {remove}")
+
+
+def refuse_tools(record: Record) -> None:
+    """Raise a DataError if tools are defined for a format that cannot give them to the chat template."""
+    if record.values.get("tools"):
+        raise cell_error(record, "tools", "this format does not support tool definitions; write them into the text")
+
+
+def refuse_unused_context(record: Record, used: Collection[str], question: str) -> None:
+    """Raise a DataError if a text that the column `question` is about would be left out of the prompt."""
     for column in CONTEXT_COLUMNS:
         if column not in used and isinstance(record.values.get(column), str) and record.values[column].strip():
-            join = f'{{"prompt": "{{{column}}}\\n\\n{{QUESTION}}"}}'
+            join = f'{{"{question}": "{{{column}}}\\n\\n{{{question}}}"}}'
             reason = f"would not be part of the prompt; join it with the question by data.map_keys {join}"
             raise cell_error(record, column, f'{reason}, or remove it with {{"{column}": ""}}')
 
@@ -446,7 +489,8 @@ def completion_of(record: Record, column: str, prompt: list[Message]) -> list[Me
     if without_train_key(messages[: len(beginning)]) == beginning:
         messages = messages[len(beginning) :]
     if not messages or messages[0]["role"] != "assistant":
-        raise cell_error(record, column, "expected the assistant's message after the prompt")
+        whole = 'if it is a whole conversation, remove the prompt with data.map_keys {"prompt": ""}'
+        raise cell_error(record, column, f"expected the assistant's message after the prompt; {whole}")
     check_assistant_messages(record, column, messages)
     if any("train" in message for message in messages):
         raise cell_error(record, column, "a completion is trained on whole: its messages cannot be excluded one by one")

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import DataError, UsageError
@@ -35,7 +36,7 @@ IN_BRACES = re.compile(r"\{([^{}\s][^{}]*)\}")
 NUMBERS = ("margin", "label", "labels", "value", "score")  # columns that are not text; numbers stay numbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeyMap:
     """Maps our column names to those of a file, and the keys and roles of messages."""
 
@@ -65,6 +66,12 @@ class KeyMap:
                 raise UsageError(f"data.map_keys: {key}: expected a column name, found {value!r}")
         location = mapping.pop(FUNCTION) if ".py:" in mapping.get(FUNCTION, "") else ""
         return cls(mapping, tags, _load_function(location) if location else None)
+
+    @cached_property
+    def read_inside(self) -> set[str]:
+        """The columns of the file of which a part is read, or which are part of a text."""
+        paths = [path for their in self.columns.values() for path in (their, *IN_BRACES.findall(their))]
+        return {path.split(".")[0] for path in paths}
 
     @property
     def changes_columns(self) -> bool:

@@ -72,6 +72,8 @@ def read_csv(file: Path, stream: BufferedIOBase) -> Records:
 
 def _parse_header(fields: list[str], origin: str) -> list[str]:
     header = [name.strip() for name in fields]
+    if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), "")):
+        raise DataError(f"{origin}: the columns are separated by {other!r}; write the file with commas")
     if len(set(header)) < len(header):
         raise DataError(f"{origin}: two columns have the same name: {', '.join(header)}")
     return header

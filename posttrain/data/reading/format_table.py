@@ -9,19 +9,21 @@ from typing import Any
 
 from posttrain.core.types import ExampleKind
 from posttrain.data.reading import parsers, public_chats, public_preferences
-from posttrain.data.reading.cells import CONTEXT_COLUMNS, SCORE_PAIRS, SYSTEM_COLUMNS
+from posttrain.data.reading.cells import CONTEXT_COLUMNS, MESSAGE_KEYS, SCORE_PAIRS, SYSTEM_COLUMNS
 from posttrain.data.reading.examples import Example
 from posttrain.data.reading.records import Record
 
 SENTENCE_WORDS = 3
 UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]")
 UNSPACED_WORDS = 3  # characters that a name may have
+ITEMS_SEARCHED = 64  # of a list, when text is looked for in it
 MARGIN_COLUMNS = ("margin", *(column for pair in SCORE_PAIRS for column in pair))
-ALPACA_COLUMNS = ("input", "history", "system")
+ALPACA_COLUMNS = ("input", "history")
 COMPLETION_COLUMNS = ("completion", "completions", "response", "chosen", "rejected", "label")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns with a whole conversation, beside which a question and its answer are only copies."""
 QUESTION_EXCLUDED = ("label", "labels", "prompt", *CONVERSATIONS)
+QUESTION_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 PROMPT_COLUMNS = ("prompt", "instruction", "conversations", "messages", "question", "problem", "input")
 
 
@@ -39,6 +41,7 @@ class Format:
     truth: Callable[[Record], Any] | None = None  # the ground truth, where it is not the completion
     note: str = ""  # how a record becomes examples, where its columns do not say it
     gives_prompts: bool = True  # conversations: whether the last completion can be removed
+    has_turns: bool = True  # false for texts to which no chat template is applied
 
     def matches(self, values: dict[str, Any]) -> bool:
         """Whether a record with these values has this format."""
@@ -53,29 +56,38 @@ class Format:
         return self.kind == kind or (kind, self.kind) == ("labelled", "pair")
 
     @property
-    def _optional(self) -> tuple[str, ...]:
-        return (*self.optional, *SYSTEM_COLUMNS[1:]) if "system" in self.optional else self.optional
+    def takes_system(self) -> bool:
+        """Whether a system prompt in a column of its own is put before the messages: not before text as it is."""
+        return self.kind != "text" and self.has_turns and not set(SYSTEM_COLUMNS) & set(self.columns)
 
     @property
-    def has_question(self) -> bool:
-        """Whether the prompt is a column with a question or an instruction, not messages."""
-        return bool({"question", "instruction", "prompt", "problem", "query"} & set(self.columns))
+    def used(self) -> set[str]:
+        """The columns that are read; a prompt beside a conversation is compared with it."""
+        system = SYSTEM_COLUMNS if self.takes_system else ()
+        compared = ("prompt",) if set(CONVERSATIONS) & set(self.columns) else ()
+        return {*self.columns, *self.optional, *system, *compared}
+
+    @property
+    def question(self) -> str:
+        """The column with the question or instruction that is the prompt; "" if the prompt is messages."""
+        return next((column for column in self.columns if column in QUESTION_COLUMNS), "")
 
     def unused(self, values: dict[str, Any]) -> list[str]:
         """Return the columns with text of which nothing is used: sentences rather than names, links and numbers."""
-        used = {*self.columns, *self._optional, "prompt"}
-        return [name for name, value in values.items() if name not in used and _has_sentences(value)]
+        used = self.used
+        columns = [name for name, value in values.items() if name not in used and has_sentences(value)]
+        return columns + [key for name in self.columns for key in _unused_keys(name, values[name])]
 
     def describe(self, values: dict[str, Any] | None = None) -> str:
         """Return the name and columns; of the optional ones those that `values` has."""
         columns: Sequence[str] = self.columns
         if values is not None:
-            used = {*self.columns, *(column for column in self._optional if values.get(column) is not None)}
-            columns = [column for column in values if column in used]
+            given = {column for column in self.used - {"prompt"} if values.get(column) is not None}
+            columns = [column for column in values if column in {*self.columns, *given}]
         return f"{self.name}: {', '.join(columns)}"
 
 
-def _has_sentences(value: Any) -> bool:
+def has_sentences(value: Any) -> bool:
     """Whether a cell contains text that may be meant for training: three words or more, or a conversation.
 
     Chinese, Japanese and Thai have no spaces between words, so that their characters are counted.
@@ -83,19 +95,29 @@ def _has_sentences(value: Any) -> bool:
     if isinstance(value, str):
         return len(value.split()) >= SENTENCE_WORDS or len(UNSPACED.findall(value)) > UNSPACED_WORDS
     if isinstance(value, dict):
-        return any(_has_sentences(item) for item in value.values())
-    return isinstance(value, list) and any(_has_sentences(item) for item in value)
+        return any(has_sentences(item) for item in value.values())
+    return isinstance(value, list) and any(has_sentences(item) for item in value[:ITEMS_SEARCHED])
+
+
+def _unused_keys(column: str, messages: Any) -> list[str]:
+    """Return the keys of messages with text that is not used, as `messages[].thought`."""
+    if not isinstance(messages, list):
+        return []
+    said = (message for message in messages if isinstance(message, dict) and {"role", "from"} & message.keys())
+    keys = dict.fromkeys(
+        key for message in said for key in message.keys() - MESSAGE_KEYS if has_sentences(message[key])
+    )
+    return [f"{column}[].{key}" for key in keys]
 
 
 FORMATS = (
     Format("text", "text", ("text",), parsers.parse_text),
-    Format("chat", "chat", ("messages",), parsers.parse_chat, ("tools", "system"), excluded=("label",)),
+    Format("chat", "chat", ("messages",), parsers.parse_chat, ("tools",), excluded=("label",)),
     Format(
         "prompt and completion",
         "chat",
         ("prompt", "completion"),
         parsers.parse_prompt_completion,
-        ("system",),
         excluded=("label",),
     ),
     Format(
@@ -112,7 +134,7 @@ FORMATS = (
         "chat",
         ("prompt", "response"),
         parsers.parse_prompt_response,
-        ("query", "history", "system"),
+        ("query", "history"),
         excluded=("label", "completion", "is_safe"),
     ),
     Format(
@@ -120,7 +142,7 @@ FORMATS = (
         "chat",
         ("conversations",),
         parsers.parse_sharegpt,
-        ("system", "tools"),
+        ("tools",),
         excluded=("chosen", "rejected", "label"),
         condition=lambda values: not public_chats.is_texts(values["conversations"]),
     ),
@@ -129,7 +151,6 @@ FORMATS = (
         "chat",
         ("question", "answer"),
         parsers.parse_question_answer,
-        ("system",),
         excluded=("label", *CONVERSATIONS),
         condition=parsers.is_gsm8k,
     ),
@@ -138,11 +159,26 @@ FORMATS = (
         "chat",
         ("question", "answer"),
         parsers.parse_question_answer,
-        ("system",),
         excluded=("label", "solution", "rationale", *CONVERSATIONS),
         condition=lambda values: (
-            not parsers.is_gsm8k(values) and not parsers.has_options(values) and not isinstance(values["answer"], dict)
+            not parsers.is_gsm8k(values)
+            and not parsers.has_options(values)
+            and not isinstance(values["answer"], dict)
+            and not public_chats.is_texts(values["answer"])
         ),
+    ),
+    *(
+        Format(
+            "question and answers",
+            "chat",
+            ("question", column),
+            public_chats.question_parser("question", f"{column}.0"),
+            excluded=("label", "solution", "rationale", *CONVERSATIONS),
+            condition=public_chats.has_answers(column),
+            truth=public_chats.truth_at(column),
+            note="the first answer is the completion",
+        )
+        for column in ("answer", "answers", "golden_answers")
     ),
     *(
         Format(
@@ -150,7 +186,6 @@ FORMATS = (
             "chat",
             (column, "question", "answer"),
             parsers.context_parser(column),
-            ("system",),
             excluded=("label", "solution", "rationale", *CONVERSATIONS),
             condition=parsers.asks_about(column),
             note="the text, a blank line and the question are the prompt",
@@ -162,7 +197,6 @@ FORMATS = (
         "chat",
         ("question", "solution", "answer"),
         parsers.solution_parser("question"),
-        ("system",),
         excluded=("label", "thinking_trajectories", *CONVERSATIONS),
         condition=lambda values: not parsers.is_gsm8k(values) and not parsers.has_options(values),
         truth=parsers.short_truth,
@@ -201,7 +235,7 @@ FORMATS = (
         "prompt",
         ("prompt",),
         parsers.parse_prompt,
-        ("tools", "system"),
+        ("tools",),
         excluded=(*COMPLETION_COLUMNS, "messages", "conversations", "message_tree_id", "response_a"),
         condition=lambda values: not parsers.has_ground_truth(values),
     ),
@@ -210,7 +244,7 @@ FORMATS = (
         "prompt",
         ("prompt", "label"),
         parsers.parse_labelled_prompt,
-        ("tools", "system", "metadata"),
+        ("tools", "metadata"),
         excluded=(*(name for name in COMPLETION_COLUMNS if name != "label"), "messages", "conversations"),
         condition=lambda values: isinstance(values["prompt"], list) and not isinstance(values["label"], bool),
         note="the label is the ground truth",
@@ -220,7 +254,7 @@ FORMATS = (
         "prompt",
         ("context_messages",),
         parsers.parse_context_messages,
-        ("context", "tools", "system"),
+        ("context", "tools"),
         excluded=("prompt", *CONVERSATIONS, *COMPLETION_COLUMNS),
     ),
     Format(
@@ -228,7 +262,7 @@ FORMATS = (
         "prompt",
         ("messages",),
         parsers.parse_prompt_messages,
-        ("tools", "system"),
+        ("tools",),
         excluded=("label",),
         condition=parsers.ends_with_prompt,
     ),
@@ -237,17 +271,17 @@ FORMATS = (
         "prompt",
         ("prompt", "reward_model"),
         parsers.parse_verl,
-        ("extra_info", "system"),
+        ("extra_info",),
         excluded=tuple(name for name in COMPLETION_COLUMNS if name != "label"),
         condition=parsers.has_ground_truth,
     ),
-    Format("preference", "pair", ("prompt", "chosen", "rejected"), parsers.parse_pair, ("system", *MARGIN_COLUMNS)),
+    Format("preference", "pair", ("prompt", "chosen", "rejected"), parsers.parse_pair, MARGIN_COLUMNS),
     Format(
         "preference",
         "pair",
         ("question", "chosen", "rejected"),
         parsers.parse_question_pair,
-        ("system", *MARGIN_COLUMNS),
+        MARGIN_COLUMNS,
         excluded=("prompt", "instruction", "conversations"),
     ),
     Format(
@@ -267,6 +301,7 @@ FORMATS = (
         MARGIN_COLUMNS,
         excluded=PROMPT_COLUMNS,
         condition=lambda values: not public_preferences.is_dialogue_pair(values),
+        has_turns=False,
         note="the words that both begin with are the prompt; no chat template is applied",
     ),
     Format(
@@ -274,7 +309,7 @@ FORMATS = (
         "pair",
         ("conversations", "chosen", "rejected"),
         parsers.parse_sharegpt_pair,
-        ("system", *MARGIN_COLUMNS),
+        MARGIN_COLUMNS,
     ),
     Format(
         "Alpaca pairwise",
@@ -292,15 +327,17 @@ FORMATS = (
         excluded=("chosen", "rejected"),
         condition=lambda values: isinstance(values["output"], list),
     ),
-    Format("labelled chat", "labelled", ("messages", "label"), parsers.parse_labelled_chat),
+    *(
+        Format("labelled chat", "labelled", (column, "label"), parsers.labelled_chat_parser(column), excluded=(other,))
+        for column, other in (("messages", "conversations"), ("conversations", "messages"))
+    ),
     Format(
         "labelled completion",
         "labelled",
         ("prompt", "completion", "label"),
         parsers.parse_labelled_completion,
-        ("system",),
     ),
-    Format("steps", "stepwise", ("prompt", "completions", "labels"), parsers.parse_stepwise, ("system",)),
+    Format("steps", "stepwise", ("prompt", "completions", "labels"), parsers.parse_stepwise),
     Format("ProcessBench", "stepwise", ("problem", "steps", "label"), parsers.parse_processbench),
     Format(
         "marked steps", "stepwise", ("input", "value"), parsers.marked_steps_parser("value"), excluded=("instruction",)
@@ -319,7 +356,6 @@ FORMATS = (
         "chat",
         ("problem", "answer"),
         public_chats.question_parser("problem", "answer"),
-        ("system",),
         excluded=("solution", "generated_solution", "rationale", *QUESTION_EXCLUDED),
         condition=lambda values: not parsers.has_options(values),
         truth=parsers.short_truth,
@@ -329,7 +365,6 @@ FORMATS = (
         "chat",
         ("problem", "solution"),
         public_chats.question_parser("problem", "solution"),
-        ("system",),
         excluded=("answer", *QUESTION_EXCLUDED),
         truth=public_chats.boxed_answer,
     ),
@@ -338,7 +373,6 @@ FORMATS = (
         "chat",
         ("problem", "solution", "answer"),
         parsers.solution_parser("problem"),
-        ("system",),
         excluded=QUESTION_EXCLUDED,
         truth=parsers.short_truth,
     ),
@@ -347,7 +381,6 @@ FORMATS = (
         "chat",
         ("question", "solution"),
         public_chats.question_parser("question", "solution"),
-        ("system",),
         excluded=("answer", "final_answer", *QUESTION_EXCLUDED),
         truth=public_chats.boxed_answer,
     ),
@@ -372,21 +405,22 @@ FORMATS = (
         public_chats.question_parser("Question", "Answer"),
         excluded=("Body", "A"),
     ),
-    Format(
-        "OpenMathInstruct",
-        "chat",
-        ("generated_solution", "expected_answer"),
-        public_chats.parse_openmath,
-        ("problem", "question", "system"),
-        condition=lambda values: "problem" in values or "question" in values,
-        truth=public_chats.truth_at("expected_answer"),
+    *(
+        Format(
+            "OpenMathInstruct",
+            "chat",
+            (column, "generated_solution", "expected_answer"),
+            public_chats.openmath_parser(column),
+            excluded=(other,),
+            truth=public_chats.truth_at("expected_answer"),
+        )
+        for column, other in (("problem", "question"), ("question", "problem"))
     ),
     Format(
         "question and ground truth",
         "prompt",
         ("question", "ground_truth"),
         public_chats.parse_question_prompt,
-        ("system",),
         excluded=("prompt", "problem", *CONVERSATIONS, *COMPLETION_COLUMNS),
     ),
     Format(
@@ -394,7 +428,6 @@ FORMATS = (
         "prompt",
         ("problem", "ground_truth"),
         public_chats.parse_question_prompt,
-        ("system",),
         excluded=("prompt", "question", *CONVERSATIONS, *COMPLETION_COLUMNS),
     ),
     Format(
@@ -411,7 +444,7 @@ FORMATS = (
         "chat",
         ("problem", "deepseek_reasoning", "deepseek_solution"),
         public_chats.reasoning_parser("problem", "deepseek_reasoning", "deepseek_solution"),
-        ("ground_truth_solution", "system"),
+        ("ground_truth_solution",),
         truth=lambda record: record.values.get("ground_truth_solution"),
     ),
     Format(
@@ -419,7 +452,7 @@ FORMATS = (
         "chat",
         ("question", "model_reasoning", "model_answer"),
         public_chats.reasoning_parser("question", "model_reasoning", "model_answer"),
-        ("reference_answer", "system"),
+        ("reference_answer",),
         truth=lambda record: record.values.get("reference_answer"),
     ),
     Format(
@@ -427,7 +460,6 @@ FORMATS = (
         "chat",
         ("input", "reasoning_content", "content"),
         public_chats.reasoning_parser("input", "reasoning_content", "content"),
-        ("system",),
         excluded=("output", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -483,7 +515,7 @@ FORMATS = (
         "chat",
         ("question", "solution", "thinking_trajectories", "attempt"),
         public_chats.parse_s1k,
-        ("system", "cot"),
+        ("cot",),
         truth=public_chats.truth_at("solution"),
         note="the first trajectory is the reasoning, the attempt the completion",
     ),
@@ -538,7 +570,6 @@ FORMATS = (
         "chat",
         ("query", "answer"),
         public_chats.question_parser("query", "answer"),
-        ("system",),
         excluded=("response", "question", "problem", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -546,7 +577,6 @@ FORMATS = (
         "chat",
         ("input", "target"),
         public_chats.question_parser("input", "target"),
-        ("system",),
         excluded=("instruction", "output", "question", "answer", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -554,7 +584,7 @@ FORMATS = (
         "chat",
         ("query", "response"),
         parsers.parse_query_response,
-        ("history", "system"),
+        ("history",),
         excluded=("rejected_response", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -562,7 +592,6 @@ FORMATS = (
         "chat",
         ("question", "response"),
         public_chats.question_parser("question", "response"),
-        ("system",),
         excluded=("answer", "solution", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -570,7 +599,7 @@ FORMATS = (
         "chat",
         ("instruction", "response"),
         public_chats.question_parser("instruction", "response", "context"),
-        ("context", "system"),
+        ("context",),
         excluded=("output", *QUESTION_EXCLUDED),
         note="the context, if there is one, comes before the instruction",
     ),
@@ -586,7 +615,6 @@ FORMATS = (
         "chat",
         ("input", "output"),
         public_chats.question_parser("input", "output"),
-        ("system",),
         excluded=("instruction", "value", *QUESTION_EXCLUDED),
     ),
     Format(
@@ -594,7 +622,6 @@ FORMATS = (
         "chat",
         ("conversations",),
         public_chats.alternating_parser("conversations"),
-        ("system",),
         excluded=("chosen", "rejected", "label"),
         condition=lambda values: public_chats.is_texts(values["conversations"]),
         note="the texts are the user's and the assistant's by turns",
@@ -612,7 +639,6 @@ FORMATS = (
         "chat",
         ("conversation",),
         public_chats.parse_exchanges,
-        ("system",),
         excluded=("messages", "conversations", "chosen", "rejected", "label"),
         condition=public_chats.has_exchanges,
     ),
@@ -621,7 +647,6 @@ FORMATS = (
         "chat",
         ("conversation",),
         public_chats.parse_logged_conversation,
-        ("system",),
         excluded=("messages", "conversations", "chosen", "rejected", "label"),
         condition=lambda values: not public_chats.has_exchanges(values),
     ),
@@ -666,6 +691,7 @@ FORMATS = (
         ("segments",),
         public_chats.parse_segments,
         gives_prompts=False,
+        has_turns=False,
         note="the text has its control tokens; no chat template is applied",
     ),
     # Preferences of public data sets
@@ -674,7 +700,7 @@ FORMATS = (
         "pair",
         ("input", "chosen", "rejected"),
         public_preferences.pair_parser("input", "chosen", "rejected"),
-        ("system", *MARGIN_COLUMNS),
+        MARGIN_COLUMNS,
         excluded=("prompt", "instruction", "question", "conversations"),
     ),
     Format(
@@ -690,7 +716,7 @@ FORMATS = (
         "pair",
         ("query", "response", "rejected_response"),
         parsers.parse_query_pair,
-        ("history", "system", *MARGIN_COLUMNS),
+        ("history", *MARGIN_COLUMNS),
         note="response is the chosen one",
     ),
     Format(
@@ -727,7 +753,6 @@ FORMATS = (
         "pair",
         ("prompt", "response_1", "response_2", "preference_strength"),
         public_preferences.strength_parser("prompt", "response_1", "response_2", "preference_strength"),
-        ("system",),
         note="below 0 the first response is better, above 0 the second",
     ),
     Format(
@@ -735,7 +760,6 @@ FORMATS = (
         "pair",
         ("context", "response1", "response2", "overall_preference"),
         public_preferences.strength_parser("context", "response1", "response2", "overall_preference"),
-        ("system",),
         note="below 0 the first response is better, above 0 the second",
     ),
     Format(

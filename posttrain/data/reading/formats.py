@@ -7,16 +7,35 @@ its position, the column and the reason. The formats are the rows of `format_tab
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import ExampleKind
 from posttrain.data.ground_truth import ground_truth_of
 from posttrain.data.reading import parsers
-from posttrain.data.reading.cells import cell_error, refuse_media, refuse_template_options, refuse_unused_context
+from posttrain.data.reading.cells import (
+    QUARANTINE,
+    cell_error,
+    refuse_media,
+    refuse_template_options,
+    refuse_tools,
+    refuse_unused_context,
+    refuse_weight,
+    with_system,
+)
 from posttrain.data.reading.columns import KeyMap
-from posttrain.data.reading.examples import ChatExample, Example, LabelledExample, PairExample
-from posttrain.data.reading.format_table import FORMATS, Format
+from posttrain.data.reading.examples import (
+    ChatExample,
+    Example,
+    LabelledExample,
+    PairExample,
+    PromptExample,
+    SegmentsExample,
+    StepwiseExample,
+    TextExample,
+)
+from posttrain.data.reading.format_table import FORMATS, Format, has_sentences
 from posttrain.data.reading.records import Record
 from posttrain.data.reading.suggestions import suggestion
 
@@ -32,6 +51,7 @@ VERBS: dict[ExampleKind, tuple[str, ...]] = {
 }
 """The commands that train on each kind of example."""
 USUAL_SHOWN = 5  # formats in a message
+COLUMNS_SHOWN = 40
 
 
 class SourceFormat:
@@ -42,47 +62,87 @@ class SourceFormat:
         self.placeholder = placeholder
         self.keys = KeyMap.parse(map_keys)
         self.format: Format | None = None
-        self.description = ""
+        self._verdict = ""
+        self._unused: dict[str, None] = {}  # columns with text, of all records so far, of which nothing is used
         self._known_columns: set[tuple[str, ...]] = set()
+
+    @property
+    def description(self) -> str:
+        """The verdict: the format, its columns, how they are used, and the columns with text that are not."""
+        unused = "only for reward functions" if self.kind == "prompt" else "not used"
+        return self._verdict + (f"; {unused}: {', '.join(self._unused)}" if self._unused else "")
 
     def examples(self, record: Record) -> list[Example]:
         """Return the record's examples: one as a rule, two labelled ones for a pair, several in some formats."""
         record = self.keys.apply(record)
         refuse_media(record)
         refuse_template_options(record)
-        columns = tuple(record.values)
-        if self.format is None:
-            self.format = recognise(record, self.kind)
-            self.description = self._describe(self.format, record)
-        elif columns not in self._known_columns:
-            for column in self.format.columns:
-                if column not in record.values:
-                    raise cell_error(record, column, f"missing column; the first example was {self.description}")
-            found = recognise(record, self.kind)
-            if found is not self.format:
-                reason = f"this example is {found.describe(record.values)}; the first one was {self.description}"
-                raise DataError(f"{record.origin}: {reason}")
-        self._known_columns.add(columns)
-        parsed = self.format.parse(record, self.placeholder)
-        if self.format.has_question and not self.keys.changes_columns:
-            refuse_unused_context(record, (*self.format.columns, *self.format.optional))
-        examples = parsed if isinstance(parsed, list) else [parsed]
+        form = self._format_of(record)
+        if self.kind != "prompt":
+            refuse_weight(record)
+        if form.takes_system and "tools" not in form.used:
+            refuse_tools(record)
+        parsed = form.parse(record, self.placeholder)
+        if form.question and not self.keys.changes_columns:
+            refuse_unused_context(record, form.used, form.question)
+        examples = [self._finish(form, record, one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+        self._unused |= dict.fromkeys(name for name in form.unused(record.values) if name not in self.keys.read_inside)
         made = [made for example in examples for made in self._of_kind(record, example)]
         if len(examples) > 1 and self.kind == "labelled":  # the best completion is part of several pairs
             made = [example for index, example in enumerate(made) if example not in made[:index]]
         return made
 
+    def _format_of(self, record: Record) -> Format:
+        """Return the format, which the first record determines; DataError if this one has another."""
+        columns = tuple(record.values)
+        if self.format is None:
+            found = recognise(record, self.kind)
+            self._check_mapped(found, record)
+            self.format, self._verdict = found, self._describe(found, record)
+        elif columns not in self._known_columns or not self.format.condition(record.values):
+            for column in self.format.columns:
+                if column not in record.values:
+                    raise cell_error(record, column, f"missing column; the first example was {self._verdict}")
+            found = recognise(record, self.kind)
+            same = found.parse is self.format.parse and self.kind != "prompt"  # GSM8K differs in the ground truth only
+            if found is not self.format and not same:
+                reason = f"this example is {found.describe(record.values)}; the first one was {self._verdict}"
+                raise DataError(f"{record.origin}: {reason}")
+        self._known_columns.add(columns)
+        return self.format
+
+    def _check_mapped(self, form: Format, record: Record) -> None:
+        """Check that the format uses every column that data.map_keys names; reward functions may use any."""
+        mapped = [our for our, their in self.keys.columns.items() if their and our in record.values]
+        lost = [our for our in mapped if our not in form.used and self.kind != "prompt"]
+        if lost:
+            other = next((column for column in form.columns if column not in mapped), "")
+            remedy = f'remove {other} with "{other}": ""' if other else "remove it there"
+            reason = f"data.map_keys sets it, but the format is {form.describe(record.values)}, which does not use it"
+            raise cell_error(record, lost[0], f"{reason}; {remedy}")
+
+    def _finish(self, form: Format, record: Record, example: Example) -> Example:
+        """Put the system prompt of a column before the messages, and check what holds for all formats."""
+        if isinstance(example, PairExample):
+            _check_pair(form, record, example)
+        if not form.takes_system or isinstance(example, TextExample | SegmentsExample):
+            return example
+        if isinstance(example, ChatExample):
+            messages = with_system(record, form.columns[0], example.messages)
+            return example if messages is example.messages else replace(example, messages=messages, plain=False)
+        assert isinstance(example, PairExample | LabelledExample | StepwiseExample | PromptExample)
+        prompt = with_system(record, form.columns[0], example.prompt)
+        if len(prompt) == 1 and not example.prompt:
+            raise cell_error(record, "system", "the format has no prompt that a system prompt could come before")
+        return example if prompt is example.prompt else replace(example, prompt=prompt, plain=False)
+
     def _describe(self, form: Format, record: Record) -> str:
-        """Return the verdict: the format, its columns, how they are used, and the columns with text that are not."""
+        """Return the format, its columns and how they are used."""
         description = form.describe(record.values)
         if self.kind == "prompt" and form.kind == "chat":
             kept = " and kept as ground_truth" if self._has_no_truth(form, record) else ""
             return f"{description}; the last completion is removed{kept}"
-        if form.note:
-            description += f"; {form.note}"
-        if self.kind != "prompt" and (unused := form.unused(record.values)):
-            description += f"; not used: {', '.join(unused)}"
-        return description
+        return f"{description}; {form.note}" if form.note else description
 
     def _of_kind(self, record: Record, example: Example) -> list[Example]:
         """Return the examples of this source's kind that a parsed one gives."""
@@ -116,6 +176,20 @@ class SourceFormat:
         return ground_truth_of({name: value for name, value in record.values.items() if name not in form.columns})
 
 
+def _check_pair(form: Format, record: Record, pair: PairExample) -> None:
+    """Raise a DataError if both completions are equal, or if both repeat the prompt, which would be trained on."""
+    if pair.chosen == pair.rejected:
+        both = "the chosen and the rejected completion are equal: none is preferred"
+        raise DataError(f"{record.origin}: {both}; {QUARANTINE}")
+    column = form.columns[0]
+    written = record.values.get(column)
+    prompt = written.strip() if isinstance(written, str) and not pair.raw else ""
+    texts = [completion[0]["content"].lstrip() for completion in (pair.chosen, pair.rejected)]
+    if has_sentences(prompt) and all(text.startswith(prompt) for text in texts):
+        reason = f'begins both completions, which would be trained on; remove it with data.map_keys {{"{column}": ""}}'
+        raise cell_error(record, column, f"{reason}, so that the text that both begin with is the prompt")
+
+
 def recognise(record: Record, kind: ExampleKind) -> Format:
     """Return the format for `kind` that the record's columns fit; DataError if there is none or more than one."""
     fitting = _most_specific([form for form in FORMATS if form.matches(record.values)])
@@ -142,14 +216,26 @@ def recognise(record: Record, kind: ExampleKind) -> Format:
 
 def unknown_format(record: Record, kinds: Sequence[ExampleKind]) -> DataError:
     """Return the error for a record that fits no format: its columns, near formats, and a map_keys that would do."""
-    found = ", ".join(map(str, record.values)) or "none"
+    columns = list(map(str, record.values))
+    found = ", ".join(columns[:COLUMNS_SHOWN]) + ", ..." * (len(columns) > COLUMNS_SHOWN) or "none"
 
     def is_known(mapping: dict[str, str], kind: ExampleKind) -> bool:
         mapped = KeyMap.parse(mapping).apply(record)
         return any(form.matches(mapped.values) and form.provides(kind) for form in FORMATS)
 
     advice = suggestion(record, kinds, FORMATS, is_known)
-    return DataError(f"{record.origin}: no known format has the columns {found}.{advice}")
+    return DataError(f"{record.origin}: no known format has the columns {found}.{_wrapped(record)}{advice}")
+
+
+def _wrapped(record: Record) -> str:
+    """Return a sentence about records that are inside of this one: a line that is a list, or a list in a column."""
+    if all(str(name).isdigit() for name in record.values):
+        return " The line is a list: if its items are the records, the name of the file must end in .json."
+    for name, value in record.values.items():
+        item = value[0] if isinstance(value, list) and value else None
+        if isinstance(item, dict) and any(form.matches(item) for form in FORMATS):
+            return f" If the records are the items of {name}, write them one per line: jq -c '.{name}[]' FILE."
+    return ""
 
 
 def _most_specific(forms: list[Format]) -> list[Format]:

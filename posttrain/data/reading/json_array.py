@@ -29,6 +29,7 @@ def read_json_records(file: Path, stream: BufferedIOBase) -> Records:
     window = TextWindow(stream)
     first = window.next()
     if first == "{":
+        _refuse_long_object(file, window)
         stream.seek(0)
         yield from read_jsonl(file, stream)
         return
@@ -43,6 +44,18 @@ def read_json_records(file: Path, stream: BufferedIOBase) -> Records:
     if window.next():
         rest = window.text[window.at : window.at + RAW_KEPT]
         yield BadRecord(f"{file}:{window.line}", "broken JSON: text after the end of the list", rest)
+
+
+def _refuse_long_object(file: Path, window: TextWindow) -> None:
+    """Raise a DataError if the file is one object over several lines, whose records are in a list inside."""
+    line, _, _ = window.text[window.at :].partition("\n")
+    if line.strip() != "{":
+        return
+    values, _, _ = window.value()
+    lists = [name for name, value in (values or {}).items() if isinstance(value, list) and value]
+    inside = next((name for name in lists if isinstance(values[name][0], dict)), "")
+    take = f"the list {inside!r} of it: jq -c '.{inside}[]' FILE" if inside else "its records: jq -c . FILE"
+    raise DataError(f"{file}:{window.line}: one object over several lines; write one record per line, of {take}")
 
 
 def _read_elements(file: Path, window: TextWindow) -> Records:

@@ -50,6 +50,7 @@ from posttrain.data.reading.records import Record
 
 NO_ANSWER = ("proof", "notfound", "")  # what NuminaMath-1.5 writes where a problem has no answer that can be compared
 LETTERS = "ABCDEFGHIJ"  # names of the options of a multiple-choice question
+NO_INPUT = "<noinput>"  # what Self-Instruct writes for an instruction without an input
 ROLE_NAME = re.compile(r"(?i)\s*(assistant|gpt|bot)\s*:")
 OPTION_COLUMNS = ("choices", "options")  # of a multiple-choice question
 
@@ -270,8 +271,8 @@ def _alpaca_prompt(record: Record, question: str = "instruction", more: str = "i
             raise cell_error(record, column, "expected a list of [prompt, completion]")
         messages.append(make_message("user", text_of(record, column, exchange[0])))
         messages.append(make_message("assistant", filled_text(record, column, exchange[1], "completion")))
-    instruction = text_of(record, question, record.values[question])
-    text = "\n".join(part for part in (instruction, optional_text(record, more)) if part)
+    parts = [text_of(record, question, record.values[question]), optional_text(record, more)]
+    text = "\n".join(part for part in parts if part and part.strip() != NO_INPUT)
     if not text.strip():
         raise cell_error(record, question, "empty prompt")
     turns = prompt_turns(text)
@@ -346,6 +347,7 @@ def _pair(record: Record, column: str) -> PairExample:
 
 def parse_sharegpt_pair(record: Record, _: str) -> Example:
     prompt = prompt_of(record, "conversations")
+    check_same_prompt(record, "conversations", prompt)
     chosen, rejected = completion_of(record, "chosen", prompt), completion_of(record, "rejected", prompt)
     return PairExample(origin=record.origin, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin_of(record))
 
@@ -377,13 +379,19 @@ def _dialogue(record: Record, column: str) -> list[Message]:
     return messages
 
 
-def parse_labelled_chat(record: Record, _: str) -> Example:
-    messages = without_train_key(messages_of(record, "messages"))
-    check_assistant_messages(record, "messages", messages, first=len(messages) - 1)
-    if len(messages) < 2:
-        raise cell_error(record, "messages", "expected a prompt before the assistant's message")
-    label = label_of(record, "label", record.values["label"])
-    return LabelledExample(origin=record.origin, prompt=messages[:-1], completion=messages[-1:], label=label)
+def labelled_chat_parser(column: str) -> Callable[[Record, str], Example]:
+    """Return a parser of a conversation whose last message is labelled."""
+
+    def parse(record: Record, _: str) -> Example:
+        messages = without_train_key(messages_of(record, column))
+        check_assistant_messages(record, column, messages, first=len(messages) - 1)
+        check_same_prompt(record, column, messages)
+        if len(messages) < 2:
+            raise cell_error(record, column, "expected a prompt before the assistant's message")
+        label = label_of(record, "label", record.values["label"])
+        return LabelledExample(origin=record.origin, prompt=messages[:-1], completion=messages[-1:], label=label)
+
+    return parse
 
 
 def parse_labelled_completion(record: Record, _: str) -> Example:

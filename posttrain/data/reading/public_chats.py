@@ -14,6 +14,7 @@ from posttrain.data.reading.cells import (
     ROLES,
     cell_error,
     check_assistant_messages,
+    check_same_prompt,
     filled_text,
     list_of,
     make_message,
@@ -32,7 +33,7 @@ from posttrain.data.reading.cells import (
     with_system,
 )
 from posttrain.data.reading.examples import ChatExample, Example, Message, PromptExample, SegmentsExample
-from posttrain.data.reading.parsers import LETTERS
+from posttrain.data.reading.parsers import LETTERS, has_options
 from posttrain.data.reading.records import Record
 
 GLAIVE_TURN = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -144,12 +145,15 @@ def parse_aqua(record: Record, _: str) -> Example:
     return ChatExample(origin=record.origin, messages=messages)
 
 
-def parse_openmath(record: Record, _: str) -> Example:
-    """Read a generated solution; one that is marked as wrong is refused, because it would be imitated."""
-    if record.values.get("is_correct") is False:
-        raise cell_error(record, "is_correct", f"is false: a wrong solution is not trained on; {QUARANTINE}")
-    question = "problem" if "problem" in record.values else "question"
-    return question_parser(question, "generated_solution")(record, "")
+def openmath_parser(question: str) -> Callable[[Record, str], Example]:
+    """Return a parser of a generated solution; one that is marked as wrong is refused: it would be imitated."""
+
+    def parse(record: Record, _: str) -> Example:
+        if record.values.get("is_correct") is False:
+            raise cell_error(record, "is_correct", f"is false: a wrong solution is not trained on; {QUARANTINE}")
+        return question_parser(question, "generated_solution")(record, "")
+
+    return parse
 
 
 def parse_s1k(record: Record, _: str) -> Example:
@@ -225,6 +229,7 @@ def alternating_parser(column: str) -> Callable[[Record, str], Example]:
             reason = f"{len(texts)} turns: the last one is the user's and has no completion; {QUARANTINE}"
             raise cell_error(record, column, reason)
         turns = [make_message(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+        check_same_prompt(record, column, turns)
         return ChatExample(origin=record.origin, messages=with_system(record, column, turns))
 
     return parse
@@ -232,6 +237,11 @@ def alternating_parser(column: str) -> Callable[[Record, str], Example]:
 
 def is_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def has_answers(column: str) -> Callable[[dict[str, Any]], bool]:
+    """Return a condition: the column is a list of answers, each of them right, and the question has no options."""
+    return lambda values: is_texts(values[column]) and not has_options(values)
 
 
 def parse_exchanges(record: Record, _: str) -> Example:
@@ -243,6 +253,7 @@ def parse_exchanges(record: Record, _: str) -> Example:
         for role, name in zip(("user", "assistant"), names, strict=True):
             where = f"conversation[{index}].{name}"
             messages.append(make_message(role, filled_text(record, where, exchange.get(name), "turn")))
+    check_same_prompt(record, "conversation", messages)
     return ChatExample(origin=record.origin, messages=with_system(record, "conversation", messages))
 
 
@@ -256,6 +267,7 @@ def parse_logged_conversation(record: Record, _: str) -> Example:
     """Read messages in the column `conversation` (WildChat, LMSYS-Chat)."""
     messages = messages_of(record, "conversation")
     check_assistant_messages(record, "conversation", messages)
+    check_same_prompt(record, "conversation", messages)
     return ChatExample(origin=record.origin, messages=with_system(record, "conversation", messages))
 
 

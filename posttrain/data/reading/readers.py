@@ -10,6 +10,7 @@ import gzip
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ from posttrain.data.reading.json_array import read_json_records
 from posttrain.data.reading.records import ReadProgress, Records
 from posttrain.data.reading.text_lines import read_jsonl, read_txt
 
+LFS = "a pointer of Git LFS, not the data itself: run git lfs pull"
+PAGE = "a web page, not data: download the file itself"
+UTF_16 = "text in UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8"
+CONTENTS = {
+    b"\x1f\x8b": (".gz", "compressed with gzip: its name must end in .gz"),
+    b"(\xb5/\xfd": (".zst", "compressed with zstd: decompress it with zstd -d"),
+    b"PAR1": (".parquet", "a parquet file: its name must end in .parquet"),
+    b"PK\x03\x04": (".zip", "a zip archive or an Excel file: unpack it, or save it as CSV"),
+    b"version https://git-lfs": ("", LFS),
+    b"<!DOCTYPE html": ("", PAGE),
+    b"<html": ("", PAGE),
+    b"\xff\xfe": ("", UTF_16),
+    b"\xfe\xff": ("", UTF_16),
+}
+"""What the first bytes of a file say: the extension that it must have, and what it is."""
 READERS: dict[str, Callable[[Path, Any], Records]] = {
     ".jsonl": read_jsonl,
     ".json": read_json_records,
@@ -42,6 +58,7 @@ def read_file(file: Path, progress: ReadProgress | None = None) -> Records:
     try:
         with ExitStack() as stack:
             raw = stack.enter_context(file.open("rb"))
+            _check_content(file, raw)
             zipped = file.suffix == ".gz"
             stream: Any = stack.enter_context(gzip.GzipFile(fileobj=raw)) if zipped else raw
             for number, record in enumerate(READERS[extension(file)](file, stream)):
@@ -58,3 +75,12 @@ def read_file(file: Path, progress: ReadProgress | None = None) -> Records:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
     if empty:
         raise DataError(f"{file}: the file has no examples")
+
+
+def _check_content(file: Path, raw: BufferedIOBase) -> None:
+    """Raise a DataError if a file begins like one of another type than its name says."""
+    start = raw.read(max(map(len, CONTENTS)))
+    raw.seek(0)
+    for mark, (suffix, content) in CONTENTS.items():
+        if start.startswith(mark) and file.suffix.lower() != suffix:
+            raise DataError(f"{file}: the file is {content}")

@@ -9,6 +9,7 @@ error about a file names it.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import UsageError
+from posttrain.data.reading.arrow_files import without_null_fields
 from posttrain.data.reading.readers import READERS, extension, read_file
 from posttrain.data.reading.records import BadRecord, ReadProgress, Record, Records
 
@@ -28,6 +30,14 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SPLIT = re.compile(r"(.+):([A-Za-z_][\w.-]*)", re.ASCII | re.DOTALL)
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<part>[\w./-]+))?(?::(?P<split>\w[\w.-]*))?", re.ASCII)
 MODELSCOPE = "modelscope://"
+OTHER_DATA = (
+    *(".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".tsv", ".ndjson", ".jsonlines"),
+    *(".xlsx", ".feather", ".orc", ".avro", ".pkl", ".npy"),
+)
+"""Extensions of data that is not read; a folder with such a file is refused, because it would be left out."""
+DECOMPRESS = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".tar": "tar xf", ".tgz": "tar xf"}
+ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files about the data that `datasets` and LLaMA-Factory write beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ def find_files(name: str | Path) -> list[Path]:
         raise UsageError(f"{name}: no such file or folder")
     for file in files:
         if extension(file) not in READERS:
-            raise UsageError(f"{file}: unknown file type; supported are {known_extensions()}")
+            raise _unknown_type(file)
     kinds = sorted({extension(file) for file in files})
     if len(kinds) > 1:
         raise UsageError(
@@ -105,7 +115,14 @@ def find_files(name: str | Path) -> list[Path]:
 
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
     visible = (file for file in folder.rglob("*") if not any(p[0] == "." for p in file.relative_to(folder).parts))
-    files = sorted(file for file in visible if file.is_file() and extension(file) in READERS)
+    named = [file for file in visible if file.is_file() and file.name not in ABOUT_DATA]
+    listed = {parent: _saved_files(parent) for parent in {file.parent for file in named}}
+    data = [file for file in named if (saved := listed[file.parent]) is None or file.name in saved]
+    files = sorted(file for file in data if extension(file) in READERS)
+    for file in data:
+        if file.suffix.lower() in OTHER_DATA and (not split or _split_of(file, folder, split) == split):
+            pattern = f"; to read the others, name them: '{folder}/*{extension(files[0])}'" if files else ""
+            raise UsageError(f"{_unknown_type(file)}{pattern}")
     if not files:
         raise UsageError(f"{folder}: the folder has no data files; supported are {known_extensions()}")
     splits = sorted({_split_of(file, folder) for file in files} - {""})
@@ -127,6 +144,21 @@ def _split_of(file: Path, folder: Path, *more: str) -> str:
     words = [re.split(r"[^A-Za-z]", part, maxsplit=1)[0] for part in reversed(file.relative_to(folder).parts)]
     whole = [part.split(".")[0] for part in reversed(file.relative_to(folder).parts)]
     return next((word for word in (*whole, *words) if word in (*SPLITS, *more)), "")
+
+
+def _saved_files(folder: Path) -> list[str] | None:
+    """Return the files of a dataset that `datasets` saved in a folder, which also caches others there; None if none."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _unknown_type(file: Path) -> UsageError:
+    command = DECOMPRESS.get(file.suffix.lower(), "")
+    remedy = f"; decompress it first: {command} {file.name}" if command else ""
+    return UsageError(f"{file}: unknown file type; supported are {known_extensions()}{remedy}")
 
 
 def known_extensions() -> str:
@@ -235,7 +267,7 @@ def _one_split(text: str, loaded: Any, split: str | None) -> Any:
 def _scan_table(text: str, table: Iterable[dict[str, Any]], _: ReadProgress | None) -> Records:
     number = 0
     for number, values in enumerate(table, start=1):
-        yield Record(dict(values), f"{text}:row {number}")
+        yield Record(without_null_fields(dict(values)), f"{text}:row {number}")
     if not number:
         raise UsageError(f"{text}: the dataset has no examples")
 

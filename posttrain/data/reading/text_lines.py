@@ -8,6 +8,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from posttrain.core.errors import DataError
 from posttrain.data.reading.records import (
     BLOCK,
     RAW_KEPT,
@@ -20,6 +21,8 @@ from posttrain.data.reading.records import (
 )
 
 BOM = b"\xef\xbb\xbf"
+ENCODING = "; the file must be UTF-8: convert it, for example with iconv -f WINDOWS-1252 -t UTF-8"
+ONE_PER_LINE = "each object must be on one line: jq -c . FILE writes them so, and jq -c '.[]' FILE those of a list"
 TRUNCATED = "; the file ends here: is it truncated?"
 
 
@@ -57,7 +60,9 @@ def decode_line(line: Line) -> tuple[str, str]:
     try:
         text = line.raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return line.raw.decode("utf-8", "backslashreplace"), f"invalid UTF-8 at byte {error.start + 1}: {error.reason}"
+        return line.raw.decode("utf-8", "backslashreplace"), (
+            f"invalid UTF-8 at byte {error.start + 1}: {error.reason}{ENCODING}"
+        )
     return text, nul_error(text)
 
 
@@ -67,6 +72,8 @@ def read_jsonl(file: Path, stream: BufferedIOBase) -> Records:
         text, reason = decode_line(line)
         if not reason and not text.strip():
             continue
+        if not reason and text.strip() in ("{", "["):
+            raise DataError(f"{origin}: {ONE_PER_LINE}")
         if not reason:
             try:
                 yield record_of(json.loads(text), text, origin)

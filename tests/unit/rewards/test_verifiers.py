@@ -386,3 +386,13 @@ def test_formats_of_long_texts(name, text):
 )
 def test_boxes_are_those_of_the_pattern(text, starts):
     assert boxed_positions(text) == [match.start() for match in re.finditer(r"\\boxed\{.*?\}", text)] == starts
+
+
+def test_any_of_several_ground_truths_is_right():
+    truths = {"answer": ["15", "fifteen", "30/2"]}
+    assert [score("math", text, **truths) for text in (r"\boxed{15}", r"\boxed{fifteen}", r"\boxed{16}")] == [1, 1, 0]
+    assert score("gsm8k", "#### 15", **truths) == 1 and score("gsm8k", "#### 3", **truths) == 0
+    assert score("choice", "The answer is B", ground_truth=["A", "B"]) == 1
+    for name, unreadable in (("gsm8k", ["fifteen"]), ("gsm8k", []), ("choice", ["x"])):
+        with pytest.raises((ValueError, LookupError)):
+            score(name, "#### 15", ground_truth=unreadable)

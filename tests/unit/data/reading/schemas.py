@@ -1282,6 +1282,61 @@ SCHEMAS = (
         {"kto": (BETTER,), "sft": Refused("which is data for kto", "use `posttrain kto`")},
     ),
     Schema(
+        "google-research-datasets/nq_open",
+        {"question": Q, "answer": ["15", "fifteen"]},
+        "question and answers",
+        rl(["15", "fifteen"], CHAT),
+    ),
+    Schema(
+        "stanfordnlp/web_questions",
+        {"url": "http://example.org/view/en/sums", "question": Q, "answers": ["15"]},
+        "question and answers",
+        rl(["15"], CHAT),
+    ),
+    Schema(
+        "RUC-NLPIR/FlashRAG_datasets",
+        {"id": "test_0", "question": Q, "golden_answers": ["15", "fifteen"]},
+        "question and answers",
+        rl(["15", "fifteen"], CHAT),
+    ),
+    Schema(
+        "OpenAI chat fine-tuning, function_call",
+        {
+            "messages": [
+                {"role": "user", "content": Q},
+                {"role": "assistant", "function_call": {"name": "add", "arguments": json.dumps(CALL["arguments"])}},
+                {"role": "function", "name": "add", "content": "15"},
+                {"role": "assistant", "content": "It is 15."},
+            ],
+        },
+        "chat",
+        chat(U(Q) + A(CALLED) + "tool: 15|" + A("It is 15.")),
+    ),
+    Schema(
+        "TinyZero, countdown for Qwen (prompts with the template in them)",
+        {
+            "target": 15,
+            "nums": [7, 8],
+            "data_source": "countdown",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": f"<|im_start|>user\n{Q}<|im_end|>\n<|im_start|>assistant\nLet me solve this.\n<think>",
+                }
+            ],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": {"target": 15, "numbers": [7, 8]}},
+            "extra_info": {"split": "train", "index": 0},
+        },
+        "verl",
+        {
+            "grpo": Refused(
+                "a chat template was applied to it before",
+                "take the user's text out of it with a function of four lines, or make the file without the template",
+            )
+        },
+    ),
+    Schema(
         "stanfordnlp/SHP",
         {
             "post_id": "p",

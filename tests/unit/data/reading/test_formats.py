@@ -416,7 +416,11 @@ def test_every_row_must_have_the_format_of_the_first():
             "rejected: does not begin with the same prompt as chosen",
         ),
         ("pair", {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a"}, "chosen: expected a prompt followed"),
-        ("labelled", {"prompt": "q", "completion": "a", "label": 0.5}, "label: expected true/false or 0/1, found 0.5"),
+        (
+            "labelled",
+            {"prompt": "q", "completion": "a", "label": 0.5},
+            "label: expected true/false, 0/1 or good/bad, found 0.5",
+        ),
         ("labelled", {"prompt": "q", "completion": "a", "label": None}, "label: null"),
         ("labelled", {"messages": [user("q"), bot(" ")], "label": 1}, "messages[1]: empty completion"),
         ("stepwise", {"prompt": "q", "completions": ["a"], "labels": [1, 0]}, "labels: 2 labels for 1 completions"),

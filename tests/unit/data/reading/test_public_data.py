@@ -54,7 +54,8 @@ def test_a_conversation_with_an_answer_of_its_own_is_scored_against_that():
         "messages": [user("6*6?"), bot("<think>6 and 6 ... maybe 7?</think> 36, not 7")],
     }
     verdict, [example] = read("prompt", openr1)
-    assert example.columns["ground_truth"] == "36" and verdict == "chat: messages; the last completion is removed"
+    assert example.columns["ground_truth"] == "36"
+    assert verdict == "chat: messages; the last completion is removed; only for reward functions: solution"
 
 
 def test_a_solution_is_trained_on_and_its_answer_is_the_ground_truth():

@@ -347,3 +347,76 @@ def test_no_row_is_lost_where_the_file_is_whole(tmp_path):
             assert [row.values for row in read_records(write(tmp_path, name, text))] == rows
 
     check()
+
+
+# Files that are not what their names say, and folders with files that would be left out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "FILE: the file is text in UTF-16: convert it"),
+        ("a.csv", b"\xfe\xff" + "a,b\n1,2\n".encode("utf-16-be"), "FILE: the file is text in UTF-16"),
+        ("a.json", gzip.compress(b"[{}]", mtime=0), "FILE: the file is compressed with gzip: its name must end in .gz"),
+        ("a.jsonl", b"(\xb5/\xfd0123", "FILE: the file is compressed with zstd: decompress it with zstd -d"),
+        ("a.jsonl", b"PAR1\x15\x04", "FILE: the file is a parquet file: its name must end in .parquet"),
+        ("a.csv", b"PK\x03\x04\x14", "FILE: the file is a zip archive or an Excel file"),
+        ("a.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "FILE: .* run git lfs pull"),
+        ("a.jsonl", "<!DOCTYPE html><html>", "FILE: the file is a web page"),
+        ("a.jsonl", '{"a": "gro\udcdf"}'.encode("utf-8", "surrogateescape"), "FILE:1: invalid UTF-8 .* iconv"),
+        ("a.json", json.dumps({"version": "1", "data": [{"a": 1}]}, indent=1), r"FILE:1: .* jq -c '\.data\[\]' FILE"),
+        ("a.json", json.dumps({"a": 1}, indent=1), r"FILE:1: one object over several lines; .* jq -c \. FILE"),
+        ("a.jsonl", json.dumps({"a": 1}, indent=1), r"FILE:1: each object must be on one line"),
+        ("a.jsonl", json.dumps([{"a": 1}], indent=1), r"FILE:1: each object must be on one line: .* jq -c '\.\[\]'"),
+        ("a.csv", "prompt;completion\nq;a\n", "FILE:1: the columns are separated by ';'; write the file with commas"),
+    ],
+)
+def test_contents_of_another_type_are_refused_with_the_fix(tmp_path, name, data, message):
+    path = tmp_path / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    assert re.match(message, refusal(path)), refusal(path)
+
+
+@pytest.mark.parametrize("other", ["b.jsonl.zst", "b.tsv", "b.ndjson", "b.json.bz2", "b.zip"])
+def test_a_folder_with_data_that_cannot_be_read_is_refused(tmp_path, other):
+    write(tmp_path, "a.jsonl", '{"a": 1}')
+    write(tmp_path, "README.md", "# About")
+    assert [row.values for row in read_records(tmp_path)] == [{"a": 1}]
+    (tmp_path / other).write_bytes(b"x")
+    message = refusal(tmp_path, UsageError)
+    assert f"{other}: unknown file type" in message and "/*.jsonl'" in message
+    assert [row.values for row in read_records(str(tmp_path / "*.jsonl"))] == [{"a": 1}]
+    if other.endswith("zst"):
+        assert "decompress it first: zstd -d b.jsonl.zst" in message
+
+
+def test_datasets_that_were_saved_to_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS[:1] * 3)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "both")
+    datasets.load_from_disk(tmp_path / "one").map(lambda row: {"prompt": "cached"})  # writes a cache beside it
+    assert any(file.name.startswith("cache-") for file in (tmp_path / "one").iterdir())
+    assert [row.values for row in read_records(tmp_path / "one")] == ROWS[:1] * 3
+    assert [row.values for row in read_records(f"{tmp_path / 'both'}:test")] == ROWS[:1]
+    assert "choose one, for example" in refusal(tmp_path / "both", UsageError)
+
+
+def test_metadata_beside_the_data_is_not_data(tmp_path):
+    write(tmp_path, "train.jsonl", '{"a": 1}')
+    for name in ("dataset_infos.json", "dataset_info.json"):
+        write(tmp_path, name, '{"default": {}}')
+    assert [row.values for row in read_records(tmp_path)] == [{"a": 1}]
+
+
+def test_fields_of_other_tool_calls_are_not_arguments(tmp_path):
+    """In a table every call has the fields of all calls; outside of tools, nulls stay."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def call(**arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}], "x": None}
+
+    rows = [{"messages": [call(a=1), call(b={"c": [2]})], "extra": {"y": None}, "tools": [{"name": "f"}, {"z": 1}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    [row] = read_records(tmp_path / "a.parquet")
+    assert row.values == rows[0]
