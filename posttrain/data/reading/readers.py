@@ -25,15 +25,13 @@ LFS = "a pointer of Git LFS, not the data itself: run git lfs pull"
 PAGE = "a web page, not data: download the file itself"
 UTF_16 = "text in UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8"
 CONTENTS = {
-    b"\x1f\x8b": (".gz", "compressed with gzip: its name must end in .gz"),
+    b"\x1f\x8b\x08": (".gz", "compressed with gzip: its name must end in .gz"),
     b"(\xb5/\xfd": (".zst", "compressed with zstd: decompress it with zstd -d"),
     b"PAR1": (".parquet", "a parquet file: its name must end in .parquet"),
     b"PK\x03\x04": (".zip", "a zip archive or an Excel file: unpack it, or save it as CSV"),
     b"version https://git-lfs": ("", LFS),
     b"<!DOCTYPE html": ("", PAGE),
     b"<html": ("", PAGE),
-    b"\xff\xfe": ("", UTF_16),
-    b"\xfe\xff": ("", UTF_16),
 }
 """What the first bytes of a file say: the extension that it must have, and what it is."""
 READERS: dict[str, Callable[[Path, Any], Records]] = {
@@ -81,6 +79,8 @@ def _check_content(file: Path, raw: BufferedIOBase) -> None:
     """Raise a DataError if a file begins like one of another type than its name says."""
     start = raw.read(max(map(len, CONTENTS)))
     raw.seek(0)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") and start.count(0) >= len(start) // 3:  # every second byte of a letter
+        raise DataError(f"{file}: the file is {UTF_16}")
     for mark, (suffix, content) in CONTENTS.items():
         if start.startswith(mark) and file.suffix.lower() != suffix:
             raise DataError(f"{file}: the file is {content}")
