@@ -81,6 +81,7 @@ def _check_content(file: Path, raw: BufferedIOBase) -> None:
     raw.seek(0)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") and start.count(0) >= len(start) // 3:  # every second byte of a letter
         raise DataError(f"{file}: the file is {UTF_16}")
-    for mark, (suffix, content) in CONTENTS.items():
-        if start.startswith(mark) and file.suffix.lower() != suffix and extension(file) != ".txt":  # a text may begin so
+    marks = {} if extension(file) == ".txt" else CONTENTS  # a text may begin like any of them
+    for mark, (suffix, content) in marks.items():
+        if start.startswith(mark) and file.suffix.lower() != suffix:
             raise DataError(f"{file}: the file is {content}")
