@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--rounds", type=int, help="rounds of generation; the fastest counts")
     add("--row", type=int, metavar="TOKENS", help="length of all SFT examples (on a GPU), in place of different ones")
     add("--lora_rank", type=int, metavar="N", help="generate with adapters of this rank (on a GPU)")
+    add("--quantization", choices=("none", "fp8"), help="generate with 8-bit copies of the weights (on a GPU)")
+    add("--sequences", type=int, metavar="N", help="completions generated together (on a GPU)")
     add("--adapters", type=int, metavar="N", help="with --lora_rank: N adapters mixed in one batch")
     add("--profile", action="store_true", help="print the kernels that take longest")
     add("--peers", type=listed, metavar="A,B", help="of trl, vllm, hf: those that may run, if they are installed")

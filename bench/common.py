@@ -45,6 +45,8 @@ class Options:
     steps: int = 10 if GPU else 4
     rounds: int = 0  # of generation; the fastest counts
     row: int = 0  # tokens of every SFT example on a GPU, instead of different lengths
+    quantization: str = "none"  # of the weights that generate
+    sequences: int = 0  # completions generated together on a GPU; 0: those of the shape
     lora_rank: int = 0  # of adapters in generation
     adapters: int = 0  # of this rank, mixed in one batch; 0: one, which is part of the model
     profile: bool = False

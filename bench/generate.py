@@ -1,6 +1,7 @@
 """Compare generation with log-probabilities with transformers' generate and vLLM.
 
-    python -m bench generate [--shapes 0.5b,1.5b,7b,30b-a3b] [--lora_rank R [--adapters N]] [--rounds N] [--profile]
+    python -m bench generate [--shapes 0.5b,1.5b,7b,30b-a3b] [--sequences N] [--quantization fp8]
+        [--lora_rank R [--adapters N]] [--rounds N] [--profile]
 
 On a GPU: random bf16 weights of published shapes, 128 + 256 tokens per sequence, temperature 1, every completion at
 full length. `group` is the number of neighbours that share a prompt. On a CPU: 64 prompts of 16..128 tokens, taken from
@@ -11,6 +12,7 @@ recomputation (without --model).
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,8 @@ def recomputed(runner: ModelRunner, prompts: list[np.ndarray]) -> None:
 
 
 def on_gpu(name: str, options: Options) -> None:
-    shape, made = SHAPES[name], SHAPES[name].sequences * COMPLETION
+    shape = shape_of(name, options)
+    made = shape.sequences * COMPLETION
     common.limits()
     common.free()
     results = our_results(name, options)
@@ -205,9 +208,13 @@ def on_gpu(name: str, options: Options) -> None:
         common.record(result, options)
 
 
+def shape_of(name: str, options: Options) -> Shape:
+    return replace(SHAPES[name], sequences=options.sequences or SHAPES[name].sequences)
+
+
 def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
     """Measure each group size; return the results and their seconds."""
-    shape = SHAPES[name]
+    shape = shape_of(name, options)
     model = common.random_weights(shape)
     if options.lora_rank:
         add_adapters(model, ModelConfig(lora_rank=options.lora_rank), "token")
@@ -220,9 +227,11 @@ def our_results(name: str, options: Options) -> dict[int, tuple[Result, float]]:
         if folders:
             model = common.random_weights(shape)
         model.set_attn_implementation(attention.NAME)
-        engine = LocalEngine(ModelRunner.from_model(model), None, slots=shape.sequences, frozen=bool(folders))
+        how: dict[str, Any] = {"slots": shape.sequences, "frozen": bool(folders), "quantization": options.quantization}
+        engine = LocalEngine(ModelRunner.from_model(model), None, **how)
         if folders:
             engine.use_adapters(folders)
+    name += " in fp8" if options.quantization == "fp8" else ""
     first = requests_of(shape, GROUP, 0, adapters=options.adapters)
     ready = common.timed(lambda: engine.generate(first, Sampling(max_tokens=4)))
     print(f"generation {name}: first 4 tokens of {shape.sequences} sequences after {ready:.1f} s, graphs included")

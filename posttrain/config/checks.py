@@ -295,6 +295,10 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "rollout.engine vllm and with rollout.replay.",
     )
     refuse(
+        rollout.engine == "vllm" and rollout.quantization != "none",
+        "rollout.quantization is an option of the local engine: leave it out with rollout.engine vllm.",
+    )
+    refuse(
         rollout.engine == "local" and bool(rollout.vllm_options),
         "rollout.vllm_options is set, but rollout.engine is local. Leave it out, or set --rollout.engine vllm.",
     )

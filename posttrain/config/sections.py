@@ -332,6 +332,9 @@ class RolloutConfig:
     """What generates: the local engine, which shares the trainer's weights, or vLLM."""
     vllm_options: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM by its own names, as JSON: {"gpu_memory_utilization": 0.4, "max_num_seqs": 256}."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the local engine generates with 8-bit copies of the layers' weights, made again at each update; faster on
+    GPUs with fp8, but sampler_kl grows."""
     inflight_updates: bool = False
     """Give new weights to completions in progress; needs rollout.ahead and cluster.rollout_devices."""
 

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.errors import UsageError
 from posttrain.models.adapters import CONFIG, PREFIX, WEIGHTS, is_adapted
-from posttrain.nn.kernels.reference import LowRankParts, kernels_for
+from posttrain.nn.kernels.reference import LowRankParts, RowsByAdapter, kernels_for
 
 STACKED = "stacked_adapters"  # attribute of a linear layer that adapters of a set change
 # Settings of peft that change what an adapter computes; only these values are supported.
@@ -42,16 +42,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 log = logging.getLogger("posttrain")
-
-
-@dataclass(slots=True, eq=False)
-class RowsByAdapter:
-    """The rows of a pass, sorted by adapter; see sort_by_expert of nn/kernels."""
-
-    adapter: torch.Tensor  # [rows] number of each row's adapter
-    order: torch.Tensor
-    place: torch.Tensor
-    ends: torch.Tensor
 
 
 class AdapterSet:
@@ -77,7 +67,7 @@ class AdapterSet:
 
     def begin(self, adapter: torch.Tensor) -> None:
         """Start a pass; `adapter` [rows]: number of each row's."""
-        self.rows = RowsByAdapter(adapter, *self.kernels.sort_by_expert(adapter[:, None], len(self.numbers)))
+        self.rows = self.kernels.rows_by_adapter(adapter, len(self.numbers))
 
     def select(self, wanted: torch.Tensor) -> None:
         """Continue the pass with some of its rows."""
@@ -140,8 +130,8 @@ class JoinedStacks:
         rows, kernels = self.owner.rows, self.owner.kernels
         if rows is None:
             return kernels.silu_and_mul(out) if gated else out
-        inner = kernels.low_rank_inner(x, self.a, rows.ends, rows.order)
-        return kernels.add_low_rank(out, inner, self.b, self.parts, 1.0, rows.ends, rows.order, gated=gated)
+        inner = kernels.low_rank_inner(x, self.a, rows)
+        return kernels.add_low_rank(out, inner, self.b, self.parts, 1.0, rows, gated=gated)
 
 
 def add_adapters_output(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,8 @@ class EngineSpec:
     """Options of vLLM, by its own names."""
     num_beams: int = 0
     """Of the local engine: beam search with this many beams; 0: tokens are sampled."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Of the local engine: fp8 computes the layers with 8-bit copies of their weights."""
 
 
 LOCAL = EngineSpec()

@@ -20,6 +20,7 @@ from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import KVCache
 from posttrain.nn import attention
 from posttrain.nn.experts import has_plain_experts, is_mixture, route_tokens, run_experts
+from posttrain.nn.kernels.reference import FP8
 from posttrain.nn.layers import head_norms, sliding_window_of, supports_fused_layers
 from posttrain.nn.lora import Adapter, JoinedAdapters, adapted_linear, adapter_of, base_linear, join_adapters
 from posttrain.nn.routing import LAYER, NOT_RECORDED
@@ -32,6 +33,7 @@ KeepExperts = Callable[[Any, torch.Tensor], None]
 """Called with a router and the experts [T, k] that it chose."""
 
 TYPICAL_ROWS = 64  # of a decode step on a CPU
+QUANTIZED_ROWS = 4096  # of a weight at a time
 
 
 class FusedLinear:
@@ -46,6 +48,7 @@ class FusedLinear:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
+        self.quantized: tuple[torch.Tensor, torch.Tensor] | None = None  # 8-bit weight, scale of each row
         self.adapters: list[Adapter | None] = []
         self.joined_adapters: JoinedAdapters | None = None
         self.stacks: JoinedStacks | None = None  # if the engine has a set of adapters
@@ -67,21 +70,19 @@ class FusedLinear:
         self.weight = join_storage([linear.weight for linear in linears])
         self.bias = join_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        """Return the outputs of the layers, concatenated; `gated`: silu(gate) * up of the two layers."""
         if self.joined_adapters is not None:
-            return self.joined_adapters(x)
+            return self.joined_adapters(x, None if self.quantized is None else self.project(x), gated=gated)
         out = self.project(x)
-        return out if self.stacks is None else self.stacks.add(x, out)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up, if these are the layers."""
-        if self.joined_adapters is not None:
-            return self.joined_adapters(x, gated=True)
-        out = self.project(x)
-        return self.kernels.silu_and_mul(out) if self.stacks is None else self.stacks.add(x, out, gated=True)
+        if self.stacks is not None:
+            return self.stacks.add(x, out, gated=gated)
+        return self.kernels.silu_and_mul(out) if gated else out
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layers without the adapters of an AdapterSet."""
+        """Compute the layers without the adapters that are added to their outputs."""
+        if self.quantized is not None:
+            return self.kernels.quantized_linear(x, *self.quantized, self.bias)
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], None)
         if self.weight is not None and self.adapters:
@@ -96,8 +97,25 @@ class FusedLinear:
         if self.weight is not None and not self.adapters:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
 
+    def quantize(self) -> None:
+        """Compute with an 8-bit copy of the current weight; a copy that exists is overwritten where it is."""
+        if self.weight is None or not can_quantize(self.weight) or (self.adapters and self.joined_adapters is None):
+            return
+        if self.quantized is None:
+            scale = self.weight.new_empty(len(self.weight), 1, dtype=torch.float32)
+            self.quantized = torch.empty_like(self.weight, dtype=FP8), scale
+        for start in range(0, len(self.weight), QUANTIZED_ROWS):
+            rows = slice(start, start + QUANTIZED_ROWS)
+            for target, value in zip(self.quantized, self.kernels.quantize_rows(self.weight[rows]), strict=True):
+                target[rows] = value
+
     def unpack(self) -> None:
-        self.packed = None
+        self.packed = self.quantized = None
+
+
+def can_quantize(weight: torch.Tensor) -> bool:
+    """Whether the 8-bit product takes a weight of this shape: multiples of 16."""
+    return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def fuses_adapters(device: torch.device) -> bool:
@@ -115,7 +133,7 @@ class DenseMLP:
         self.linears = [self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor, keep: KeepExperts | None = None) -> torch.Tensor:
-        return self.down(self.gate_up.gated(x))
+        return self.down(self.gate_up(x, gated=True))
 
 
 class MixtureMLP:
@@ -264,10 +282,20 @@ class FusedDecoder:
             x = layer.mlp(normed, keep)
         return kernels.add_norm(x, total, self.body.norm.weight, self.body.norm.variance_epsilon)[0]
 
+    def quantize(self) -> None:
+        """Compute the layers with 8-bit copies of their current weights; experts and the head keep theirs."""
+        for linear in self.linears:
+            if linear is not self.head:
+                linear.quantize()
+
     def pack(self) -> None:
         """Copy all current weights into a layout that is faster on a CPU; needed again whenever weights change."""
         for linear in self.linears:
             linear.pack()
+
+    @property
+    def quantized(self) -> bool:
+        return any(linear.quantized is not None for linear in self.linears)
 
     @property
     def packed(self) -> bool:

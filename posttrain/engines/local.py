@@ -49,6 +49,8 @@ logits to the system after every step and gets it back page by page, which takes
 MIN_PACKED_REQUESTS, MIN_PACKED_TOKENS = 4, 256
 PACKING_SHARE = 1 / 16  # of host memory at most; not of free memory, so that equal runs compute equally
 
+FP8_CAPABILITY = (8, 9)  # of a GPU: Ada and newer
+
 log = logging.getLogger("posttrain")
 
 
@@ -66,10 +68,12 @@ class LocalEngine:
         record_experts: bool = False,
         cache_blocks: int | None = None,
         block_size: int = BLOCK_SIZE,
+        quantization: str = "none",
     ) -> None:
         """`reserved_bytes`: device memory that training will need; `frozen`: no training, weights never change.
 
         `record_experts`: samples of a mixture of experts name the experts of each token.
+        `quantization`: fp8 computes the layers with 8-bit copies of the current weights.
         `cache_blocks`: blocks of the KV cache, each of `block_size` tokens; by default as many as memory allows.
         """
         self.runner, self.tokenizer, self.reserved_bytes, self.frozen = runner, tokenizer, reserved_bytes, frozen
@@ -82,7 +86,7 @@ class LocalEngine:
         self.decoder: FusedDecoder | None = None
         self.adapters: AdapterSet | None = None
         self.executor: ModelExecutor | None = None
-        self.cache_blocks, self.block_size = cache_blocks, block_size
+        self.cache_blocks, self.block_size, self.quantization = cache_blocks, block_size, quantization
         self.preemptions = 0  # of sequences, because the KV cache was full
         self.weight_changes = 0  # that were reported
         self.cached_weights: tuple[int, ...] = ()  # identifies the weights that computed what the cache holds
@@ -197,7 +201,10 @@ class LocalEngine:
             self.decoder.unpack()
 
     def pack_weights(self, requests: int, max_tokens: int) -> None:
-        """Copy the current weights into oneDNN's packed layout, if the requests are worth it and memory is enough."""
+        """Quantize the current weights, or copy them into oneDNN's layout if that is worth it and memory is enough."""
+        if self.quantization == "fp8":
+            self.quantize_weights()
+            return
         if self.decoder is None or requests < MIN_PACKED_REQUESTS or requests * max_tokens < MIN_PACKED_TOKENS:
             return
         if self.frozen and self.decoder.packed:
@@ -206,6 +213,23 @@ class LocalEngine:
         weights = list(self.runner.model.parameters())
         if can_pack(weights) and sum(weight.nbytes for weight in weights) < host_memory() * PACKING_SHARE:
             self.decoder.pack()
+
+    def quantize_weights(self) -> None:
+        """Make 8-bit copies of the current weights; raise UsageError if the engine cannot compute with them."""
+        name = type(self.runner.model).__name__
+        if self.decoder is None:
+            raise UsageError(f"{name} generates by its own code, which has no fp8: leave rollout.quantization out.")
+        if self.device.type == "cuda" and next(self.runner.model.parameters()).dtype != torch.bfloat16:
+            raise UsageError("rollout.quantization fp8 needs a model in bfloat16: set --model.dtype bfloat16.")
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < FP8_CAPABILITY:
+            raise UsageError("rollout.quantization fp8 needs a GPU with fp8 (compute capability 8.9 or newer).")
+        if not (self.frozen and self.decoder.quantized):
+            self.decoder.quantize()
+        if not self.decoder.quantized:
+            raise UsageError(
+                f"rollout.quantization fp8: no layer of {name} can be computed in 8 bits: sizes must be multiples of "
+                "16, and layers with adapters need a GPU."
+            )
 
     def prepare(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> ModelExecutor:
         """Return an executor for these requests; the existing one if it is large enough: graphs hold its addresses."""

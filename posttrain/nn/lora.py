@@ -116,10 +116,16 @@ class JoinedAdapters:
         found = [adapter for module in modules if (adapter := adapter_of(module)) is not None]
         return len({(adapter.b.shape[1], adapter.scaling) for adapter in found}) == 1
 
-    def __call__(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
-        """Return the outputs, concatenated; `gated`: silu(gate) * up of the two layers."""
-        joined = F.linear(x, self.weight, self.bias)
-        base, inner = joined[:, : self.width], joined[None, :, self.width :]
+    def __call__(self, x: torch.Tensor, base: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+        """Return the outputs, concatenated; `gated`: silu(gate) * up of the two layers.
+
+        `base`: the outputs without adapters, if they were computed from other weights, such as quantized ones.
+        """
+        if base is None:
+            joined = F.linear(x, self.weight, self.bias)
+            base, inner = joined[:, : self.width], joined[None, :, self.width :]
+        else:
+            inner = F.linear(x, self.weight[self.width :])[None]
         return self.kernels.add_low_rank(base, inner, self.b, self.parts, self.scaling, gated=gated)
 
 

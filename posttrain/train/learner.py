@@ -161,6 +161,7 @@ class Learner:
             own_weights=sampler_copy,
             reserved_bytes=training_memory_bytes,
             frees_copy=frees_copy,
+            quantization=engine.quantization,
         )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

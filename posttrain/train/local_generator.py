@@ -39,6 +39,7 @@ class LocalGenerator:
         own_weights: bool,
         reserved_bytes: Callable[[], int],
         frees_copy: bool = False,
+        quantization: str = "none",
     ) -> None:
         """`own_weights`: keep the weights of the last `update` while the trainer's change.
 
@@ -47,7 +48,7 @@ class LocalGenerator:
         """
         self.runner, self.tokenizer, self.shards, self.meta_model = runner, tokenizer, shards, meta_model
         self.replica, self.own_weights, self.reserved_bytes = replica, own_weights, reserved_bytes
-        self.frees_copy = frees_copy and not own_weights
+        self.frees_copy, self.quantization = frees_copy and not own_weights, quantization
         self.version: WeightVersion = 0
         self.unsharded: dict[str, ModelRunner] = {}  # whole models, by use: `ahead` or `current`
         self.up_to_date: set[str] = set()  # those of them that hold the current weights
@@ -85,7 +86,8 @@ class LocalGenerator:
         else:
             runner = self.gather("current")
         if id(runner) not in self.engines:
-            how: dict[str, Any] = {"reserved_bytes": self.reserved_bytes, "record_experts": True}
+            how: dict[str, Any] = {"record_experts": True, "quantization": self.quantization}
+            how["reserved_bytes"] = self.reserved_bytes
             self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, **how)
         return self.engines[id(runner)].generate(
             requests, sampling, between_steps=between_steps, on_completion=on_completion

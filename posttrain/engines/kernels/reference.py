@@ -17,6 +17,8 @@ from posttrain.nn.kernels.reference import add_low_rank as add_low_rank
 from posttrain.nn.kernels.reference import add_norm as add_norm
 from posttrain.nn.kernels.reference import combine_rows as combine_rows
 from posttrain.nn.kernels.reference import expert_linear as expert_linear
+from posttrain.nn.kernels.reference import quantize_rows as quantize_rows
+from posttrain.nn.kernels.reference import quantized_linear as quantized_linear
 from posttrain.nn.kernels.reference import rotate_and_store as rotate_and_store
 from posttrain.nn.kernels.reference import route as route
 from posttrain.nn.kernels.reference import silu_and_mul as silu_and_mul

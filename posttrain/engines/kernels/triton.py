@@ -16,6 +16,8 @@ from posttrain.nn.kernels.triton import add_low_rank as add_low_rank
 from posttrain.nn.kernels.triton import add_norm as add_norm
 from posttrain.nn.kernels.triton import combine_rows as combine_rows
 from posttrain.nn.kernels.triton import expert_linear as expert_linear
+from posttrain.nn.kernels.triton import quantize_rows as quantize_rows
+from posttrain.nn.kernels.triton import quantized_linear as quantized_linear
 from posttrain.nn.kernels.triton import rotate_and_store as rotate_and_store
 from posttrain.nn.kernels.triton import route as route
 from posttrain.nn.kernels.triton import silu_and_mul as silu_and_mul

@@ -247,6 +247,30 @@ def combine_rows(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor 
     return of_tokens.sum(1).to(rows.dtype)
 
 
+# Products in 8 bits
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 8-bit floats and one scale per row, whose product is x: [n, in] -> [n, in] and float32 [n, 1]."""
+    scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_LARGEST
+    return (x.float() / scale).to(FP8), scale
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply x, quantized row by row, with a quantized weight: [n, in], [out, in] -> [n, out].
+
+    `scale`: of the weight's rows, [out, 1].
+    """
+    rows, own_scale = quantize_rows(x)
+    out = rows.float() @ weight.float().t() * own_scale * scale.t()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
 # Low-rank adapters
 
 
@@ -272,12 +296,29 @@ class LowRankParts:
         return found
 
 
-def low_rank_inner(x: torch.Tensor, a: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+@dataclass(slots=True, frozen=True, eq=False)
+class RowsByAdapter:
+    """The rows of a pass, sorted by adapter; `order`, `place` and `ends` are those of sort_by_expert."""
+
+    adapter: torch.Tensor  # [n] number of each row's adapter
+    order: torch.Tensor
+    place: torch.Tensor
+    ends: torch.Tensor
+    tiles: torch.Tensor  # of kernels/triton.py: rows that one program computes
+
+
+def rows_by_adapter(adapter: torch.Tensor, adapters: int) -> RowsByAdapter:
+    """Sort rows, whose adapters have these numbers below `adapters`."""
+    order, place, ends = sort_by_expert(adapter[:, None], adapters)
+    return RowsByAdapter(adapter, order, place, ends, ends.new_empty(0, 3))
+
+
+def low_rank_inner(x: torch.Tensor, a: torch.Tensor, by: RowsByAdapter) -> torch.Tensor:
     """Multiply rows with the matrices A of their adapters: [n, in], [E, R, in] -> [1, n, R], sorted by adapter.
 
-    `ends`, `order`: see sort_by_expert. A kernel may return several summands along the first dimension.
+    A kernel may return several summands along the first dimension.
     """
-    return expert_linear(x, a, ends, order)[None]
+    return expert_linear(x, a, by.ends, by.order)[None]
 
 
 def add_low_rank(
@@ -286,21 +327,19 @@ def add_low_rank(
     b: torch.Tensor,  # [E, rows, rank]
     parts: LowRankParts,
     scaling: float,
-    ends: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    by: RowsByAdapter | None = None,
     *,
     gated: bool = False,
 ) -> torch.Tensor:
     """Return base + scaling * inner B', where each layer of `parts` has its own ranks of `inner` and rows of `b`.
 
-    With `ends` and `order` the rows of `inner` are sorted by adapter, row i is that of base[order[i]], and each adapter
-    has its own `b`; otherwise there is one adapter. `gated`: the layers are gate and up, and the result is
-    silu(gate) * up.
+    With `by` the rows of `inner` are sorted by adapter, row i is that of base[by.order[i]], and each adapter has its
+    own `b`; otherwise there is one adapter. `gated`: the layers are gate and up, and the result is silu(gate) * up.
     """
     out, inner = base.clone(), inner.sum(0).to(base.dtype)
-    ranges = [(0, len(base))] if ends is None else expert_ranges(ends)
+    ranges = [(0, len(base))] if by is None else expert_ranges(by.ends)
     for adapter, (first, last) in enumerate(ranges):
-        places = torch.arange(first, last, device=base.device) if order is None else order[first:last]
+        places = torch.arange(first, last, device=base.device) if by is None else by.order[first:last]
         for column, size, row, rank in parts.rows():
             if row < 0 or first == last:
                 continue

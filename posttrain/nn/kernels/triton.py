@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.nn.kernels.reference import LowRankParts
+from posttrain.nn.kernels.reference import FP8, FP8_LARGEST, LowRankParts, RowsByAdapter
 
 PROGRAMS = 1056  # each processes many rows and sums their part of a weight's gradient
 VOCABULARY_BLOCK = 8192
@@ -545,18 +545,93 @@ def combine_rows_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+# Products in 8 bits
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=FP8, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = min(8192, triton.next_power_of_2(width))
+    quantize_rows_kernel[(rows,)](
+        x, out, scale, width, x.stride(0), LARGEST=FP8_LARGEST, BLOCK=block, num_warps=4 if block <= 2048 else 8
+    )
+    return out, scale
+
+
+@triton.jit
+def quantize_rows_kernel(x, out, scale, width, stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(value))
+    own = tl.maximum(tl.max(most), 1e-12) / LARGEST
+    tl.store(scale + row, own)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32) / own
+        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)  # rounding of the scale
+        tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=column < width)
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    rows, own_scale = quantize_rows(x)
+    return torch._scaled_mm(
+        rows, weight.t(), scale_a=own_scale, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
+    )
+
+
 # Low-rank adapters
 
+TILE_ROWS = 32  # rows of a tile, which have the same adapter
+SINGLE_ROWS = 64  # if all rows have the same adapter
 
-def low_rank_inner(x: torch.Tensor, a: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    rows, (adapters, ranks, depth) = len(x), a.shape
+
+def adapter_tiles(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Divide rows that are sorted by adapter into tiles: [tiles, 3], adapter (-1: no tile), first and last row."""
+    adapters, tiles = len(ends), triton.cdiv(rows, TILE_ROWS) + len(ends)
+    found = torch.empty(tiles, 3, dtype=torch.int32, device=ends.device)
+    adapter_tiles_kernel[(triton.cdiv(tiles, 64),)](
+        ends, found, adapters, tiles, ROWS=TILE_ROWS, ADAPTERS=triton.next_power_of_2(adapters), TILES=64, num_warps=4
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def adapter_tiles_kernel(ends, found, adapters, tiles, ROWS: tl.constexpr, ADAPTERS: tl.constexpr, TILES: tl.constexpr):
+    adapter = tl.arange(0, ADAPTERS)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    end = tl.load(ends + adapter, mask=adapter < adapters, other=0)
+    begin = tl.load(ends + adapter - 1, mask=(adapter > 0) & (adapter < adapters), other=0)
+    count = tl.where(adapter < adapters, tl.cdiv(end - begin, ROWS), 0)
+    after = tl.cumsum(count, 0)
+    own = (tile[:, None] >= (after - count)[None, :]) & (tile[:, None] < after[None, :])
+    first = tl.sum(tl.where(own, begin[None, :] + (tile[:, None] - (after - count)[None, :]) * ROWS, 0), 1)
+    last = tl.minimum(tl.sum(tl.where(own, end[None, :], 0), 1), first + ROWS)
+    number = tl.sum(tl.where(own, adapter[None, :] + 1, 0), 1) - 1
+    tl.store(found + tile * 3, number, mask=tile < tiles)
+    tl.store(found + tile * 3 + 1, first, mask=tile < tiles)
+    tl.store(found + tile * 3 + 2, last, mask=tile < tiles)
+
+
+def rows_by_adapter(adapter: torch.Tensor, adapters: int) -> RowsByAdapter:
+    order, place, ends = sort_by_expert(adapter[:, None], adapters)
+    return RowsByAdapter(adapter, order, place, ends, adapter_tiles(ends, len(adapter)))
+
+
+def low_rank_inner(x: torch.Tensor, a: torch.Tensor, by: RowsByAdapter) -> torch.Tensor:
+    rows, (_, ranks, depth) = len(x), a.shape
     wide = x.dtype == torch.float32
     # Few programs would each read long rows: the depth is divided, and add_low_rank sums the parts in order.
     splits = max(1, min(16, depth // 512))
     inner = torch.empty(splits, rows, ranks, dtype=torch.float32, device=x.device)
-    low_rank_inner_kernel[(splits, adapters, triton.cdiv(rows, 32 * adapters))](
-        x, a, ends, order, inner, rows, ranks, depth, a.stride(0), a.stride(1), SPLITS=splits,
-        PRECISION="ieee" if wide else "tf32", ROWS=32, RANKS=max(16, triton.next_power_of_2(ranks)),
+    low_rank_inner_kernel[(splits, len(by.tiles))](
+        x, a, by.tiles, by.order, inner, rows, ranks, depth, a.stride(0), a.stride(1), SPLITS=splits,
+        PRECISION="ieee" if wide else "tf32", ROWS=TILE_ROWS, RANKS=max(16, triton.next_power_of_2(ranks)),
         DEPTH=32 if wide else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
     return inner
@@ -564,31 +639,29 @@ def low_rank_inner(x: torch.Tensor, a: torch.Tensor, ends: torch.Tensor, order: 
 
 @triton.jit(do_not_specialize=["rows"])
 def low_rank_inner_kernel(
-    x, a, ends, order, inner, rows, ranks, depth, stride_adapter, stride_rank,
+    x, a, tiles, order, inner, rows, ranks, depth, stride_adapter, stride_rank,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    split, adapter = tl.program_id(0), tl.program_id(1)
+    split, tile = tl.program_id(0), tiles + tl.program_id(1) * 3
+    adapter, start, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if adapter < 0:
+        return
     rank = tl.arange(0, RANKS)
     share = tl.cdiv(tl.cdiv(depth, SPLITS), DEPTH) * DEPTH
     begin, end = split * share, tl.minimum(split * share + share, depth)
-    first = tl.load(ends + adapter - 1, mask=adapter > 0, other=0)
-    last = tl.load(ends + adapter)
     own = a + adapter.to(tl.int64) * stride_adapter + rank[None, :] * stride_rank
-    for start in range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < last
-        source = tl.load(order + row, mask=inside, other=0)
-        result = tl.zeros([ROWS, RANKS], tl.float32)
-        for k in range(begin, end, DEPTH):
-            deep = k + tl.arange(0, DEPTH)
-            there = deep < end
-            left = tl.load(
-                x + source[:, None] * depth + deep[None, :], mask=inside[:, None] & there[None, :], other=0.0
-            )
-            right = tl.load(own + deep[:, None], mask=there[:, None] & (rank < ranks)[None, :], other=0.0)
-            result = tl.dot(left, right, result, input_precision=PRECISION)
-        to = inner + (split.to(tl.int64) * rows + row[:, None]) * ranks + rank[None, :]
-        tl.store(to, result, mask=inside[:, None] & (rank < ranks)[None, :])
+    row = start + tl.arange(0, ROWS)
+    inside = row < last
+    source = x + tl.load(order + row, mask=inside, other=0)[:, None] * depth
+    result = tl.zeros([ROWS, RANKS], tl.float32)
+    for k in range(begin, end, DEPTH):
+        deep = k + tl.arange(0, DEPTH)
+        there = deep < end
+        left = tl.load(source + deep[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+        right = tl.load(own + deep[:, None], mask=there[:, None] & (rank < ranks)[None, :], other=0.0)
+        result = tl.dot(left, right, result, input_precision=PRECISION)
+    to = inner + (split.to(tl.int64) * rows + row[:, None]) * ranks + rank[None, :]
+    tl.store(to, result, mask=inside[:, None] & (rank < ranks)[None, :])
 
 
 def add_low_rank(
@@ -597,22 +670,22 @@ def add_low_rank(
     b: torch.Tensor,
     parts: LowRankParts,
     scaling: float,
-    ends: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
+    by: RowsByAdapter | None = None,
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    rows, adapters, wide = len(base), len(b), base.dtype == torch.float32
+    rows, wide = len(base), base.dtype == torch.float32
     width = sum(parts.sizes) // (2 if gated else 1)
     out = base.new_empty(rows, width)
     block = 64 if gated or wide else 128
+    height, count = (SINGLE_ROWS, triton.cdiv(rows, SINGLE_ROWS)) if by is None else (TILE_ROWS, len(by.tiles))
     table = column_blocks(parts, block, gated, base.device)
-    tiles = triton.cdiv(rows, 32 * adapters)
-    add_low_rank_kernel[(len(table), adapters, tiles)](
-        base, inner, b, table, ends, order, out, rows, width, parts.rank, scaling,
+    add_low_rank_kernel[(len(table), count)](
+        base, inner, b, table, None if by is None else by.tiles, None if by is None else by.order, out, rows, width,
+        parts.rank, scaling,
         base.stride(0), inner.stride(0), inner.stride(1), b.stride(0), b.stride(1),
-        SUMMANDS=len(inner), GROUPED=ends is not None, GATED=gated, PRECISION="ieee" if wide else "tf32",
-        ROWS=32, WIDTH=block, RANKS=min(64, max(16, triton.next_power_of_2(parts.rank))), num_warps=4,
+        SUMMANDS=len(inner), GROUPED=by is not None, GATED=gated, PRECISION="ieee" if wide else "tf32",
+        ROWS=height, WIDTH=block, RANKS=min(64, max(16, triton.next_power_of_2(parts.rank))), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -652,49 +725,50 @@ def low_rank_tile(
 
 @triton.jit(do_not_specialize=["rows", "scaling", "stride_summand"])
 def add_low_rank_kernel(
-    base, inner, b, table, ends, order, out, rows, width, rank, scaling,
+    base, inner, b, table, tiles, order, out, rows, width, rank, scaling,
     stride_base, stride_summand, stride_inner, stride_adapter, stride_b,
     SUMMANDS: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    entry, adapter = table + tl.program_id(0) * 6, tl.program_id(1)
+    entry, tile = table + tl.program_id(0) * 6, tl.program_id(1)
     kind: tl.constexpr = out.dtype.element_ty
     offset = tl.arange(0, WIDTH)
     column = tl.load(entry) + offset
     real = column < tl.load(entry + 1)
     b_row, first_rank = tl.load(entry + 2), tl.load(entry + 3)
-    first, last = 0, rows
+    own = b
+    row, last = tile * ROWS + tl.arange(0, ROWS), rows
     if GROUPED:
-        first = tl.load(ends + adapter - 1, mask=adapter > 0, other=0)
-        last = tl.load(ends + adapter)
-    own = b + adapter.to(tl.int64) * stride_adapter
-    for start in range(first + tl.program_id(2) * ROWS, last, tl.num_programs(2) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < last
-        source = row.to(tl.int64)
-        if GROUPED:
-            source = tl.load(order + row, mask=inside, other=0)
-        here = inside[:, None] & real[None, :]
-        at = base + source[:, None] * stride_base + column[None, :]
-        value = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        if b_row >= 0:
-            value += scaling * low_rank_tile(
-                inner, own, row, inside, b_row + offset, real, first_rank, rank, stride_summand, stride_inner, stride_b,
+        adapter = tl.load(tiles + tile * 3)
+        if adapter < 0:
+            return
+        own += adapter.to(tl.int64) * stride_adapter
+        row, last = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS), tl.load(tiles + tile * 3 + 2)
+    inside = row < last
+    source = row.to(tl.int64)
+    if GROUPED:
+        source = tl.load(order + row, mask=inside, other=0)
+    here = inside[:, None] & real[None, :]
+    at = base + source[:, None] * stride_base + column[None, :]
+    value = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    if b_row >= 0:
+        value += scaling * low_rank_tile(
+            inner, own, row, inside, b_row + offset, real, first_rank, rank, stride_summand, stride_inner, stride_b,
+            kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
+        )  # fmt: skip
+    value = value.to(kind)
+    if GATED:
+        up_row, up_rank = tl.load(entry + 4), tl.load(entry + 5)
+        up = tl.load(at + width, mask=here, other=0.0).to(tl.float32)
+        if up_row >= 0:
+            up += scaling * low_rank_tile(
+                inner, own, row, inside, up_row + offset, real, up_rank, rank, stride_summand, stride_inner, stride_b,
                 kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
             )  # fmt: skip
-        value = value.to(kind)
-        if GATED:
-            up_row, up_rank = tl.load(entry + 4), tl.load(entry + 5)
-            up = tl.load(at + width, mask=here, other=0.0).to(tl.float32)
-            if up_row >= 0:
-                up += scaling * low_rank_tile(
-                    inner, own, row, inside, up_row + offset, real, up_rank, rank, stride_summand, stride_inner,
-                    stride_b, kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
-                )  # fmt: skip
-            gate = value.to(tl.float32)
-            active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-            value = (active * up.to(kind).to(tl.float32)).to(kind)
-        tl.store(out + source[:, None] * width + column[None, :], value, mask=here)
+        gate = value.to(tl.float32)
+        active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        value = (active * up.to(kind).to(tl.float32)).to(kind)
+    tl.store(out + source[:, None] * width + column[None, :], value, mask=here)
 
 
 def weighted_silu_and_mul_backward(

@@ -235,6 +235,26 @@ def test_adapters_are_computed_in_captured_steps(dtype):
     assert all(linear.adapters for layer in engine.decoder.layers for linear in (layer.qkv, layer.out))
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_quantized_weights_in_captured_steps(adapted):
+    """The second time by graphs, after the weights have changed in place and were quantized again."""
+    model = tiny_model("qwen2").to("cuda", torch.bfloat16).eval()
+    if adapted:
+        add_adapters(model, ModelConfig(path="tiny", lora_rank=4), "token")
+    model.set_attn_implementation(attention.NAME)
+    engine = LocalEngine(ModelRunner.from_model(model), tiny_tokenizer(), quantization="fp8")
+    for _ in range(2):
+        samples = engine.generate(asked(), Sampling(max_tokens=48))
+        with torch.no_grad():
+            out = forward(engine.runner, collate(samples, "cuda"), Wanted())
+        error = np.abs(out.logprobs.cpu().numpy() - np.concatenate([sample.logprobs for sample in samples]))
+        assert 0 < error.mean() < 0.1, (error.mean(), error.max())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    assert engine.executor.graphs is not None and engine.executor.graphs.captured and engine.decoder.quantized
+
+
 def test_the_largest_logits_by_blocks():
     from posttrain.core import ops
 

@@ -293,7 +293,7 @@ def low_rank_cases(drawn):
     rows, depth, rank, adapters = 300, 1500, 24, 5
     x, mixed = drawn(rows, depth), torch.arange(rows, device="cuda") * 7 % adapters
     sizes, gate_up = [320, 64, 40], [200, 200]
-    a, b = drawn(adapters, 3 * rank, depth) / depth**0.5, drawn(adapters, sum(sizes), rank)
+    a, b = drawn(adapters, 3 * rank, depth) / depth**0.5, drawn(adapters, sum(sizes), rank) / rank**0.5
     base = drawn(rows, sum(sizes) + 3 * rank)  # as one product leaves it: the adapters' columns behind the outputs
 
     def of(by, gated, grouped):
@@ -302,9 +302,9 @@ def low_rank_cases(drawn):
         parts, width = reference.LowRankParts(layers, adapted, rank), sum(layers)
         if not grouped:
             return (by.add_low_rank(base[:, :width], base[None, :, sum(sizes) :], b[:1], parts, 0.5, gated=gated),)
-        order, _, ends = by.sort_by_expert(mixed[:, None], adapters)
-        inner = by.low_rank_inner(x, a[:, : len(layers) * rank], ends, order)
-        return (by.add_low_rank(base[:, :width], inner, b, parts, 1.0, ends, order, gated=gated),)
+        sorted_rows = by.rows_by_adapter(mixed, adapters)
+        inner = by.low_rank_inner(x, a[:, : len(layers) * rank], sorted_rows)
+        return (by.add_low_rank(base[:, :width], inner, b, parts, 1.0, sorted_rows, gated=gated),)
 
     return {
         f"low rank, gated {gated}, several adapters {grouped}": partial(of, gated=gated, grouped=grouped)
@@ -376,6 +376,10 @@ def test_kernels_equal_the_plain_steps(kind: torch.dtype) -> None:
         ),
     }
     cases |= expert_cases(drawn) | low_rank_cases(drawn)
+    if kind == torch.bfloat16:
+        quantized, added = reference.quantize_rows(drawn(64, width)), drawn(64)
+        cases["8 bits"] = lambda by: (by.quantized_linear(x, *quantized, added),)
+        cases["quantized rows"] = lambda by: by.quantize_rows(x)
     for name, run in cases.items():
         for found, expected in zip(run(triton), run(reference), strict=True):
             error = float((found.float() - expected.float()).norm() / expected.float().norm())
