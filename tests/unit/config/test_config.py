@@ -76,6 +76,7 @@ SPECIAL = {
     "algo.loss_weights": [0.5, 2.0],
     "rollout.prompts_per_stage": 0,  # refused beside rollout.ahead and rollout.replay
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
+    "rollout.quantization": "none",  # likewise
 }
 
 
