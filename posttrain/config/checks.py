@@ -64,6 +64,8 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.prompts_per_stage", 0, None),
     ("rollout.dynamic_sampling_max_batches", 1, None),
     ("rollout.max_mismatch", 0, None),
+    ("rollout.agent_workers", 1, None),
+    ("rollout.agent_timeout_seconds", 0.01, None),
     ("reward.timeout_seconds", 0.01, None),
     ("reward.memory_gib", 0.01, None),
     ("reward.max_failure_rate", 0, 1),
@@ -260,9 +262,14 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "trains meanwhile: leave out one of them.",
     )
     rollout, reward, cluster = config.rollout, config.reward, config.cluster
+    has_program = bool(rollout.environment or rollout.agent)
+    refuse(
+        bool(rollout.environment and rollout.agent),
+        f"rollout.environment is {rollout.environment} and rollout.agent is {rollout.agent}; set one of them.",
+    )
     kinds = "a verifier by name, FILE.py:FUNCTION, model:PATH or http://..."
     refuse(
-        config.algo is not None and config.algo.needs_reward() and not (reward.functions or rollout.environment),
+        config.algo is not None and config.algo.needs_reward() and not (reward.functions or has_program),
         f"reward.functions is not set: what scores completions? Give {kinds}: --reward gsm8k",
     )
     refuse(
@@ -270,9 +277,9 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} rewards. Give one each.",
     )
     refuse(
-        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or rollout.environment)),
-        "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling and "
-        "rollout.environment.",
+        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or has_program)),
+        "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling, "
+        "rollout.environment and rollout.agent.",
     )
     refuse(
         bool(rollout.prompts_per_stage and (rollout.ahead or rollout.replay)),

@@ -299,7 +299,7 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Completions per prompt and step."""
     max_tokens: int = 512
-    """Longest completion in tokens; with an environment, all turns together."""
+    """Longest completion in tokens; with an environment or an agent, all turns together."""
     temperature: float = 1.0
     """Sampling temperature; the trainer computes log-probabilities with it, and with top_p, top_k and min_p, too."""
     top_p: float = 1.0
@@ -321,6 +321,12 @@ class RolloutConfig:
     """Most batches that dynamic sampling generates for one step."""
     environment: str = ""
     """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
+    agent: str = ""
+    """Program that talks to the policy as to OpenAI's API: FILE.py:FUNCTION, or a command line."""
+    agent_workers: int = 16
+    """Conversations of rollout.agent that go on at the same time, each in a child process."""
+    agent_timeout_seconds: float = 300.0
+    """Time limit for one conversation of rollout.agent; beyond it the conversation fails and is left out."""
     replay: str = ""
     """Take completions from this run directory's records instead of generating them; they are scored again."""
     max_mismatch: float = 0.1
@@ -358,7 +364,7 @@ class RewardFunctionsConfig:
     workers: int = 2
     """Child processes that run reward functions."""
     env: tuple[str, ...] = ()
-    """Names of environment variables that reward functions and environments may read, such as API keys."""
+    """Names of environment variables that reward functions, environments and agents may read, such as API keys."""
     allow_unprotected_code: bool = False
     """Run programs of the model (reward code) also where they cannot be isolated, with the rights of this user."""
 

@@ -1,4 +1,4 @@
-"""The thread that runs the engine. The event loop submits and cancels completions and receives their tokens."""
+"""The thread that generates. The event loop submits and cancels completions and receives their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from posttrain.core.types import Ints, Sample
-from posttrain.engines.base import GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Generator, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.sampling import TopLogprobs
 from posttrain.engines.scheduler import ActiveRequest, BatchScheduler
@@ -31,6 +31,7 @@ class PendingCompletion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish: str = ""  # stop or length when it has ended; error when the engine failed
+    sample: Sample | None = None  # as the engine returned it, when it has ended
     prompt_top: int | None = None  # log-probabilities of the prompt are wanted, with this many of the likeliest tokens
     generate: bool = True  # without it the prompt's log-probabilities are all
     prompt_logprobs: PromptLogprobs | None = None
@@ -40,30 +41,32 @@ class PendingCompletion:
 
 PromptLogprobs = tuple[list[float], list[TopLogprobs]]
 """Of all tokens of a prompt but the first: log-probabilities, and the likeliest tokens."""
-Update = tuple[PendingCompletion, list[int], list[float], list[TopLogprobs], str]
-"""New tokens of a completion with their log-probabilities, and how it ended if it did."""
 
 
-class EngineThread:
-    """Generates the completions of many requests in one batch. `submit` and `cancel` belong to the event loop."""
+@dataclass(slots=True)
+class Update:
+    """New tokens of a completion with their log-probabilities, and how it ended if it did."""
 
-    def __init__(self, engine: LocalEngine, *, max_length: int, max_tokens: int) -> None:
-        """`max_length` of prompt and completion together, `max_tokens` of a completion."""
-        self.engine, self.max_length, self.max_tokens = engine, max_length, max_tokens
+    completion: PendingCompletion
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    finish: str = ""
+    sample: Sample | None = None
+
+
+class CompletionThread:
+    """Generates completions in a thread, which subclasses define. `submit` and `cancel` belong to the event loop."""
+
+    has_top_logprobs = True
+
+    def __init__(self) -> None:
         self.open: set[PendingCompletion] = set()  # submitted and not yet ended
-        self.steps = 0
-        self.running = 0  # completions in the engine's slots after the last step
-        self.slots = 0
-        self.reused_tokens = self.preemptions = 0  # since the start
         self.condition = threading.Condition()
         self.submitted: list[PendingCompletion] = []
         self.cancelled: list[PendingCompletion] = []
         self.closing = False
-        self.by_number: dict[int, PendingCompletion] = {}  # from here on state of the engine's thread
-        self.in_engine: dict[int, ActiveRequest] = {}
-        self.unscored: deque[PendingCompletion] = deque()  # their prompts' log-probabilities are computed first
-        self.last_scored: tuple[Ints, int, PromptLogprobs] | None = None
-        self.updates: list[Update] = []
+        self.updates: list[Update] = []  # state of the thread
 
     def start(self) -> asyncio.Future[None]:
         """Run until `close`; the future is done when the thread has ended, and carries its exception."""
@@ -104,19 +107,58 @@ class EngineThread:
 
     def deliver(self, updates: list[Update]) -> None:
         now = self.loop.time()
-        for completion, tokens, logprobs, top_logprobs, finish in updates:
-            completion.tokens += tokens
-            completion.logprobs += logprobs
-            completion.top_logprobs += top_logprobs
-            if finish:
-                completion.finish = finish
+        for update in updates:
+            completion = update.completion
+            completion.tokens += update.tokens
+            completion.logprobs += update.logprobs
+            completion.top_logprobs += update.top_logprobs
+            if update.finish:
+                completion.finish, completion.sample = update.finish, update.sample
                 self.open.discard(completion)
-            if finish or now >= completion.due:
+            if update.finish or now >= completion.due:
                 completion.changed.set()
 
-    # What follows runs in the engine's thread
+    # What follows runs in the thread
 
     def run(self) -> None:
+        """Generate what is submitted, until `close`."""
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Send the updates to the event loop."""
+        if self.updates:
+            updates, self.updates = self.updates, []
+            self.loop.call_soon_threadsafe(self.deliver, updates)
+
+
+class EngineThread(CompletionThread):
+    """Generates the completions of many requests in one batch of the local engine, which each joins at once."""
+
+    def __init__(self, engine: LocalEngine, *, max_length: int, max_tokens: int) -> None:
+        """`max_length` of prompt and completion together, `max_tokens` of a completion."""
+        super().__init__()
+        self.engine, self.max_length, self.max_tokens = engine, max_length, max_tokens
+        self.steps = 0
+        self.running = 0  # completions in the engine's slots after the last step
+        self.slots = 0
+        self.reused_tokens = self.preemptions = 0  # since the start
+        self.by_number: dict[int, PendingCompletion] = {}  # from here on state of the engine's thread
+        self.in_engine: dict[int, ActiveRequest] = {}
+        self.unscored: deque[PendingCompletion] = deque()  # their prompts' log-probabilities are computed first
+        self.last_scored: tuple[Ints, int, PromptLogprobs] | None = None
+
+    def run(self) -> None:
+        model = self.engine.runner.model
+        was_training = model.training
+        model.eval()
+        try:
+            self.generate()
+        finally:
+            model.train(was_training)
+            if self.engine.frozen or self.engine.device.type == "cpu":  # a GPU keeps its graphs for the next batch
+                self.engine.sleep()
+
+    def generate(self) -> None:
         with torch.inference_mode():
             scheduler = self.engine.open_scheduler(self.max_length, self.max_tokens, self.on_token)
             self.slots = scheduler.cache.slots
@@ -127,8 +169,8 @@ class EngineThread:
                 ended = scheduler.step() if scheduler.busy else {}
                 self.running = len(scheduler.active)
                 self.reused_tokens, self.preemptions = scheduler.reused_tokens, scheduler.preemptions
-                self.send_updates(ended)
-        self.engine.sleep()
+                self.add_ended(ended)
+                self.send()
 
     def exchange(self, scheduler: BatchScheduler) -> bool:
         """Pass submitted and cancelled completions to the scheduler; wait if it is idle. Return False after `close`."""
@@ -164,19 +206,53 @@ class EngineThread:
         if completion.generate:
             self.begin(scheduler, completion)
         else:
-            self.updates.append((completion, [], [], [], "length"))
+            self.updates.append(Update(completion, [], [], [], "length"))
 
     def on_token(self, active: ActiveRequest) -> None:
         completion = self.by_number[active.index]
         self.in_engine[active.index] = active
         if completion.streamed:
-            self.updates.append((completion, active.tokens[-1:], active.logprobs[-1:], active.top_logprobs[-1:], ""))
+            self.updates.append(Update(completion, active.tokens[-1:], active.logprobs[-1:], active.top_logprobs[-1:]))
 
-    def send_updates(self, ended: dict[int, Sample]) -> None:
+    def add_ended(self, ended: dict[int, Sample]) -> None:
         for number, sample in ended.items():
             completion, active = self.by_number.pop(number), self.in_engine.pop(number)
             rest = ([], [], []) if completion.streamed else (active.tokens, active.logprobs, active.top_logprobs)
-            self.updates.append((completion, *rest, sample.finish))
-        if self.updates:
-            updates, self.updates = self.updates, []
-            self.loop.call_soon_threadsafe(self.deliver, updates)
+            self.updates.append(Update(completion, *rest, sample.finish, sample))
+
+
+class GeneratorThread(CompletionThread):
+    """Generates by a generator that takes whole batches: what waits is the next batch, in one call per setting."""
+
+    has_top_logprobs = False
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def run(self) -> None:
+        while self.wait():
+            with self.condition:
+                waiting = [completion for completion in self.submitted if completion not in self.cancelled]
+                self.submitted, self.cancelled = [], []
+            batches: dict[Sampling, list[PendingCompletion]] = {}
+            for completion in waiting:
+                batches.setdefault(completion.sampling, []).append(completion)
+            for sampling, batch in batches.items():
+                samples = self.generator.generate([completion.request for completion in batch], sampling)
+                for completion, sample in zip(batch, samples, strict=True):
+                    self.add_sample(completion, sample)
+                self.send()
+
+    def wait(self) -> bool:
+        """Wait for completions; return False after `close`."""
+        with self.condition:
+            while not (self.submitted or self.closing):
+                self.condition.wait()
+            return not self.closing
+
+    def add_sample(self, completion: PendingCompletion, sample: Sample) -> None:
+        start = len(completion.request.prompt)
+        assert sample.logprobs is not None, "a generator returns log-probabilities"
+        tokens, logprobs = sample.tokens[start:].tolist(), sample.logprobs[start:].tolist()
+        self.updates.append(Update(completion, tokens, logprobs, [], sample.finish, sample))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from posttrain.core.types import Ints
 from posttrain.data.encoding.tool_formats import MessageDelta
-from posttrain.endpoint.engine_thread import EngineThread, PendingCompletion
+from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.endpoint.output_text import OutputText, TokenTexts
@@ -29,10 +29,12 @@ class CompletionServer(Protocol):
 
     name: str  # of the model
     seconds: float  # that a request may take
-    engine: EngineThread
     tokenizer: Any  # of the event loop's thread
     token_texts: TokenTexts
     metrics: ServerMetrics
+
+    @property
+    def engine(self) -> CompletionThread: ...
 
 
 def too_slow(seconds: float) -> ApiError:
@@ -116,7 +118,11 @@ class CompletionResponse:
             text, logprobs = output.whole()
             shown = logprobs if self.request.logprobs else None
             choices.append(self.format.choice(index, text, shown, output.finish_reason, output.seed))
+        await self.completed()
         return self.format.wrap(choices, usage=self.usage())
+
+    async def completed(self) -> None:
+        """Is called when all completions have ended, before the client receives their ends."""
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield parts of all completions as they are generated; a part has several tokens if the model is fast."""
@@ -133,6 +139,8 @@ class CompletionResponse:
                 for index, completion in enumerate(self.completions):
                     if not ended[index]:
                         sent[index], ended[index] = self.add_chunks(index, completion, sent[index], chunks)
+                if all(ended):
+                    await self.completed()
                 if chunks:
                     yield b"".join(chunks)
             if self.request.usage:
@@ -202,13 +210,18 @@ class ChoiceOutput:
         self.seed = completion.request.seed
         self.text = self.output_text(request.sampling.stop_texts, request.sampling.stop_ids)
         self.parser = request.parsing.parser() if request.chat else None
-        self.calls = 0  # tool calls so far
+        self.message = MessageDelta()  # so far
         self.offset = 0  # characters of the prompt, if the text begins with it
         self.echoed = not request.echo
 
     def output_text(self, stop_texts: Sequence[str], stop_ids: Sequence[int]) -> OutputText:
         token_texts = self.service.token_texts if self.request.logprobs else None
         return OutputText(self.service.tokenizer, stop_texts, stop_ids, token_texts, self.request.parsing.marks)
+
+    @property
+    def calls(self) -> int:
+        """The number of tool calls so far."""
+        return len(self.message.calls)
 
     @property
     def stopped(self) -> bool:
@@ -238,7 +251,7 @@ class ChoiceOutput:
         delta = self.parsed(text)
         if self.parser is not None and isinstance(delta, MessageDelta):
             rest = self.parser.finish()
-            self.calls += len(rest.calls)
+            self.message += rest
             delta = delta + rest
         return delta, self.shifted(tokens)
 
@@ -252,7 +265,7 @@ class ChoiceOutput:
         if self.parser is None:
             return text
         delta = self.parser.add(text)
-        self.calls += len(delta.calls)
+        self.message += delta
         return delta
 
     def shifted(self, tokens: list[TokenLogprob]) -> list[TokenLogprob]:

@@ -180,7 +180,8 @@ class LocalEngine:
         executor = self.allocate(self.max_slots, *sizes)
         executor.reset(executor.slots.max_tokens, None)
         self.pack_weights(self.max_slots, max_tokens)
-        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, reuse_prefixes=True)
+        reuse = self.frozen or self.device.type == "cuda"  # equal CPU runs compute equally
+        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, reuse_prefixes=reuse)
 
     def use_adapters(self, folders: Mapping[str, Path]) -> None:
         """Load adapters of the model, by name; requests choose one with `adapter`. They are frozen."""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import Ints, Sample
+from posttrain.core.types import Experts, Ints, Sample
 from posttrain.data.encoding.chat import REASONING, ChatRenderer
 from posttrain.data.encoding.tokens import Segment
 from posttrain.data.encoding.tool_formats import END_THINK, without_dropped_reasoning
@@ -143,9 +143,11 @@ class ConversationTree:
 
     @property
     def leaves(self) -> list[Turn]:
-        """The last turns of all branches, in the order of their replies."""
+        """The last turns of all branches, in an order that does not depend on when their replies came."""
         parents = {id(turn.parent) for turn in self.turns}
-        return [turn for turn in self.turns if id(turn) not in parents]
+        return sorted(
+            (turn for turn in self.turns if id(turn) not in parents), key=lambda turn: turn.sampled.tokens.tolist()
+        )
 
     @property
     def forks(self) -> int:
@@ -179,8 +181,24 @@ class ConversationTree:
                     origin=self.origin,
                     preemptions=sum(turn.sampled.preemptions for turn in path),
                     reused=sum(turn.sampled.reused * len(turn.prompt) for turn in path) / prompts,
+                    experts=experts_of(path),
                 ),
             )
+
+
+def experts_of(path: Sequence[Turn]) -> Experts | None:
+    """Return the experts of a branch's tokens: of each reply those that sampled it; None if none were recorded."""
+    last = path[-1].sampled.experts
+    if last is None:
+        return None
+    experts = last.copy()
+    for turn in path[:-1]:
+        begin, end = len(turn.prompt), len(turn.sampled.tokens)
+        recorded = turn.sampled.experts
+        assert recorded is not None, "an engine records the experts of all samples or of none"
+        known = recorded[begin:end] >= 0  # all but those of the last token, which the next turn computed
+        experts[begin:end] = np.where(known, recorded[begin:end], experts[begin:end])
+    return experts
 
 
 # Messages as clients spell them

@@ -221,17 +221,7 @@ class Environments:
     def check_failures(self, episodes: Sequence[Episode]) -> None:
         """Raise a RewardError with the first messages if more than `max_failure_rate` of these failed."""
         failures = [episode.failure for episode in episodes if episode.failure]
-        if len(failures) <= self.max_failure_rate * len(episodes):
-            return
-        most_frequent = Counter(failures).most_common()
-        lines = [
-            f"{self.name} failed in {len(failures)} of {len(episodes)} episodes; "
-            f"reward.max_failure_rate allows {self.max_failure_rate:g} of them"
-        ]
-        lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in most_frequent[:SHOWN_FAILURES]]
-        if len(most_frequent) > SHOWN_FAILURES:
-            lines.append(f"and {len(most_frequent) - SHOWN_FAILURES} other failures")
-        raise RewardError("\n\n".join(lines))
+        check_failure_rate(self.name, failures, len(episodes), self.max_failure_rate, "episodes")
 
     def close(self) -> None:
         """End all processes."""
@@ -239,3 +229,15 @@ class Environments:
         with self.lock:
             for process in self.processes:
                 process.stop()
+
+
+def check_failure_rate(name: str, failures: Sequence[str], count: int, allowed: float, noun: str) -> None:
+    """Raise a RewardError with the most frequent messages if more than the allowed share of `count` failed."""
+    if len(failures) <= allowed * count:
+        return
+    most_frequent = Counter(failures).most_common()
+    lines = [f"{name} failed in {len(failures)} of {count} {noun}; reward.max_failure_rate allows {allowed:g} of them"]
+    lines += [f"{times} time{'s' * (times > 1)}:\n{text}" for text, times in most_frequent[:SHOWN_FAILURES]]
+    if len(most_frequent) > SHOWN_FAILURES:
+        lines.append(f"and {len(most_frequent) - SHOWN_FAILURES} other failures")
+    raise RewardError("\n\n".join(lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -95,6 +95,15 @@ class TokenizedEpisode:
 def pad_experts(experts: Experts, tokens: int) -> Experts:
     """Append tokens without a record: those of the environment after the last reply."""
     return np.pad(experts, ((0, tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+
+
+class EpisodePlayer(Protocol):
+    """Plays episodes of several turns: with environments, or as the conversations of an agent."""
+
+    def play(
+        self, prompts: Sequence[tuple[int, Prompt]], seeds: Sequence[int], *, greedy: bool = False
+    ) -> list[Rollout]:
+        """Return rollouts for each prompt and seed, in order; `greedy`: one for each, without random numbers."""
 
 
 class EpisodeRunner:

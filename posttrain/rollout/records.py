@@ -20,7 +20,8 @@ from posttrain.core.types import Floats, Prompt, Sample
 from posttrain.rewards.verdict import Verdict
 
 FILE = "rollouts.jsonl"
-ENVIRONMENT_FAILED = "environment: "  # prefix of a failure that scoring again cannot fix
+ENVIRONMENT, AGENT = "environment", "agent"  # rewards that are not computed by reward functions
+ENVIRONMENT_FAILED, AGENT_FAILED = "environment: ", "agent: "  # prefixes of failures that scoring again cannot fix
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
 SWITCH_SECONDS = 5e-4  # a thread yields the interpreter at least this often: generation needs it for every few tokens
@@ -37,6 +38,7 @@ class Rollout:
     text: str  # of the completion; of its last turn, if there are several
     messages: list[dict[str, Any]] = field(default_factory=list)  # the whole conversation, if there is an environment
     turns: int = 1
+    branch: int = 0  # number among the samples of one conversation of an agent
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
     failure: str = ""  # why it could not be scored; it is then left out of training
     seconds: float = 0.0  # that its rewards took
@@ -85,6 +87,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         row["messages"] = rollout.messages
     if rollout.verdicts:
         row["verdicts"] = rollout.verdicts
+    if rollout.branch:
+        row["branch"] = rollout.branch
     return row
 
 
@@ -138,6 +142,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         text=row["text"],
         messages=row.get("messages", []),
         turns=row["turns"],
+        branch=row.get("branch", 0),
         rewards=row["rewards"],
         failure=row["failure"],
         seconds=row["seconds"],
@@ -145,16 +150,21 @@ def from_row(row: dict[str, Any]) -> Rollout:
     )
 
 
+def given_rewards(rollout: Rollout) -> dict[str, float]:
+    """Return the rewards of an environment or an agent; those of an agent may have names: agent/NAME."""
+    return {name: value for name, value in rollout.rewards.items() if name.partition("/")[0] in (ENVIRONMENT, AGENT)}
+
+
 def unscored(rollout: Rollout) -> Rollout:
     """Return a recorded rollout as it was when it was sampled, to be scored again.
 
-    The reward and the failure of an environment are kept, since the episode cannot be run again.
+    The reward and the failure of an environment or an agent are kept, since the episode cannot be run again.
     """
-    environment_failed = rollout.failure.startswith(ENVIRONMENT_FAILED)
-    kept = {name: value for name, value in rollout.rewards.items() if name == "environment"}
+    failed = rollout.failure.startswith((ENVIRONMENT_FAILED, AGENT_FAILED))
+    kept = given_rewards(rollout)
     computed_later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
     sample = replace(rollout.sample, reward=0.0, **computed_later)
-    failure = rollout.failure if environment_failed else ""
+    failure = rollout.failure if failed else ""
     return replace(rollout, sample=sample, rewards=kept, failure=failure, seconds=0.0)
 
 

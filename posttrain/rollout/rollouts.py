@@ -22,7 +22,7 @@ from posttrain.core.types import Prompt, Sample, WeightVersion
 from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rewards.pool import TimeoutBudget
-from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.episodes import EpisodePlayer
 from posttrain.rollout.overlap import OverlappingStages
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
@@ -61,13 +61,13 @@ class Rollouts:
         update_weights: Callable[[WeightVersion], None],
         phase: Phase = no_phase,
         greedy_baseline: bool = False,
-        episodes: EpisodeRunner | None = None,
+        episodes: EpisodePlayer | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
         stages: OverlappingStages | None = None,
     ) -> None:
         """`update_weights`: brings the policy's current weights to the generator, under the version it is given.
 
-        `episodes`: generates in several turns, with an environment; `recorded`: batches to replay instead; `stages`:
+        `episodes`: generates in several turns, with an environment or agent; `recorded`: batches to replay instead; `stages`:
         what is computed for each part of a batch while the next one is generated (rollout.prompts_per_stage).
         """
         self.generator, self.scorer, self.stream, self.config = generator, scorer, stream, config

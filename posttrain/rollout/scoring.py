@@ -17,7 +17,7 @@ from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rewards.pool import TimeoutBudget
-from posttrain.rollout.records import Rollout
+from posttrain.rollout.records import Rollout, given_rewards
 
 CACHED_PROMPTS = 4096  # prompts whose text is kept: completions of one prompt are finished one by one
 ModelVerdicts = Callable[[Sequence[Rollout]], Sequence[Verdict]]
@@ -102,7 +102,7 @@ class RolloutScorer:
         total = combine(known, self.weights)
         if total is None:
             return
-        total += rollout.rewards.get("environment", 0.0)
+        total += sum(given_rewards(rollout).values())
         if penalty := self.overlong_penalty(len(rollout.sample) - len(rollout.prompt.tokens)):
             rollout.rewards["overlong"] = -penalty
             total -= penalty
@@ -112,7 +112,8 @@ class RolloutScorer:
         """Return weight and value of each part of a scored rollout's reward, in the same order for all rollouts."""
         named = zip(self.rewards.names, self.weights, strict=True)
         own = [(weight, rollout.rewards[name]) for name, weight in named if weight]
-        return (*own, *((1.0, rollout.rewards.get(name, 0.0)) for name in ("environment", "overlong")))
+        given = sum(given_rewards(rollout).values())
+        return (*own, (1.0, given), (1.0, rollout.rewards.get("overlong", 0.0)))
 
     def normalize(self, rollouts: Sequence[Rollout]) -> None:
         """Divide by the deviation of all rewards so far, including these, if asked for; then clip."""

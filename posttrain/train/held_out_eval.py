@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Prompt
 from posttrain.engines.base import Generator, Sampling, seed_for
-from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.episodes import EpisodePlayer
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, generate_rollouts
 from posttrain.rollout.scoring import RolloutScorer
@@ -33,7 +33,7 @@ class HeldOutEval:
         sampling: Sampling,
         scorer: RolloutScorer,
         tokenizer: Any,
-        episodes: Callable[[Generator, Sampling], EpisodeRunner | None] = lambda *_: None,
+        episodes: Callable[[Generator, Sampling], EpisodePlayer | None] = lambda *_: None,
         metric_functions: MetricFunctions = MappingProxyType({}),
     ) -> None:
         """`episodes`: returns what runs episodes with a generator, where there is an environment.

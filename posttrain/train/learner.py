@@ -43,6 +43,7 @@ from posttrain.core.types import (
 from posttrain.data.encoding.templates import apply_template, template_stop_ids
 from posttrain.data.packing import collate, pack_into_micro_batches, pack_padded
 from posttrain.engines.base import LOCAL, BetweenSteps, EngineSpec, GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.engines.weight_probe import probe_sample
 from posttrain.models import adapters as lora
@@ -430,6 +431,10 @@ class Learner:
         return self.generator.generate(
             requests, sampling, current=current, between_steps=between_steps, on_completion=on_completion
         )
+
+    def local_engine(self, current: bool) -> LocalEngine | None:
+        """Returns the engine that generates in this process; None if vLLM does."""
+        return None if self.generator.replica is not None else self.generator.local_engine(current)
 
     def update_generator(self, version: WeightVersion) -> None:
         """Make generation use the current weights from now on; `version` is recorded in the samples."""

@@ -10,6 +10,7 @@ from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
 from posttrain.core.types import ExpertUse, Floats, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.local import LocalEngine
 from posttrain.train.learner import PLAIN, Part
 from posttrain.train.metric_sums import Sums, add_sums
 
@@ -78,6 +79,10 @@ class LearnerGroup:
             options["on_completion"] = on_completion
         return concatenate(self.workers.scatter("generate", shards, sampling, **options))
 
+    def local_engine(self, *, current: bool = False) -> LocalEngine | None:
+        """Returns the engine of the only worker, if that is this process; `current`: as for `generate`."""
+        return self.workers.call("local_engine", current)[0] if isinstance(self.workers, LocalWorkers) else None
+
     def update_generator(self, version: WeightVersion) -> None:
         self.workers.call("update_generator", version)
 
@@ -127,6 +132,9 @@ class CurrentWeights:
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, on_completion: OnCompletion | None = None
     ) -> list[Sample]:
         return self.policy.generate(requests, sampling, current=True)
+
+    def local_engine(self) -> LocalEngine | None:
+        return self.policy.local_engine(current=True)
 
 
 def concatenate(parts: Sequence[list[T]]) -> list[T]:

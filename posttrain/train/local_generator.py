@@ -79,6 +79,12 @@ class LocalGenerator:
             samples = self.replica.generate(requests, sampling)
             check_samples(requests, samples, sampling, self.runner.vocabulary_size, "vLLM")
             return samples
+        return self.local_engine(current).generate(
+            requests, sampling, between_steps=between_steps, on_completion=on_completion
+        )
+
+    def local_engine(self, current: bool) -> LocalEngine:
+        """Returns the local engine; `current`: the one with the trainer's current weights."""
         if self.shards is None:
             runner = self.runner if current else self.sampler
         elif self.own_weights and not current:
@@ -89,9 +95,7 @@ class LocalGenerator:
             how: dict[str, Any] = {"record_experts": True, "quantization": self.quantization}
             how["reserved_bytes"] = self.reserved_bytes
             self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, **how)
-        return self.engines[id(runner)].generate(
-            requests, sampling, between_steps=between_steps, on_completion=on_completion
-        )
+        return self.engines[id(runner)]
 
     @torch.no_grad()
     def update(self, version: WeightVersion) -> None:

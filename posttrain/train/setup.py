@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from posttrain.algorithms import ALGORITHMS, Algorithm, OnlineAlgorithm, RolloutSettings
 from posttrain.config.sections import Config, OnlineConfig
@@ -21,7 +22,7 @@ from posttrain.engines.base import Generator, Sampling
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
 from posttrain.rollout.environments import Environments
-from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.episodes import EpisodePlayer, EpisodeRunner
 from posttrain.rollout.overlap import OverlappingStages, PartStage
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
@@ -37,6 +38,9 @@ from posttrain.train.pretraining_mix import PretrainingMix
 from posttrain.train.reward_model import check_reward_model
 from posttrain.train.run import Run
 from posttrain.train.streams import StreamFiller
+
+if TYPE_CHECKING:
+    from posttrain.rollout.agents import Agents
 
 
 @contextmanager
@@ -77,15 +81,16 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             check_reward_model(path)
         if config.rollout.replay:
             records.find_file(Path(config.rollout.replay))
-        environments = make_environments(config)
-        if environments is not None:
-            stack.enter_context(environments).check()
+        programs = make_programs(config)
+        if programs is not None:
+            stack.enter_context(programs)
+            programs.check()
         run = stack.enter_context(Run.open(verb, config, algorithm, inputs))
         check_layouts(run.config, algorithm)
         fit_step_to_memory(run, algorithm)
         assert isinstance(run.config, OnlineConfig)
         config = run.config  # data and functions that were given in memory are files now, which it names
-        for child_processes in (rewards, environments):
+        for child_processes in (rewards, programs):
             if child_processes is not None:
                 child_processes.stop_when(lambda: run.signals.received is not None)
         rewards.check(sorted(run.data.train.prompts[0][0].columns))  # the data's columns are known now
@@ -110,7 +115,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         if rollout_workers is None and "policy" in config.cluster.offload and engine_has_copy(config):
             generator = models.offloader.generator(policy)
         scorer = RolloutScorer(rewards, model_scorers, config, run.tokenizer)
-        episodes = partial(make_episodes, run, config, environments)
+        episodes = partial(make_episodes, run, config, programs)
         rollouts = Rollouts(
             generator,
             scorer,
@@ -267,24 +272,35 @@ def make_rewards(config: OnlineConfig) -> Rewards:
     return rewards
 
 
-def make_environments(config: OnlineConfig) -> Environments | None:
-    reward = config.reward
-    if not config.rollout.environment:
-        return None
-    return Environments(
-        config.rollout.environment,
-        workers=reward.workers,
-        timeout_seconds=reward.timeout_seconds,
-        memory_gib=reward.memory_gib,
-        max_failure_rate=reward.max_failure_rate,
-        env=reward.env,
-    )
+def make_programs(config: OnlineConfig) -> Environments | Agents | None:
+    """Returns the processes of the environment or of the agent; None if completions have one turn."""
+    reward, rollout = config.reward, config.rollout
+    common: dict[str, Any] = {
+        "memory_gib": reward.memory_gib,
+        "max_failure_rate": reward.max_failure_rate,
+        "env": reward.env,
+    }
+    if rollout.environment:
+        return Environments(
+            rollout.environment, workers=reward.workers, timeout_seconds=reward.timeout_seconds, **common
+        )
+    if rollout.agent:
+        from posttrain.rollout.agents import Agents  # the HTTP server
+
+        return Agents(
+            rollout.agent, workers=rollout.agent_workers, timeout_seconds=rollout.agent_timeout_seconds, **common
+        )
+    return None
 
 
 def make_episodes(
-    run: Run, config: OnlineConfig, environments: Environments | None, generator: Generator, sampling: Sampling
-) -> EpisodeRunner | None:
-    """Return a runner of multi-turn episodes; None without an environment: completions have one turn."""
-    if environments is None:
+    run: Run, config: OnlineConfig, programs: Environments | Agents | None, generator: Generator, sampling: Sampling
+) -> EpisodePlayer | None:
+    """Return what plays episodes of several turns; None without an environment or agent."""
+    if programs is None:
         return None
-    return EpisodeRunner(environments, generator, config, sampling, run.tokenizer)
+    if isinstance(programs, Environments):
+        return EpisodeRunner(programs, generator, config, sampling, run.tokenizer)
+    from posttrain.rollout.agents import AgentRunner
+
+    return AgentRunner(programs, generator, config, sampling, run.tokenizer)

@@ -32,6 +32,7 @@ def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str, float]:
     """Return metrics of a batch of rollouts; `version`: of the weights that train on it."""
     scored = [rollout for rollout in rollouts if not rollout.failure]
+    forks = sum(rollout.branch > 0 for rollout in rollouts)
     rewards = np.array([rollout.sample.reward for rollout in scored])
     groups = [group for group in by_group(rollouts) if len(group) > 1]
     metrics = {
@@ -44,6 +45,8 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
     }
     if groups:  # with one completion per prompt there is nothing to compare
         metrics["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
+    if forks:
+        metrics["forks"] = float(forks)
     if preemptions := sum(rollout.sample.preemptions for rollout in rollouts):
         metrics["preemptions"] = float(preemptions)
     if any(rollout.sample.reused for rollout in rollouts):
