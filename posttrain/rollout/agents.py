@@ -155,7 +155,7 @@ class AgentProcess:
                 run.failure = str(error)
                 run.done = run.attempts >= ATTEMPTS and not self.agents.stop_flag.is_set()
             except UsageError as error:  # it was loaded before: its file must have changed
-                run.failure, run.done = str(error), True
+                run.failure, run.done = str(error), not self.agents.stop_flag.is_set()
             finally:
                 session.close(conversation)
                 run.seconds = time.monotonic() - started
