@@ -48,7 +48,7 @@ class Turn:
     sample: Sample | None = None  # prompt and reply, as the engine returned them; None until there is a reply
     ended: str = ""  # the end of turn or stop text that the reply ends with, as text; empty if it was cut off
     number: int = -1  # in order of replies
-    keys: list[Key] = field(default_factory=list)  # of all messages, the reply's last
+    keys: list[frozenset[Key]] = field(default_factory=list)  # that each message may have; the reply's last
 
     @property
     def path(self) -> list[Turn]:
@@ -114,7 +114,11 @@ class ConversationTree:
             turn.ended = next((stop for stop in stop_texts if text.endswith(stop)), "")
         turn.sample, turn.reply, turn.number = sample, normalised_message(message), len(self.turns)
         turn.keys = [] if turn.parent is None else list(turn.parent.keys)
-        turn.keys += [message_key(found) for found in [*turn.messages, turn.reply]]
+        turn.keys += [frozenset([message_key(found)]) for found in turn.messages]
+        spellings = [turn.reply]
+        if turn.ended in stop_texts and turn.ended:  # it is not in the message; some clients add it again
+            spellings.append({**turn.reply, "content": turn.reply["content"] + turn.ended})
+        turn.keys.append(frozenset(map(message_key, spellings)))
         self.turns.append(turn)
 
     def find(self, messages: Sequence[Message], tools: str) -> tuple[Turn | None, int]:
@@ -127,7 +131,9 @@ class ConversationTree:
         found: Turn | None = None
         for turn in self.turns:
             known = len(turn.keys)
-            if turn.tools == tools and known < len(keys) and turn.keys == keys[:known]:
+            if turn.tools != tools or known >= len(keys):
+                continue
+            if all(key in accepted for key, accepted in zip(keys, turn.keys, strict=False)):
                 exact = sum(messages[place] == reply for place, reply in turn.replies)
                 if (known, exact, turn.number) > best:
                     best, found = (known, exact, turn.number), turn

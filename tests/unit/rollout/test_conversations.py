@@ -311,3 +311,19 @@ def test_other_tools_and_edited_replies_begin_branches():
     assert tokens.count(program.made.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     with pytest.raises(PosttrainError):
         program.conversation.request([{"role": "user", "content": "a"}, {"role": "tool", "content": 3}], TOOLS)
+
+
+def test_a_stop_text_may_be_added_again():
+    """Clients get a reply without its stop text; some write it back, and it was sampled."""
+    program = Program("hermes", tools=False)
+    for ended, expected in ((["</code>"], True), ([], False)):
+        turn = program.conversation.request(program.history)
+        text = "abc</code>" if ended else "abc"
+        tokens = np.concatenate([turn.prompt, np.int32(one_by_one(program.made.tokenizer, text))])
+        mask = np.arange(len(tokens)) >= len(turn.prompt)
+        sample = Sample(tokens=tokens, mask=mask, logprobs=np.zeros(len(tokens), dtype=np.float32))
+        program.conversation.turns.clear()
+        program.conversation.reply(turn, sample, {"role": "assistant", "content": "abc"}, ["</code>"])
+        for content, found in (("abc", True), ("abc</code>", expected), ("abc</", False)):
+            history = [*program.history, {"role": "assistant", "content": content}, {"role": "user", "content": "b"}]
+            assert (program.conversation.request(history).parent is turn) == found
