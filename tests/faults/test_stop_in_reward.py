@@ -1,4 +1,4 @@
-"""A stop signal while a reward function or an environment hangs: the run saves and ends; a resume goes on there."""
+"""A stop signal while a reward function, an environment or an agent hangs: the run saves and ends; a resume goes on there."""
 
 import json
 import os
@@ -28,12 +28,20 @@ class Game:
 
     def step(self, reply):
         return None, score(reply, self.question)
+
+def agent(example, base_url, api_key):
+    import json, urllib.request
+    body = json.dumps({{"model": "policy", "messages": example["messages"]}}).encode()
+    headers = {{"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}}
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)) as response:
+        return score(json.load(response)["choices"][0]["message"]["content"], example["question"])
 """
 # All must end at once although a function may take much longer than the test waits.
 LIMITS = ("--reward.timeout_seconds", "600", "--reward.workers", "2", "--reward.max_failure_rate", "1")
 CASES = {
     "repeated": (["--reward", "{}/reward.py:score"], True),
     "batches ahead, scored on resume": (["--reward", "{}/reward.py:score", "--rollout.ahead", "1"], True),
+    "agent": (["--rollout.agent", "{}/reward.py:agent", "--rollout.agent_workers", "2"], True),
     # The weights that generated the first turns are gone: the batch is made again with later ones.
     "environment, batches ahead": (["--rollout.environment", "{}/reward.py:Game", "--rollout.ahead", "1"], False),
 }
