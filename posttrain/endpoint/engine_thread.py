@@ -134,10 +134,10 @@ class CompletionThread:
 class EngineThread(CompletionThread):
     """Generates the completions of many requests in one batch of the local engine, which each joins at once."""
 
-    def __init__(self, engine: LocalEngine, *, max_length: int, max_tokens: int) -> None:
-        """`max_length` of prompt and completion together, `max_tokens` of a completion."""
+    def __init__(self, engine: LocalEngine, *, max_length: int, max_tokens: int, max_slots: int | None = None) -> None:
+        """`max_length` of prompt and completion together, `max_tokens` of a completion; `max_slots`: at a time."""
         super().__init__()
-        self.engine, self.max_length, self.max_tokens = engine, max_length, max_tokens
+        self.engine, self.max_length, self.max_tokens, self.max_slots = engine, max_length, max_tokens, max_slots
         self.steps = 0
         self.running = 0  # completions in the engine's slots after the last step
         self.slots = 0
@@ -160,7 +160,7 @@ class EngineThread(CompletionThread):
 
     def generate(self) -> None:
         with torch.inference_mode():
-            scheduler = self.engine.open_scheduler(self.max_length, self.max_tokens, self.on_token)
+            scheduler = self.engine.open_scheduler(self.max_length, self.max_tokens, self.on_token, self.max_slots)
             self.slots = scheduler.cache.slots
             while self.exchange(scheduler):
                 if self.unscored:

@@ -164,11 +164,13 @@ class LocalEngine:
         self.preemptions += scheduler.preemptions
         return [samples[index] for index in range(len(requests))]
 
-    def open_scheduler(self, max_length: int, max_tokens: int, on_new_token: OnNewToken) -> BatchScheduler:
+    def open_scheduler(
+        self, max_length: int, max_tokens: int, on_new_token: OnNewToken, slots: int | None = None
+    ) -> BatchScheduler:
         """Open a scheduler that takes requests at any time, each with its own settings, until the engine sleeps.
 
-        `max_length`: tokens of prompt and completion; `max_tokens`: of the completion alone. All calls must come from
-        one thread, in inference mode, and the model must not be training.
+        `max_length`: tokens of prompt and completion; `max_tokens`: of the completion alone; `slots`: requests that run
+        at a time. All calls must come from one thread, in inference mode, and the model must not be training.
         """
         if self.own_code is not None:
             raise UsageError(
@@ -177,9 +179,9 @@ class LocalEngine:
             )
         self.check_weight_addresses()
         sizes = round_length(max_length, self.device), round_length(max_tokens, self.device)
-        executor = self.allocate(self.max_slots, *sizes)
+        executor = self.allocate(slots or self.max_slots, *sizes)
         executor.reset(executor.slots.max_tokens, None)
-        self.pack_weights(self.max_slots, max_tokens)
+        self.pack_weights(slots or self.max_slots, max_tokens)
         reuse = self.frozen or self.device.type == "cuda"  # equal CPU runs compute equally
         return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, reuse_prefixes=reuse)
 

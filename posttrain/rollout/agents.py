@@ -306,7 +306,9 @@ class AgentRunner:
         if engine is None or engine.own_code is not None:
             return GeneratorThread(self.generator)
         most = self.sampling.max_tokens
-        return EngineThread(engine, max_length=self.max_prompt_length + most, max_tokens=most)
+        # On a CPU, equal runs compute equally: a completion is computed alone, since others round it differently.
+        slots = 1 if engine.device.type == "cpu" else None
+        return EngineThread(engine, max_length=self.max_prompt_length + most, max_tokens=most, max_slots=slots)
 
     def warn(self, runs: Sequence[AgentRun], session: AgentSession) -> None:
         """Log, once each, what was done otherwise than programs asked."""

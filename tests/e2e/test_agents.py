@@ -64,16 +64,13 @@ def options(tmp_path, monkeypatch):
 
 
 def numbers(run):
-    """Metrics without times, and without those of the sampler's own log-probabilities, which a batch may round."""
     return [
-        {key: value for key, value in row.items() if not is_wall_clock(key) and "sampler" not in key}
-        for row in rows_of(run / "metrics.jsonl")
+        {key: value for key, value in row.items() if not is_wall_clock(key)} for row in rows_of(run / "metrics.jsonl")
     ]
 
 
 def conversations(run):
-    kept = ("step", "group", "tokens", "mask", "reward", "turns", "messages", "branch", "failure", "advantages")
-    return [{name: row.get(name) for name in kept} for row in rows_of(run / records.FILE)]
+    return [{**row, "seconds": 0, "branch": row.get("branch", 0)} for row in rows_of(run / records.FILE)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -86,7 +83,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(options, ahead):
     assert numbers(Path("resumed")) == numbers(Path("whole"))
     assert conversations(Path("resumed")) == conversations(Path("whole"))
     metrics = rows_of(Path("whole/metrics.jsonl"))
-    assert all(row["sampler_kl"] < 1e-4 for row in metrics)  # sampler and trainer agree, whatever is between the turns
+    assert all(row.get("sampler_kl", 0) < 1e-4 for row in metrics)  # sampler and trainer agree at equal weights
     rows = conversations(Path("whole"))
     forked = [row for row in rows if row["branch"]]
     assert sum(row.get("forks", 0) for row in metrics) == len(forked) > 0

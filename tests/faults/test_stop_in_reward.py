@@ -1,4 +1,4 @@
-"""A stop signal while a reward function, an environment or an agent hangs: the run saves and ends; a resume goes on there."""
+"""A stop signal while a reward function, environment or agent hangs: the run saves and ends; a resume goes on there."""
 
 import json
 import os
