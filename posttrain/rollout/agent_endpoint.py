@@ -52,7 +52,8 @@ from posttrain.endpoint.http_limits import Headers, HttpLimits
 from posttrain.endpoint.messages import MessageFormat
 from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.endpoint.output_text import TokenTexts
-from posttrain.endpoint.protocol import CompletionRequest, parse_body, read_chat
+from posttrain.endpoint.protocol import CompletionRequest, read_chat
+from posttrain.endpoint.request_fields import parse_body
 from posttrain.endpoint.responses import CompletionResponse, pending_completions
 from posttrain.engines.base import Sampling
 from posttrain.rollout.conversations import ConversationTree, Turn

@@ -67,8 +67,8 @@ class Rollouts:
     ) -> None:
         """`update_weights`: brings the policy's current weights to the generator, under the version it is given.
 
-        `episodes`: generates in several turns, with an environment or agent; `recorded`: batches to replay instead; `stages`:
-        what is computed for each part of a batch while the next one is generated (rollout.prompts_per_stage).
+        `episodes`: generates in several turns, with an environment or agent; `recorded`: batches to replay;
+        `stages`: what is computed for each part of a batch while the next one is generated (rollout.prompts_per_stage).
         """
         self.generator, self.scorer, self.stream, self.config = generator, scorer, stream, config
         self.sampling, self.tokenizer, self.phase = sampling, tokenizer, phase
