@@ -95,7 +95,7 @@ def test_evaluation_is_played_too(options):
     evaluation = ["--data.eval", "rows.jsonl", "--eval.every_steps", 2, "--rollout.ahead", 1, "--steps", 2]
     assert command("grpo", *options, *evaluation, "--out", "run") == 0
     [row] = [row for row in rows_of(Path("run/metrics.jsonl")) if "eval/reward" in row]
-    assert row["eval/reward"] > 1 and row["eval/failures"] == 0
+    assert row["eval/reward"] >= 1 and row["eval/failures"] == 0
 
 
 def test_kill_9_of_an_agent_costs_no_more_than_its_conversation(options, tmp_path):
