@@ -178,6 +178,9 @@ class ConvertArgs(ToolArgs, MindSpeedConvertFlags):
         self.lora, self.lora_rank = self.lora_load or self.lora, self.lora_r or self.lora_rank
         if self.params_dtype:
             self.dtype = self.params_dtype
+        self.only_optimizer = self.load_model_type == "optim" and not (self.save_model_type or self.target_format)
+        if self.only_optimizer:
+            self.target_format = "mcore"  # so that the refusal says why
         if self.load_model_type and self.source_format == "auto":
             to_legacy, core = self.save_to_legacy, self.use_mcore_models
             megatron: Format = "legacy" if self.load_from_legacy else "mcore" if to_legacy or core else "legacy"
@@ -217,6 +220,11 @@ def check_options(options: ConvertArgs) -> None:
     """Raise UsageError for options that cannot work together."""
     check_at_least(options, vocab_multiple=1, workers=0)
     check_at_least(options, tensor_parallel_size=1, pipeline_parallel_size=1, expert_parallel_size=1)
+    if options.only_optimizer:
+        raise UsageError(
+            "--load_model_type optim without --save_model_type: optimizer states of Megatron are not converted. "
+            "--load_model_type mg converts the weights; a run here resumes on any number of devices without conversion"
+        )
     if options.qlora_nf4:
         raise UsageError(
             "--qlora_nf4: weights are not stored in 4 bits. Leave it out; --model.load_in_4bit true quantizes them "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,6 +12,8 @@ from posttrain.config.tools import ToolArgs, read_tool
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import PreTrainedTokenizerBase
 from posttrain.data.preprocessing.handlers import PreprocessConfig
+
+DEFAULT_HANDLER = "GeneralPretrainHandler"  # what preprocess_data.py takes where a script names none
 
 
 @dataclass(kw_only=True)
@@ -42,9 +45,9 @@ class PreprocessArgs(PreprocessConfig, ToolArgs):
     placeholder_token: str = ""
     """The same as placeholder."""
     tokenizer_not_use_fast: bool = False
-    """Refused, as slow_tokenizer."""
+    """Has no effect, as slow_tokenizer."""
     slow_tokenizer: bool = False
-    """Refused: transformers 5 has one implementation of each tokenizer."""
+    """Has no effect: transformers 5 has one implementation of each tokenizer."""
     tokenizer_type: Literal["PretrainedFromHF", "HuggingFaceTokenizer", "GPT2BPETokenizer"] = "PretrainedFromHF"
     """Has no effect: tokenizers are those of Hugging Face."""
     seed: int = 0
@@ -68,10 +71,11 @@ def run(args: list[str]) -> int:
     options = read_tool(PreprocessArgs(), args)
     for name in ("slow_tokenizer", "tokenizer_not_use_fast"):
         if getattr(options, name):
-            raise UsageError(
-                f"--{name} has no effect with transformers 5, which has one implementation of each tokenizer: "
-                "leave it out"
-            )
+            reason = "transformers 5 has one implementation of each tokenizer"
+            print(f"posttrain: --{name} has no effect: {reason}", file=sys.stderr)
+    if not options.handler_name:
+        options.handler_name = DEFAULT_HANDLER
+        print(f"posttrain: --handler_name is not given: {DEFAULT_HANDLER}, for plain text", file=sys.stderr)
     config = options.config()
     from posttrain.data.preprocessing.preprocess import check_settings, preprocess
 

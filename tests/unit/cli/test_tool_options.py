@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from posttrain.cli import convert
 from posttrain.cli.convert import ConvertArgs, check_options
 from posttrain.cli.data import DataCheckArgs
 from posttrain.cli.diff import DiffArgs
@@ -112,3 +113,9 @@ def test_help_of_tools_imports_nothing_heavy():
     code += "sys.exit(str({'torch', 'transformers', 'tyro', 'ray'} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert not done.stderr.strip()
+
+
+def test_optimizer_states_of_megatron_are_refused_with_the_reason(tmp_path):
+    words = ["--use-mcore-models", "--load-model-type", "optim", "--load-dir", str(tmp_path), "--save-dir", "out"]
+    with pytest.raises(UsageError, match="optimizer states of Megatron are not converted"):
+        convert.run(words)
