@@ -1,4 +1,4 @@
-"""`posttrain rewards check` scores saved completions; `posttrain rewards list` lists the built-in verifiers."""
+"""`posttrain rewards`: `check` scores saved completions, `list` lists verifiers, `audit` measures them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "check": "score saved completions and print value, reason and time for each",
     "list": "list the built-in verifiers",
+    "audit": "score labelled hard cases and print precision and recall of each verifier beside other libraries' rules",
 }
 TEXT_COLUMNS = ("text", "completion", "response", "output", "prediction", "solution_str")
 REASON_WIDTH = 80  # characters of a reason in the table
@@ -55,11 +56,29 @@ class RewardsListArgs(ToolArgs):
     example: ClassVar[str] = "posttrain rewards list"
 
 
-ARGS = (RewardsCheckArgs, RewardsListArgs)
+@dataclass(kw_only=True)
+class RewardsAuditArgs(ToolArgs):
+    """Options of `posttrain rewards audit`."""
+
+    verb: ClassVar[str] = "rewards audit"
+    about: ClassVar[str] = COMMANDS["audit"]
+    example: ClassVar[str] = "posttrain rewards audit --verifiers math gsm8k"
+
+    verifiers: tuple[str, ...] = ()
+    """Verifiers to audit: math, gsm8k, choice, format, code; empty: all."""
+    timeout_seconds: float = 10.0
+    """Time limit for one completion; beyond it the completion counts as not correct."""
+    allow_unprotected_code: bool = False
+    """Run the programs of the cases (code) also where they cannot be isolated, with the rights of this user."""
+    full: bool = False
+    """Print every case that was decided wrongly."""
+
+
+ARGS = (RewardsCheckArgs, RewardsListArgs, RewardsAuditArgs)
 
 
 def run(args: list[str]) -> int:
-    """`posttrain rewards check|list ...`."""
+    """`posttrain rewards check|list|audit ...`."""
     if not args or args[0] in ("-h", "--help"):
         print("usage: posttrain rewards COMMAND ...\n")
         print("\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items()))
@@ -68,6 +87,8 @@ def run(args: list[str]) -> int:
         return check_completions(args[1:])
     if args[0] == "list":
         return list_verifiers(args[1:])
+    if args[0] == "audit":
+        return audit_verifiers(args[1:])
     raise UsageError(f"there is no `posttrain rewards {args[0]}`; there are {', '.join(COMMANDS)}")
 
 
@@ -78,6 +99,33 @@ def list_verifiers(args: list[str]) -> int:
     for name, found in verifiers().items():
         print(f"{name:<22}{found.summary}")
     return 0
+
+
+def audit_verifiers(args: list[str]) -> int:
+    """Audit verifiers; 1 if one accepts a wrong completion, or finds fewer right ones than another library's rule."""
+    options = read_tool(RewardsAuditArgs(), args)
+    from posttrain.rewards.audit import AUDITED, OWN, audit
+
+    if unknown := [name for name in options.verifiers if name not in AUDITED]:
+        raise UsageError(f"verifiers: there are no cases for {unknown[0]!r}; there are for {', '.join(AUDITED)}")
+    limits = {
+        "timeout_seconds": options.timeout_seconds,
+        "allow_unprotected_code": options.allow_unprotected_code,
+    }
+    results = audit(options.verifiers or AUDITED, **limits)
+    good = True
+    print(f"{'verifier':<10}{'scorer':<16}{'cases':>6}{'precision':>11}{'recall':>8}{'false positives':>17}")
+    for result in results:
+        numbers = f"{result.precision:>11.3f}{result.recall:>8.3f}{len(result.false_positives):>17}"
+        print(f"{result.verifier:<10}{result.scorer:<16}{result.cases:>6}{numbers}")
+        if result.scorer == OWN:
+            best = max(other.recall for other in results if other.verifier == result.verifier)
+            good = good and not result.false_positives and result.recall >= best
+    for result in results if options.full else ():
+        for kind, cases in (("accepted", result.false_positives), ("not accepted", result.false_negatives)):
+            for case in cases:
+                print(f"{result.verifier}, {result.scorer}: {kind}: {case.completion!r} {case.columns}")
+    return int(not good)
 
 
 def check_completions(args: list[str]) -> int:

@@ -9,7 +9,7 @@ PIPELINES = {
 TOOLS = {
     "demo": "train a toy model with SFT, a reward model, DPO and GRPO on this machine in 3 minutes",
     "data": "check, mix, split or tokenize files before training: data check, data mix, data split, data preprocess",
-    "rewards": "score saved completions and print the reasons: rewards check; or list the verifiers: rewards list",
+    "rewards": "score saved completions: rewards check; list the verifiers: rewards list; measure them: rewards audit",
     "generate": "generate completions for the prompts of a file, one or several per prompt; resumes after a kill",
     "score": "add rewards to a file of completions: by verifiers, functions, services or reward models",
     "select": "select training examples from scored completions: best of n, pairs, conditional prompts, a threshold",

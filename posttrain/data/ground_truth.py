@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label", "labels")
 """Columns that may hold the ground truth, the most reliable first."""
 TRUTH_SOURCES = (*TRUTH_COLUMNS, "reward_model")
 """The same with the column in which verl nests it."""
+
+MOST_BOXES = 20
+JOIN_CHARACTERS = 40
+JOINED = re.compile(r"(?<=\})[\s$\\]*(?:,|&|;|\b(?:and|or|und|oder|et|ou|y|o)\b|和|或)(?:[\s$\\,]|\b(?:and|or)\b)*$")
 
 
 def ground_truth_of(columns: dict[str, Any]) -> Any:
@@ -25,6 +30,19 @@ def ground_truth_of(columns: dict[str, Any]) -> Any:
             return columns[name]
     nested = columns.get("reward_model")  # verl
     return nested.get("ground_truth") if isinstance(nested, dict) else None
+
+
+def last_boxes(text: str) -> list[str]:
+    r"""Return what the last \boxed{} contains, after those that "and", "or" or a comma join to it."""
+    found: list[str] = []
+    while len(found) < MOST_BOXES and (inside := last_boxed(text)) is not None:
+        found.insert(0, inside)
+        text = text[: text.rfind("boxed")].removesuffix("\\")
+        joined = JOINED.search(text, max(0, len(text) - JOIN_CHARACTERS))
+        if joined is None:
+            break
+        text = text[: joined.start()]
+    return found
 
 
 def last_boxed(text: str) -> str | None:

@@ -17,7 +17,8 @@ from posttrain.rewards.verifier import settings, verifier
 from posttrain.sandbox.programs import ProgramResult, isolation, run_program
 
 TEST_COLUMNS = ("tests", "test_list", "test", "inputs", "input_output", *TRUTH_SOURCES)
-FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"(?:```|~~~)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|~~~)", re.DOTALL)
+OPEN_FENCE = re.compile(r"(?:```|~~~)[ \t]*(?:python|py|python3)[ \t]*\n", re.IGNORECASE)
 PYTHON = ("python", "py", "python3")
 TIME_SHARE = 0.6  # of the verifier's time limit, for all tests of one program
 REASON_LIMIT = 500  # characters
@@ -61,12 +62,16 @@ def score_code(completion: Completion) -> tuple[float, str]:
 
 
 def program_of(text: str) -> str:
-    """Return the last fenced block of Python, else the last fenced block, else the whole text."""
+    """Return the last fenced block of Python, else the last fenced block, else the whole text.
+
+    A block of Python that is not closed, and is the only one, goes to the end of the text.
+    """
     blocks = FENCE.findall(text)
     python = [body for language, body in blocks if language.lower() in PYTHON]
     if python:
         return python[-1]
-    return blocks[-1][1] if blocks else text
+    opened = None if blocks else OPEN_FENCE.search(text)
+    return blocks[-1][1] if blocks else text[opened.end() :] if opened else text
 
 
 def find_tests(columns: dict[str, Any]) -> ProgramTests:

@@ -21,17 +21,24 @@ FULL_STEPS = 3
 
 @verifier("format")
 def score_format(completion: Completion) -> tuple[float, str]:
-    """1 if the completion is <think>...</think><answer>...</answer>, else 0."""
+    """1 if the completion is <think>...</think><answer>...</answer>, each tag once and nothing around, else 0."""
     text = completion.text
-    middle = THINK_TO_ANSWER.search(text, len("<think>")) if text.startswith("<think>") else None
-    found = middle is not None and ANSWER_END.search(text, middle.end()) is not None
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        if text.count(tag) != 1:
+            return 0.0, f"{tag} occurs {text.count(tag)} times, not once"
+    if not text.startswith("<think>") or not text.rstrip().endswith("</answer>"):
+        return 0.0, "text before <think> or after </answer>"
+    found = THINK_TO_ANSWER.search(text) is not None
     return float(found), "" if found else "not <think>...</think> <answer>...</answer>"
 
 
 @verifier("format_reward")
 def score_format_reward(completion: Completion) -> tuple[float, str]:
-    """1 if the completion is <think>...</think><answer>...</answer>, else 0 (MindRLHF's name for `format`)."""
-    return score_format(completion)
+    """1 if the completion begins as <think>...</think><answer>...</answer> at the end of a line, else 0 (MindRLHF)."""
+    text = completion.text
+    middle = THINK_TO_ANSWER.search(text, len("<think>")) if text.startswith("<think>") else None
+    found = middle is not None and ANSWER_END.search(text, middle.end()) is not None
+    return float(found), "" if found else "not <think>...</think> <answer>...</answer>"
 
 
 @verifier("strict_format")

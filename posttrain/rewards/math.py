@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from decimal import Decimal
 from functools import cache
 from typing import Any
 
-from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of, last_boxed
+from posttrain.data.ground_truth import TRUTH_SOURCES, ground_truth_of, last_boxed, last_boxes
 from posttrain.rewards.format import strict_structure
 from posttrain.rewards.verdict import Completion
 from posttrain.rewards.verifier import verifier
@@ -24,6 +25,25 @@ NUMBER = re.compile(r"(?<![\w.])(?:(?<![\w)\]}])[-+−])?\$?(?:\d{1,3}(?:,\d{3})
 A12_NUMBER = re.compile(r"[-+]?\d+\.?\d*")
 A12_BOXED = re.compile(r"boxed\{([-+]?\d*\.?\d+)\}")
 DIGIT_GROUP = re.compile(r"(\d),(?=\d)")
+# What may stand after a number that is the whole answer: not another number, nor a part of a date, a time, an ordinal.
+ONE_ANSWER = re.compile(
+    rf"""[\s*$=(]*(?:[A-Za-z]\w*\s*=\s*)?\$?\s*
+    (?P<number>{NUMBER.pattern}|[-+−]?\d{{1,3}}(?:[ \u00a0\u202f]\d{{3}})+(?![\d.]))
+    (?:[eE](?P<exponent>[-+]?\d{{1,2}})(?!\w)|\s*/\s*(?P<denominator>\d{{1,15}})(?![\w/.]\w))?
+    (?:\s*(?P<scale>thousand|million|billion)\b)?
+    (?!st\b|nd\b|rd\b|th\b|[\d:/^]|\.\d|\s*(?:[,;:/&–—-]|\b(?:or|and|to|oder|und)\b|或|和)?\s*\$?[-+−]?\.?\d)""",
+    re.VERBOSE,
+)
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+# Words between answers of which only one may be meant; they must not be taken for a unit.
+ALTERNATIVES = re.compile(r"\b(?:or|and|not|any|either|maybe)\b|\\neq?\b|≠|;")
+DENIED = re.compile(r"(?i)\b(?:is|was|are)(?:n't|\s+not)\s+\S+")
+UNITS = re.compile(
+    r"(?i)\s+(?:square |cubic )?(?:dollars?|cents?|euros?|pounds?|yuan|rupees?|mm|cm|m|km|inch(?:es)?|in|f(?:oo|ee)t|"
+    r"ft|yards?|miles?|met(?:er|re)s?|mg|g|kg|grams?|kilograms?|ounces?|lit(?:er|re)s?|gallons?|hours?|minutes?|seconds?|"
+    r"days?|weeks?|months?|years?|degrees?|percent|units?|people|students|ways)(?:\s*\^\s*\{?[23]\}?)?\.?$"
+)
 NUMBER_LIMIT = 100  # characters; anything longer is not taken for a number
 LATEX_MARKS = ("$", "boxed", r"\(", r"\[")  # a ground truth with one of these marks its own formula
 FORMULA_LIMIT = 2000  # characters
@@ -44,16 +64,18 @@ def score_gsm8k(completion: Completion) -> tuple[float, str]:
 @verifier("math", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
 def score_math(completion: Completion) -> tuple[float, str]:
     """1 if math-verify finds an answer equal to the ground truth, else 0."""
-    found = last_boxed(completion.text)
-    if found is None and "####" in completion.text:
-        found = after_hashes(completion.text).strip()
-    if found is None:
-        parsed = _parse(completion.text)
+    text, label = completion.text.replace(r"\fbox", r"\boxed"), _label(completion)
+    found = last_boxes(text)
+    if not found and "####" in text:
+        found = [after_hashes(text).strip()]
+    if not found:
+        parsed = _parse(DENIED.sub(" ", text[-FORMULA_LIMIT:]))
         if not parsed:
             return 0.0, "no answer"
-        equal = _verify(_gold(_label(completion)), parsed)
-        return float(equal), f"{_shown(parsed)}, expected {_label(completion)}"
-    return float(math_equal(found, _label(completion))), f"{found}, expected {_label(completion)}"
+        return float(_verify(_gold(label), parsed)), f"{_shown(parsed)}, expected {label}"
+    together = ", ".join(found)
+    equal = all(math_equal(one, label) for one in found) or (len(found) > 1 and math_equal(together, label))
+    return float(equal), f"{together}, expected {label}"
 
 
 @verifier("acc", needs="math_verify", extra="math", columns=TRUTH_SOURCES)
@@ -116,13 +138,39 @@ def after_hashes(text: str) -> str:
 
 def gsm8k_answer(text: str) -> Decimal | None:
     r"""Return the number after ####, else in \boxed{}, else the last number."""
+    text = ascii_digits(text)
     if "####" in text:
-        found = NUMBER.search(after_hashes(text))
-        return to_number(found.group()) if found else None
-    boxed = last_boxed(text)
-    if boxed is not None and (number := last_number(boxed)) is not None:
+        answer = after_hashes(text)
+        return one_number(last_boxed(answer) or next(iter(answer.strip().splitlines()), ""))
+    boxes = last_boxes(text)
+    if len(boxes) > 1 and len({one_number(box) for box in boxes}) > 1:
+        return None
+    if boxes and (number := one_number(boxes[-1])) is not None:
         return number
-    return last_number(text)
+    return last_number(boxes[-1] if boxes and NUMBER.search(boxes[-1]) else text)
+
+
+def one_number(text: str) -> Decimal | None:
+    """Return the number with which an answer begins; None if another one follows as its alternative."""
+    found = ONE_ANSWER.match(text)
+    if found is None:
+        return None
+    number = to_number(re.sub(r"[ \u00a0\u202f]", "", found["number"]))
+    if number is None:
+        return None
+    if found["denominator"]:
+        below = Decimal(found["denominator"])
+        return number / below if below else None
+    return number * SCALES.get(found["scale"], 1) * Decimal(10) ** int(found["exponent"] or 0)
+
+
+def ascii_digits(text: str) -> str:
+    """Replace the decimal digits of other scripts, also full-width ones, by those of ASCII."""
+    if text.isascii():
+        return text
+    return "".join(
+        str(unicodedata.decimal(letter)) if not letter.isascii() and letter.isdecimal() else letter for letter in text
+    )
 
 
 def last_number(text: str) -> Decimal | None:
@@ -134,7 +182,8 @@ def last_number(text: str) -> Decimal | None:
 
 def to_number(text: str) -> Decimal | None:
     """Read 1,234.50 or $5; None if the text is not a number."""
-    text = text.replace(",", "").replace("$", "").replace("−", "-").strip().rstrip(".")
+    text = text.replace("$", "").replace("−", "-").strip().rstrip(".")
+    text = text.replace(",", "") if GROUPED.fullmatch(text) else text
     if len(text) > NUMBER_LIMIT or not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text, re.ASCII):
         return None
     return Decimal(text)
@@ -145,13 +194,48 @@ def to_number(text: str) -> Decimal | None:
 
 def math_equal(found: str, expected: Any) -> bool:
     """Whether two answers are the same text or number, or equal to math-verify."""
-    text = str(expected)
+    found, text = (ascii_digits(each.replace(r"\varnothing", r"\emptyset")) for each in (found, str(expected)))
     if found.strip() == text.strip():
         return True
-    numbers = to_number(found), to_number(text)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return _verify(_gold(expected), _parse(f"${found}$"))
+    if ALTERNATIVES.search(found) and not ALTERNATIVES.search(text):
+        return False
+    right = to_number(text)
+    number = to_number(UNITS.sub("", found) if right is not None else found)
+    if right is not None and number is not None:
+        return number == right
+    parts, wanted = list_parts(found), list_parts(after_hashes(text))
+    if len(parts) > 1 or len(wanted) > 1:
+        return same_parts(parts, wanted)
+    return _verify(_gold(text), _parse(f"${found}$"))
+
+
+def list_parts(text: str) -> list[str]:
+    r"""Divide an answer such as `1, 2` or `\{1, 2\}` into its parts; a number, a tuple or a matrix is one part."""
+    text = re.sub(r"\\[,;:! ]", " ", text).strip().strip("$").strip()
+    if to_number(text.replace("{,}", ",")) is not None:
+        return [text]
+    if text.startswith(r"\{") and text.endswith(r"\}") and "," in text:
+        text = text[2:-2]
+    parts, depth, start = list[str](), 0, 0
+    for index, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def same_parts(found: list[str], expected: list[str]) -> bool:
+    """Whether two lists have equal parts in any order."""
+    if len(found) != len(expected) or not all(found):
+        return False
+    left = list(expected)
+    for part in found:
+        match = next((other for other in left if math_equal(part, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
 
 
 def _label(completion: Completion) -> Any:
@@ -187,6 +271,15 @@ def _parse(text: str, latex_only: bool = False) -> list[Any]:
     latex = library.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not latex_only)
     configs = [latex] if latex_only else [latex, library.ExprExtractionConfig()]
     return library.parse(text, configs, extraction_mode="first_match", parsing_timeout=None)
+
+
+def by_library(text: str, ground_truth: str, latex_only: bool = False) -> float:
+    """Return 1 if math-verify alone finds the ground truth in a completion, else 0; for comparison with `math`."""
+    if latex_only:
+        return float(_verify(_gold(ground_truth), _parse(text, latex_only=True)))
+    library = _math_verify()
+    gold = library.parse(f"${ground_truth}$", parsing_timeout=None)
+    return float(_verify(gold, library.parse(text, parsing_timeout=None)))
 
 
 def _gold(label: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,32 @@ def test_labels_must_be_numbers(tmp_path):
     file.write_text('{"question": "p", "answer": "4", "text": "4", "good": "yes"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:1: good: expected a number or true or false, found 'yes'"):
         run(["check", str(file), "--reward", "gsm8k", "--label_column", "good"])
+
+
+def test_the_audit_finds_no_false_positive_and_the_best_recall(capsys):
+    """The labelled cases are part of the package; another library's rule must not find more of the right ones."""
+    assert run(["audit", "--verifiers", "math", "gsm8k", "choice", "format", "--timeout_seconds", "60"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    own = {row[0]: row for row in rows if row[1] == "posttrain"}
+    assert set(own) == {"math", "gsm8k", "choice", "format"}
+    assert all(row[-1] == "0" and float(row[3]) == 1 for row in own.values())
+    others = [row for row in rows if row[1] != "posttrain"]
+    assert len(others) == 6 and all(float(row[-2]) <= float(own[row[0]][4]) for row in others)
+    assert any(int(row[-1]) > 0 for row in others), "the cases are hard"
+
+
+def test_the_audit_of_programs(capsys):
+    assert run(["audit", "--verifiers", "code", "--timeout_seconds", "60", "--full"]) == 0
+    assert "1.000   1.000                0" in capsys.readouterr().out
+
+
+def test_an_audit_shows_what_a_verifier_gets_wrong(monkeypatch, capsys):
+    """A case with the opposite label must be reported and make the exit code 1."""
+    from posttrain.rewards import audit
+
+    wrong = [replace(case, correct=not case.correct) for case in audit.read_cases() if case.verifier == "format"]
+    monkeypatch.setattr(audit, "read_cases", lambda: wrong)
+    assert run(["audit", "--verifiers", "format", "--full"]) == 1
+    assert "format, posttrain: accepted: '<think>a</think><answer>b</answer>'" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no cases for 'step'"):
+        run(["audit", "--verifiers", "step"])

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.errors import UsageError
-from posttrain.data.ground_truth import last_boxed
+from posttrain.data.ground_truth import last_boxed, last_boxes
 from posttrain.rewards.base import Rewards
 from posttrain.rewards.builtin import verifiers
 from posttrain.rewards.choice import chosen_letter
 from posttrain.rewards.code import find_tests, program_of
 from posttrain.rewards.countdown import evaluate_expression
 from posttrain.rewards.format import boxed_positions, strict_structure
-from posttrain.rewards.math import assistant_part, gsm8k_answer, last_number, math_equal
+from posttrain.rewards.math import assistant_part, gsm8k_answer, last_number, math_equal, one_number
 from posttrain.rewards.verdict import Completion
 
 GOOD = r"<think>First, add.</think> <answer>\boxed{\frac{1}{2}}</answer>"
@@ -62,6 +62,29 @@ def test_acc(text, label, value):
 )
 def test_format(text, value):
     assert score("format", text) == score("format_reward", text) == value
+
+
+def test_format_wants_each_tag_once_where_mindrlhf_does_not():
+    for text in ("<think>a</think><answer>b</answer>\nmore", "<think>a</think><answer>b</answer><answer>c</answer>"):
+        assert score("format", text) == 0 and score("format_reward", text) == 1
+
+
+def test_answers_joined_by_or():
+    assert score("math", r"\boxed{41} or \boxed{42}", ground_truth="42") == 0
+    assert score("math", r"\boxed{42}, no, \boxed{41}, no, \boxed{42}", ground_truth="42") == 1
+    assert score("math", r"\boxed{1} and \boxed{2}", ground_truth="2, 1") == 1
+    assert score("gsm8k", r"\boxed{18} or \boxed{19}", ground_truth="19") == 0
+    assert score("choice", r"\boxed{A} or \boxed{B}", ground_truth="B") == 0
+    assert last_boxes(r"\boxed{1}, $\boxed{2}$ and \boxed{\frac{1}{2}}") == ["1", "2", r"\frac{1}{2}"]
+    assert len(last_boxes(r"\boxed{1}, " * 100_000 + r"\boxed{1}")) == 20  # and no quadratic time
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("18 dollars", 18), ("36/2", 18), ("1/0", None), ("3 million", 3_000_000), ("1.8e1", 18), ("18 or 19", None)],
+)
+def test_one_number(text, number):
+    assert one_number(text) == number
 
 
 @pytest.mark.parametrize(
