@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,8 +105,11 @@ def without_tokens(row: Row) -> Row:
     kept["length"] = row["mask"].count("1")
     if "advantages" in row:
         kept["advantage"] = sum(row["advantages"]) / max(1, kept["length"])
+    for name in ("messages", "turn_seconds", "branch"):
+        if name in row:
+            kept[name] = row[name]
     if "messages" in row:
-        kept["messages"] = row["messages"]
+        kept["turn_tokens"] = [len(ones) for ones in re.findall("1+", row["mask"])]
     return kept
 
 
@@ -185,7 +190,7 @@ def completion_table(rows: Sequence[Row], full: bool, with_prompt: bool = True) 
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("finish", no_wrap=True)
     for row in rows:
-        cells = [str(row["step"]), *([last_message(row["prompt"])] if with_prompt else []), completion_text(row)]
+        cells = [str(row["step"]), *([last_message(row["prompt"])] if with_prompt else []), completion_text(row, full)]
         reward = "-" if row["failure"] else f"{row['reward']:.4g}"
         cells += [reward, rewards_text(row), str(row["length"]), row["finish"]]
         table.add_row(*(Text(cell if full else cell[:MAX_SHORTENED]) for cell in cells))
@@ -199,9 +204,27 @@ def last_message(messages: Sequence[dict[str, Any]]) -> str:
     return ("... " if len(messages) > 1 else "") + visible(str(messages[-1].get("content", "")))
 
 
-def completion_text(row: Row) -> str:
-    """Return the last completion, and the number of turns if there were several."""
+def completion_text(row: Row, full: bool = False) -> str:
+    """Return the last completion, and the number of turns if there were several; in full, all of them."""
+    if full and row["turns"] > 1:
+        return "\n".join(transcript(row))
     return (f"[{row['turns']} turns] " if row["turns"] > 1 else "") + visible(row["text"])
+
+
+def transcript(row: Row) -> Iterator[str]:
+    """Yield the messages after the prompt; of each reply its trained tokens, and the time of program and model."""
+    counts = row["turn_tokens"] if len(row["turn_tokens"]) == row["turns"] else ()  # others are trained in a branch
+    tokens, seconds = iter(counts), iter(row.get("turn_seconds", ()))
+    for message in row["messages"][len(row["prompt"]) :]:
+        notes = []
+        if message["role"] == "assistant":
+            notes += [f"{count} tokens" for count in islice(tokens, 1)]
+            notes += [f"{model:.2f} s after {program:.2f} s" for program, model in islice(seconds, 1)]
+        note = f" [{', '.join(notes)}]" if notes else ""
+        yield f"{message['role']}{note}: {visible(str(message['content']))}"
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            yield f"  calls {visible(str(function['name']))} {visible(json.dumps(function['arguments']))}"
 
 
 def rewards_text(row: Row) -> str:

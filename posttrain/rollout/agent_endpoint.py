@@ -76,6 +76,7 @@ class AgentConversation:
     seed: int
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     too_long: str = ""  # why a request was refused that had no room for a reply
+    latest: float = field(default_factory=time.monotonic)  # time of the last reply, or of the start
     asked: Counter[bytes] = field(default_factory=Counter)  # requests with the same tokens, so far
     by_process_key: bool = False  # a request came with the key of the process, not with the conversation's own
 
@@ -125,10 +126,23 @@ class AgentConversation:
         key = f"{self.seed}/{asked}/{number}/".encode() + digest
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
-    def record(self, turn: Turn, replies: Sequence[tuple[Sample, dict[str, Any]]], stop_texts: Sequence[str]) -> None:
-        """Record what was sampled for a request, in the thread of `read`; several replies are branches."""
+    def record(
+        self,
+        turn: Turn,
+        replies: Sequence[tuple[Sample, dict[str, Any]]],
+        stop_texts: Sequence[str],
+        asked: float,
+    ) -> None:
+        """Record what was sampled for a request, in the thread of `read`; several replies are branches.
+
+        `asked`: the time of the request.
+        """
+        now = time.monotonic()
+        turn.seconds, self.latest = (max(0.0, asked - self.latest), now - asked), now
         for number, (sample, message) in enumerate(replies):
-            own = turn if number == 0 else Turn(turn.parent, turn.tools, turn.messages, turn.added)
+            own = turn
+            if number:
+                own = Turn(turn.parent, turn.tools, turn.messages, turn.added, seconds=turn.seconds)
             self.tree.reply(own, sample, message, stop_texts)
 
 
@@ -187,7 +201,7 @@ class AgentResponse(CompletionResponse):
             replies.append((sample_of(completion), choice["message"]))
         stop_texts = self.completions[0].sampling.stop_texts
         await self.conversation.session.endpoint.in_prompt_thread(
-            self.conversation.record, self.turn, replies, stop_texts
+            self.conversation.record, self.turn, replies, stop_texts, self.started
         )
 
 

@@ -109,6 +109,7 @@ class AgentRun:
                 sample=sample, prompt=prompt, text=text, messages=messages, turns=len(path), rewards=dict(rewards)
             )
             rollout.failure, rollout.branch = failure, len(found)
+            rollout.turn_seconds = [turn.seconds for turn in path]
             found.append(rollout)
         if not found:
             tokens = self.prompt.tokens

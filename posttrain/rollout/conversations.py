@@ -48,6 +48,7 @@ class Turn:
     sample: Sample | None = None  # prompt and reply, as the engine returned them; None until there is a reply
     ended: str = ""  # the end of turn or stop text that the reply ends with, as text; empty if it was cut off
     number: int = -1  # in order of replies
+    seconds: tuple[float, float] = (0.0, 0.0)  # of the program, since the reply before; of the model
     keys: list[frozenset[Key]] = field(default_factory=list)  # that each message may have; the reply's last
 
     @property

@@ -38,6 +38,7 @@ class Rollout:
     text: str  # of the completion; of its last turn, if there are several
     messages: list[dict[str, Any]] = field(default_factory=list)  # the whole conversation, if there is an environment
     turns: int = 1
+    turn_seconds: list[tuple[float, float]] = field(default_factory=list)  # of an agent: its own, and the model's
     branch: int = 0  # number among the samples of one conversation of an agent
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
     failure: str = ""  # why it could not be scored; it is then left out of training
@@ -87,6 +88,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         row["messages"] = rollout.messages
     if rollout.verdicts:
         row["verdicts"] = rollout.verdicts
+    if rollout.turn_seconds:
+        row["turn_seconds"] = [[round(program, 6), round(model, 6)] for program, model in rollout.turn_seconds]
     if rollout.branch:
         row["branch"] = rollout.branch
     return row
@@ -142,6 +145,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         text=row["text"],
         messages=row.get("messages", []),
         turns=row["turns"],
+        turn_seconds=[(program, model) for program, model in row.get("turn_seconds", [])],
         branch=row.get("branch", 0),
         rewards=row["rewards"],
         failure=row["failure"],

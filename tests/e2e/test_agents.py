@@ -70,11 +70,13 @@ def numbers(run):
 
 
 def conversations(run):
-    return [{**row, "seconds": 0, "branch": row.get("branch", 0)} for row in rows_of(run / records.FILE)]
+    rows = rows_of(run / records.FILE)
+    assert all(len(row["turn_seconds"]) == row["turns"] for row in rows)
+    return [{**row, "seconds": 0, "turn_seconds": 0, "branch": row.get("branch", 0)} for row in rows]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_resumed_run_is_the_uninterrupted_one(options, ahead):
+def test_a_resumed_run_is_the_uninterrupted_one(options, ahead, capsys):
     options += ["--rollout.ahead", ahead]
     assert command("grpo", *options, "--out", "whole") == 0
     shutil.copytree("whole", "resumed")
@@ -89,6 +91,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(options, ahead):
     assert sum(row.get("forks", 0) for row in metrics) == len(forked) > 0
     assert {row["turns"] for row in rows} == {1, 2} and not any(row["failure"] for row in rows)
     assert len(rows) - len(forked) == 4 * 2 * 2
+    if ahead:
+        return
+    capsys.readouterr()
+    assert command("samples", "whole", "--full", "--step", 1) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("user: and?") == 4 and shown.count("assistant [") == 8
+    assert command("samples", "whole", "--json", "--step", 1) == 0
+    for line in capsys.readouterr().out.splitlines():
+        row = json.loads(line)
+        assert sum(row["turn_tokens"]) == row["length"] and len(row["turn_seconds"]) == row["turns"]
 
 
 def test_evaluation_is_played_too(options):
