@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.config.tools import EngineArgs, LoadArgs, PromptArgs, RewardArgs, check_at_least
-from posttrain.core.progress import ProgressDisplay
+from posttrain.core.progress import ProgressDisplay, time_left
 
 if TYPE_CHECKING:
+    from posttrain.data.reading.records import ReadProgress
     from posttrain.engines.base import EngineSpec
 
 
 @contextmanager
-def reading_progress() -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many examples were read."""
-    with ProgressDisplay(stream=sys.stderr, transient=True) as display:
-        yield lambda rows: display.update(f"{rows:,} examples", done=rows, total=None)
+def reading_progress(
+    names: Sequence[str], stream: TextIO | None = None
+) -> Iterator[tuple[ReadProgress, Callable[[int], None] | None]]:
+    """Show on a terminal which part of the files was read, the remaining time, and the number of examples."""
+    from posttrain.data.reading.records import ReadProgress
+    from posttrain.data.reading.sources import source_parts
+
+    meter, started = ReadProgress(), time.monotonic()
+    title = names[0] if len(names) == 1 else f"{len(names)} files"
+    with ProgressDisplay(stream=stream or sys.stderr, transient=True) as display:
+        if not display.on_terminal:
+            yield meter, None
+            return
+        meter.total = sum(part.size for name in names for part in source_parts(name))
+
+        def report(rows: int) -> None:
+            eta = time_left(started, meter.done, meter.total)
+            display.update(title, f"{rows:,} examples", done=meter.done, total=meter.total or None, eta=eta)
+
+        yield meter, report
 
 
 def model_of(path: str, options: LoadArgs) -> ModelConfig:

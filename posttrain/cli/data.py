@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO, cast
 
 from posttrain.algorithms import example_kind
 from posttrain.cli import mix, split
+from posttrain.cli.arguments import reading_progress
 from posttrain.cli.preprocess import PreprocessArgs
 from posttrain.cli.preprocess import run as preprocess
 from posttrain.config.tools import ToolArgs, check_at_least, positional, read_tool
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from posttrain.data.check import SourceReport
     from posttrain.data.curation.checks import CurationChecks, CurationReport
-    from posttrain.data.reading.records import ReadProgress
 
 COMMANDS = {
     "check": "inspect files before training: format, lengths, duplicates, overlap with evaluation sets, problems",
@@ -129,7 +127,7 @@ def check_files(args: list[str]) -> int:
     with curation_checks(options, names) as checks:
         on_parsed = checks.add if options.near_duplicates or options.decontaminate else None
         for name in names:
-            with progress_bar(name, console) as (meter, progress):
+            with reading_progress([name], cast(TextIO, console.file)) as (meter, progress):
                 report = check_source(name, make_encoder, kind, limit, options.full, meter, progress, on_parsed)
             show_report(report, options, console)
             panels += length_panels(report) if options.picture else []
@@ -188,27 +186,6 @@ def encoder_maker(options: DataCheckArgs) -> Callable[[Any], Any]:
         return Encoder(tokenizer, replace(config), kind, vocabulary, options.placeholder)
 
     return make
-
-
-@contextmanager
-def progress_bar(name: str, console: Console) -> Iterator[tuple[ReadProgress, Callable[[int], None] | None]]:
-    """Show a progress bar on a terminal: the part of the file that was read, and the number of examples."""
-    from posttrain.core.progress import ProgressDisplay, time_left
-    from posttrain.data.reading.records import ReadProgress
-    from posttrain.data.reading.sources import source_parts
-
-    meter, started = ReadProgress(), time.monotonic()
-    with ProgressDisplay(stream=cast(TextIO, console.file), transient=True) as display:
-        if not display.on_terminal:
-            yield meter, None
-            return
-        meter.total = sum(part.size for part in source_parts(name))
-
-        def report(rows: int) -> None:
-            eta = time_left(started, meter.done, meter.total)
-            display.update(name, f"{rows:,} examples", done=meter.done, total=meter.total or None, eta=eta)
-
-        yield meter, report
 
 
 def show_report(report: SourceReport, options: DataCheckArgs, console: Console) -> None:

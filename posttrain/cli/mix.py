@@ -63,8 +63,8 @@ def run(args: list[str]) -> int:
         kind=kind,
         map_keys=options.map_keys,
     )
-    with reading_progress() as progress:
-        found = mix(options.files, out, config, progress)
+    with reading_progress(options.files) as (meter, progress):
+        found = mix(options.files, out, config, progress, meter)
     total = sum(source.written for source in found)
     for source in found:
         share = source.written / total

@@ -65,8 +65,8 @@ def run(args: list[str]) -> int:
         map_keys=options.map_keys,
     )
     files = files_of(Path(options.output_dir).expanduser(), config, options.overwrite)
-    with reading_progress() as progress:
-        found = split(options.files, files, config, progress)
+    with reading_progress(options.files) as (meter, progress):
+        found = split(options.files, files, config, progress, meter)
     total = sum(found.examples.values())
     for part, path in files.items():
         print(f"{path}: {found.examples[part]:,} examples, {found.examples[part] / total:.1%}")

@@ -1,6 +1,13 @@
 """Mixtures, bad rows and large data in whole runs."""
 
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +100,26 @@ def test_rows_on_disk_train_as_rows_in_memory(verb, options, tmp_path, monkeypat
     monkeypatch.setattr("posttrain.data.store.ExampleStoreBuilder.__init__.__defaults__", (None, 0))
     train(verb, **(chosen | {"out": str(tmp_path / "disk")}))
     assert metrics_of(tmp_path / "disk") == metrics_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize("verb", ["check", "mix", "split"])
+def test_the_remaining_time_of_reading_is_visible_at_80_columns(verb, tmp_path, monkeypatch):
+    """On a terminal of 80 columns; the files are large enough that progress is shown."""
+    rows = [json.dumps({"prompt": f"{n} and {n}?", "completion": f"It is {n + n}."}) for n in range(4000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    options = {"check": [], "mix": ["--output_file", "m.jsonl"], "split": ["--eval_examples", "5", "--output_dir", "s"]}
+    controller, terminal = pty.openpty()
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "posttrain", "data", verb, "a.jsonl", *options[verb]]
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environment) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal is closed when the process ends
+            while block := os.read(controller, 65536):
+                shown += block
+    os.close(controller)
+    assert process.returncode == 0, shown
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
+    timed = [line for line in lines if re.search(r"eta \d+:\d\d", line)]
+    assert timed and all(len(line) <= 80 for line in timed), lines

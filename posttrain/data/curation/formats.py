@@ -24,7 +24,7 @@ from posttrain.data.reading.examples import (
 )
 from posttrain.data.reading.format_table import COMPLETION_COLUMNS, FORMATS, Format
 from posttrain.data.reading.formats import SourceFormat
-from posttrain.data.reading.records import Record
+from posttrain.data.reading.records import ReadProgress, Record
 from posttrain.data.reading.sources import read_records, scan_records, source_parts
 
 PLACEHOLDER = "ки"  # the step token of Math-Shepherd, for stepwise examples
@@ -43,10 +43,10 @@ class Source:
     kind: ExampleKind
     map_keys: Mapping[str, Any]
 
-    def rows(self, normalize: bool) -> Iterator[tuple[Row, list[Example]]]:
+    def rows(self, normalize: bool, meter: ReadProgress | None = None) -> Iterator[tuple[Row, list[Example]]]:
         """Yield each row to write with its examples; DataError at the first record that cannot be used."""
         form, keys = SourceFormat(self.kind, PLACEHOLDER, self.map_keys), KeyMap.parse(self.map_keys)
-        for record in read_records(self.name):
+        for record in read_records(self.name, meter):
             examples = form.examples(record)
             if not normalize:
                 yield keys.apply(record).values, examples

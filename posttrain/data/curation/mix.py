@@ -14,6 +14,7 @@ from posttrain.core.types import ExampleKind
 from posttrain.data.curation.formats import open_sources, refuse_overwriting
 from posttrain.data.curation.row_spool import RowSpool
 from posttrain.data.reading.mixture import Mixture
+from posttrain.data.reading.records import ReadProgress
 
 LIMIT = 0x71A17  # keeps the random numbers of the limits apart from those of the order
 
@@ -54,7 +55,11 @@ class MixConfig:
 
 
 def mix(
-    names: Sequence[str], output: Path, config: MixConfig, progress: Callable[[int], None] | None = None
+    names: Sequence[str],
+    output: Path,
+    config: MixConfig,
+    progress: Callable[[int], None] | None = None,
+    meter: ReadProgress | None = None,
 ) -> list[MixedSource]:
     """Write the mixture, all or nothing, and return how much of each source is in it."""
     config.check(len(names))
@@ -64,7 +69,7 @@ def mix(
         sizes: list[int] = []
         for source in sources:
             before = len(lines)
-            for row, _ in source.rows(config.normalize):
+            for row, _ in source.rows(config.normalize, meter):
                 lines.add(row)
                 if progress is not None and len(lines) % 1000 == 0:
                     progress(len(lines))

@@ -22,6 +22,7 @@ from posttrain.data.curation.near_duplicates import Groups, NearDuplicates
 from posttrain.data.curation.row_spool import RowSpool
 from posttrain.data.curation.words import first_prompt, texts_of
 from posttrain.data.reading.examples import Example
+from posttrain.data.reading.records import ReadProgress
 
 SPLIT = 0x5B118  # keeps its random numbers apart from those of training
 TRAIN, EVAL, TEST = "train", "eval", "test"
@@ -97,7 +98,11 @@ def files_of(folder: Path, config: SplitConfig, overwrite: bool) -> dict[str, Pa
 
 
 def split(
-    names: Sequence[str], files: dict[str, Path], config: SplitConfig, progress: Callable[[int], None] | None = None
+    names: Sequence[str],
+    files: dict[str, Path],
+    config: SplitConfig,
+    progress: Callable[[int], None] | None = None,
+    meter: ReadProgress | None = None,
 ) -> SplitReport:
     """Write the files of `files_of` and return counts."""
     refuse_overwriting(names, files.values())
@@ -107,7 +112,7 @@ def split(
     same_prompt: list[tuple[int, int]] = []
     with RowSpool(files[TRAIN]) as lines:
         for source in sources:
-            for row, examples in source.rows(normalize=False):
+            for row, examples in source.rows(normalize=False, meter=meter):
                 firsts = {prompts.setdefault(_prompt_digest(example), len(lines)) for example in examples}
                 same_prompt += [(len(lines), first) for first in firsts if first != len(lines)]
                 if duplicates is not None:

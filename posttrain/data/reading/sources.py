@@ -49,18 +49,18 @@ class SourcePart:
     size: int = 0  # bytes of the file
 
 
-def read_records(name: str | Path) -> Iterator[Record]:
+def read_records(name: str | Path, meter: ReadProgress | None = None) -> Iterator[Record]:
     """Read all records of a source; DataError at the first that cannot be read."""
-    for record in scan_records(name):
+    for record in scan_records(name, meter):
         if isinstance(record, BadRecord):
             raise record.error
         yield record
 
 
-def scan_records(name: str | Path) -> Records:
+def scan_records(name: str | Path, meter: ReadProgress | None = None) -> Records:
     """Read all records of a source, bad ones included."""
     for part in source_parts(name):
-        yield from part.scan(None)
+        yield from part.scan(meter)
 
 
 def source_parts(name: str | Path) -> list[SourcePart]:
