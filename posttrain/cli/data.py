@@ -60,7 +60,7 @@ class DataCheckArgs(ToolArgs):
     on_overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What training does with longer sequences, as data.on_overlong."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the files for the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
+    """Column names of the files by the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
     chat_template: str = ""
     """Chat template by name (chatml, llama3, qwen_r1 ...), file, or text with {}."""
     placeholder: str = "ки"
@@ -93,13 +93,13 @@ def run(args: list[str]) -> int:
         print("\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items()))
         print("\nposttrain data COMMAND --help lists the options of a command.")
         return 0
-    runs = {"check": check_files, "mix": mix.run, "split": split.run, "preprocess": preprocess}
+    runs = {"check": check_data_files, "mix": mix.run, "split": split.run, "preprocess": preprocess}
     if args[0] in runs:
         return runs[args[0]](args[1:])
     raise UsageError(f"there is no `posttrain data {args[0]}`; the commands are {', '.join(COMMANDS)}")
 
 
-def check_files(args: list[str]) -> int:
+def check_data_files(args: list[str]) -> int:
     """Print what was found in each file; 0 if all examples can be used, 1 if some cannot."""
     options = read_tool(DataCheckArgs(), args)
     kind = example_kind(options.trainer)

@@ -41,7 +41,7 @@ class MixArgs(ToolArgs):
     trainer: str = ""
     """Trainer that the file is for, such as dpo; empty: the first kind of example that all files give."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the files for the names used here, as JSON; the output has the names used here."""
+    """Column names of the files by the names used here, as JSON; the output has the names used here."""
 
 
 def run(args: list[str]) -> int:

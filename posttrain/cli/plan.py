@@ -36,11 +36,11 @@ def run(args: list[str]) -> int:
     check_at_least(options, device_gib=0)
     verb, words = planned_verb(words)
     if verb in PIPELINES:
-        from posttrain.cli.plan_pipeline import plan as plan_pipeline
+        from posttrain.cli.plan_pipeline import plan_pipeline
         from posttrain.pipelines.settings import parse_pipeline
 
         return plan_pipeline(verb, parse_pipeline(verb, [*words, *rest]), options.device_gib)
-    from posttrain.cli.plan_training import plan as plan_training
+    from posttrain.cli.plan_training import plan_training
     from posttrain.cli.train import read
 
     return plan_training(verb, read(verb, [*words, *rest], data=False), options.device_gib)

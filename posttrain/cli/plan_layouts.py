@@ -93,7 +93,7 @@ def fitting_options(
             samples = repacked(changed, algo, largest) if "context_parallel_size" in layout else largest
             step = fitting_step(changed, algo, device, samples, available)
             if step is not None:
-                options = [*option_words("cluster", layout), *option_words("model", weights), *step.options(changed)]
+                options = [*as_words("cluster", layout), *as_words("model", weights), *step.options(changed)]
                 return options, not layout and not weights
     return None
 
@@ -160,7 +160,7 @@ def smaller_models(config: Config) -> Iterator[dict[str, Any]]:
         yield {**adapters, "load_in_4bit": True}
 
 
-def option_words(section: str, values: dict[str, Any]) -> list[str]:
+def as_words(section: str, values: dict[str, Any]) -> list[str]:
     """Return values as on the command line."""
     options = []
     for name, value in values.items():

@@ -30,7 +30,7 @@ from posttrain.pipelines.settings import RECIPES, PipelineConfig, Recipe
 from posttrain.train.memory_plan import MicroBatches, frozen_model, full_micro_batch
 
 
-def plan(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
+def plan_pipeline(verb: str, config: PipelineConfig, device_gib: float = 0.0) -> int:
     """Print the plan of an iteration; the last line says whether its training fits."""
     quiet_libraries()
     check_pipeline(verb, config)

@@ -35,7 +35,7 @@ Row = tuple[str, str, str]
 """A line of the plan: name, value, note."""
 
 
-def plan(verb: str, config: Config, device_gib: float = 0.0) -> int:
+def plan_training(verb: str, config: Config, device_gib: float = 0.0) -> int:
     """Print the plan; the last line says whether it fits. `device_gib`: memory of accelerators that are not here."""
     quiet_libraries()
     algo = ALGORITHMS[verb](config.algo)

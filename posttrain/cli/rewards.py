@@ -40,7 +40,7 @@ class RewardsCheckArgs(RewardArgs, ToolArgs):
     max_examples: int = 0
     """Score only this many lines of the file; 0: all."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the file for the names used here, as JSON: {"text": "answer"}."""
+    """Column names of the file by the names used here, as JSON: {"text": "answer"}."""
     label_column: str = ""
     """Column with the known quality of each completion, a number or true or false: agreement with it is measured."""
     full: bool = False

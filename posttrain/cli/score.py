@@ -48,7 +48,7 @@ class ScoreArgs(RewardModelArgs, RewardArgs, ToolArgs):
     max_examples: int = 0
     """Score only this many lines of the file; 0: all."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the file for the names used here, as JSON: {"completion": "text"}."""
+    """Column names of the file by the names used here, as JSON: {"completion": "text"}."""
     quiet: bool = False
     """Print only warnings, errors and the last line."""
 

@@ -35,7 +35,7 @@ class SelectArgs(ToolArgs):
     condition_template: str = ""
     """Text of conditioned prompts; empty: "{prompt} <rm_score>: {reward:.2f} "."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the file for the names used here, as JSON: {"completion": "text"}."""
+    """Column names of the file by the names used here, as JSON: {"completion": "text"}."""
 
 
 ARGS = (SelectArgs,)

@@ -1,8 +1,8 @@
 """Previous spellings of our own options and what they are called now.
 
 Command lines, YAML files, saved runs' config.yaml and Python dicts of the previous version keep working: `renamed`
-turns an entry with an old name, or with a value in an old form, into entries of today. Help does not show old names.
-A function of the table gets the value as a list of words: what was typed, or the items of a YAML list.
+turns an entry with an old name, or with a value in an old form, into entries of this version. Help does not show old
+names. A function of the table gets the value as a list of words: what was typed, or the items of a YAML list.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ TOOL_NAMES: dict[str, str | tuple[str, ...]] = {
     "memory": "object_store_mib",
 }
 PREVIOUS_SWITCHES = {"greedy"}
-"""Options without a value that are no switches now."""
+"""Previous options without a value that do not exist as switches any more."""
 PREVIOUS_LISTS = {"engine"}
 """Options that have one value now, and previously took key=value pairs after it."""
 
@@ -141,7 +141,7 @@ def new_names(key: str) -> tuple[str, ...]:
 
 
 def renamed_settings(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Settings that were stored beside results, maybe by the previous version, as section.option -> value.
+    """Return settings that were stored beside results, maybe by the previous version, as section.option -> value.
 
     `known`: the names that these settings have now.
     """
@@ -159,7 +159,7 @@ def as_list(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def number(key: str, word: Any) -> float:
+def parse_number(key: str, word: Any) -> float:
     try:
         return float(word)
     except (TypeError, ValueError):
@@ -177,7 +177,7 @@ def pair(key: str, words: Sequence[Any], *names: str) -> Values:
 
 
 def max_examples(option: str) -> Transform:
-    """Absent was no limit; now 0 is."""
+    """Translate a limit that was absent where there was none; it is 0 now."""
 
     def transform(words: list[Any]) -> Values:
         return {option: words[0] if words and words[0] not in (None, "None") else 0}
@@ -186,15 +186,15 @@ def max_examples(option: str) -> Transform:
 
 
 def schedule(words: list[Any]) -> Values:
-    """cosine:0.05 -> the shape and where it ends."""
+    """Translate cosine:0.05: the shape of the schedule, and the ratio at its end."""
     shape, colon, end = str(words[0] if len(words) == 1 else " ".join(map(str, words))).partition(":")
-    ratio = number("update.schedule", end) if colon else 0.1
+    ratio = parse_number("update.schedule", end) if colon else 0.1
     return {"train.lr_scheduler": shape, "train.min_lr_ratio": ratio}
 
 
 def warmup(words: list[Any]) -> Values:
-    """Below 1 it was a part of all steps."""
-    amount = number("update.warmup", words[0] if len(words) == 1 else words)
+    """Translate a number of steps or, below 1, a share of all steps."""
+    amount = parse_number("update.warmup", words[0] if len(words) == 1 else words)
     if amount >= 1:
         return {"train.warmup_steps": round(amount), "train.warmup_ratio": 0.0}
     return {"train.warmup_steps": 0, "train.warmup_ratio": amount}
@@ -205,7 +205,7 @@ def betas(words: list[Any]) -> Values:
 
 
 def log_to(words: list[Any]) -> Values:
-    """wandb:PROJECT -> wandb and its project."""
+    """Translate wandb:PROJECT to wandb and its project."""
     places, project = [], ""
     for word in map(str, words):
         if word.startswith("wandb:"):
@@ -239,7 +239,7 @@ def loss_aggregation(words: list[Any]) -> Values:
 
 def shared_trunk(words: list[Any]) -> Values:
     """Translate the weight of the value loss; 0 meant a separate critic."""
-    coef = number("algo.shared_trunk", words[0] if len(words) == 1 else words)
+    coef = parse_number("algo.shared_trunk", words[0] if len(words) == 1 else words)
     return {"algo.share_critic": True, "algo.value_loss_coef": coef} if coef else {"algo.share_critic": False}
 
 
@@ -254,7 +254,8 @@ LAYOUT_OPTIONS = {
     "ep": "expert_parallel_size",
     "zero": "zero_stage",
 }
-INHERITING = ("reference", "critic", "reward")  # roles whose models are divided as all are, unless they say otherwise
+INHERITING = ("reference", "critic", "reward")
+"""Roles whose models have the policy's layout unless they have options of their own."""
 
 
 def cluster_layout(words: Sequence[str], known: Collection[str]) -> Values:
@@ -303,7 +304,7 @@ def greedy(words: list[Any]) -> Values:
 
 
 def window(words: list[Any]) -> Values:
-    """3:2048 was the third part of 2,048 prompts."""
+    """Translate 3:2048: the third window of 2,048 prompts."""
     if not words or not words[0]:
         return {}
     index, _, size = str(words[0]).partition(":")
@@ -331,7 +332,7 @@ TRANSFORMS: dict[str, Transform] = {
 }
 
 
-# Options that keep their name, with another form of the value. None: it has today's form.
+# Options that keep their name, with another form of the value. None: the value has the current form.
 
 
 WEIGHT = re.compile(r"(?P<name>.+):(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|[+-]?inf|nan)", re.DOTALL | re.I)
@@ -382,7 +383,7 @@ def kl_target(value: Any) -> Values | None:
 
 
 def reference(value: Any) -> Values | None:
-    """every:50 was the policy after each 50th step."""
+    """Translate every:50, a reference that is replaced by the policy after each 50th step."""
     steps = re.fullmatch(r"every:0*([1-9]\d*)", " ".join(map(str, as_list(value))))
     return {"algo.reference": "", "algo.reference_sync_steps": int(steps[1])} if steps else None
 
@@ -426,7 +427,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def short_dtype(option: str) -> Callable[[Any], Values | None]:
-    """bf16 -> bfloat16."""
+    """Translate bf16 to bfloat16, and so on."""
 
     def transform(value: Any) -> Values | None:
         words = as_list(value)

@@ -69,7 +69,7 @@ class DataConfig:
     on_bad_example: Literal["stop", "quarantine"] = "stop"
     """stop: an unusable example ends the run before it starts; quarantine: it is written to a file and counted."""
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the files for the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
+    """Column names of the files by the names used here, as JSON: {"prompt": "question", "response": "answer"}."""
     chat_template: str = ""
     """Chat template by name (chatml, llama3, qwen_r1 ...), file, or text with {} such as "Human: {}\\nAssistant: "."""
     max_length: int = 2048

@@ -176,7 +176,7 @@ class PromptArgs(TemplateArgs):
     title: ClassVar[str] = "data"
 
     map_keys: dict[str, str] = field(default_factory=dict)
-    """Columns of the files for the names used here, as JSON: {"prompt": "question"}."""
+    """Column names of the files by the names used here, as JSON: {"prompt": "question"}."""
     max_examples: int = 0
     """Use only this many examples; 0: all."""
     weights: tuple[float, ...] = ()

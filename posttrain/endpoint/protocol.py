@@ -14,7 +14,7 @@ from posttrain.core.files import refuse_constant
 from posttrain.data.encoding.tool_formats import MessageDelta, MessageParser, ToolFormat
 from posttrain.data.reading.examples import Message
 from posttrain.endpoint.errors import ApiError
-from posttrain.endpoint.request_fields import RequestFields, wrong_value
+from posttrain.endpoint.request_fields import RequestFields, wrong_field
 from posttrain.endpoint.tools import Output, read_output
 from posttrain.engines.base import Sampling
 from posttrain.engines.grammar import GrammarConstraint
@@ -107,7 +107,7 @@ def read_completion(body: dict[str, Any]) -> CompletionRequest:
 def read_common(fields: RequestFields, limit: str, default_limit: int) -> dict[str, Any]:
     options = fields.body.get("stream_options", {})
     if not isinstance(options, dict):
-        raise wrong_value("stream_options", options, "an object")
+        raise wrong_field("stream_options", options, "an object")
     top_k = fields.integer("top_k", 0, -1)
     sampling = Sampling(
         max_tokens=fields.integer(limit, default_limit, 1) if limit in fields.body else default_limit,
@@ -131,7 +131,7 @@ def read_common(fields: RequestFields, limit: str, default_limit: int) -> dict[s
 def read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise wrong_value("stop", value, f"a text, or at most {MAX_STOPS} texts")
+        raise wrong_field("stop", value, f"a text, or at most {MAX_STOPS} texts")
     return tuple(read_string(stop, "stop") for stop in stops)
 
 
@@ -145,10 +145,10 @@ def read_messages(value: Any, where: str = "messages") -> list[Message]:
 
 def read_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise wrong_value(where, message, "an object with role and content")
+        raise wrong_field(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise wrong_value(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        raise wrong_field(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     if isinstance(content, list):  # parts
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -187,7 +187,7 @@ def read_calls(value: Any, where: str, role: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise wrong_value(f"{where}[{place}].function.arguments", text, "JSON text of an object")
+            raise wrong_field(f"{where}[{place}].function.arguments", text, "JSON text of an object")
         with_id = {"id": read_string(call["id"], f"{where}[{place}].id")} if call.get("id") is not None else {}
         calls.append({**with_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
@@ -198,7 +198,7 @@ def read_prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and all(is_token(part) for part in value)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise wrong_value("prompt", value, "a text, tokens, or a list of either")
+        raise wrong_field("prompt", value, "a text, tokens, or a list of either")
     if len(value) > MAX_CHOICES:
         raise ApiError(400, f"{len(value)} prompts; one request may have {MAX_CHOICES}", param="prompt")
     prompts: list[str | list[int]] = []
@@ -216,7 +216,7 @@ def is_token(value: Any) -> bool:
 
 def read_string(value: Any, where: str, *, empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or empty):
-        raise wrong_value(where, value, "a text" if empty else "a text that is not empty")
+        raise wrong_field(where, value, "a text" if empty else "a text that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair

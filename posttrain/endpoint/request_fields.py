@@ -55,23 +55,23 @@ class RequestFields:
             or not low <= value <= high
             or value == math.inf
         ):
-            raise wrong_value(name, value, f"a number {range_text(low, high)}")
+            raise wrong_field(name, value, f"a number {range_text(low, high)}")
         return float(value)
 
     def integer(self, name: str, default: int, low: float, high: float = math.inf) -> int:
         value = self.body.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise wrong_value(name, value, f"a whole number {range_text(low, high)}")
+            raise wrong_field(name, value, f"a whole number {range_text(low, high)}")
         return value
 
     def flag(self, name: str) -> bool:
         value = self.body.get(name, False)
         if not isinstance(value, bool):
-            raise wrong_value(name, value, "true or false")
+            raise wrong_field(name, value, "true or false")
         return value
 
 
-def wrong_value(name: str, value: Any, expected: str) -> ApiError:
+def wrong_field(name: str, value: Any, expected: str) -> ApiError:
     shown = json.dumps(value)
     return ApiError(
         400, f"{name} is {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}", param=name

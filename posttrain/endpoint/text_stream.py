@@ -6,7 +6,7 @@ from typing import Any
 
 BROKEN = "\ufffd"  # stands for bytes that are not a character, or not yet
 LONGEST_CHARACTER = 4  # bytes, and so tokens
-MOST_HELD = 16  # tokens that are held back; more than any character has, so the bytes are not valid UTF-8
+MAX_HELD = 16  # tokens that are held back; more than any character has, so the bytes are not valid UTF-8
 
 
 class TextStream:
@@ -26,7 +26,7 @@ class TextStream:
         end = len(self.tokens)
         if not self.pending(end).endswith(BROKEN):
             return self.take(end)
-        return self.take(self.seam()) if end - self.returned > MOST_HELD else ""
+        return self.take(self.seam()) if end - self.returned > MAX_HELD else ""
 
     def finish(self) -> str:
         """Return the rest, even if a character is incomplete."""

@@ -135,7 +135,7 @@ class JoinedStacks:
 
 
 def add_adapters_output(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Hook of a layer that runs its own code."""
+    """Add the adapters to the output of a layer that runs its own code; a forward hook."""
     x = args[0]
     added = getattr(module, STACKED).output(x.reshape(-1, x.shape[-1]))
     return output if added is None else output + added.view_as(output)
@@ -144,12 +144,12 @@ def add_adapters_output(module: Any, args: tuple[torch.Tensor, ...], output: tor
 def read_peft_adapter(folder: Path, model: Any) -> dict[str, Matrices]:
     """Read an adapter in peft's format; returns its matrices by the name of the linear layer."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise UsageError(f"{folder}: no adapter there (it has {CONFIG} and {WEIGHTS})")
+        raise UsageError(f"{folder}: no adapter there (an adapter has {CONFIG} and {WEIGHTS})")
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     for key, values in SUPPORTED.items():
         if config.get(key, values[-1]) not in values:
             raise UsageError(
-                f"{folder / CONFIG}: {key} is {config[key]!r}, which several adapters together cannot have"
+                f"{folder / CONFIG}: {key} is {config[key]!r}, which is not supported for several adapters"
             )
     base = config.get("base_model_name_or_path")
     if base and base != model.name_or_path:

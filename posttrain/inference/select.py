@@ -74,12 +74,12 @@ def condition(completions: Sequence[CompletionExample], template: str = CONDITIO
     return selection(rows, counts, used=len(rows))
 
 
-def threshold(completions: Sequence[CompletionExample], least: float) -> Selection:
+def threshold(completions: Sequence[CompletionExample], min_reward: float) -> Selection:
     """Keep completions with at least this reward."""
-    if not math.isfinite(least):
-        raise UsageError(f"min_reward is {least}; it must be a number")
+    if not math.isfinite(min_reward):
+        raise UsageError(f"min_reward is {min_reward}; it must be a number")
     usable, counts = usable_completions(completions)
-    kept = [completion for completion in usable if reward_of(completion) >= least]
+    kept = [completion for completion in usable if reward_of(completion) >= min_reward]
     return selection(map(as_chat, kept), counts, used=len(kept), worse=len(usable) - len(kept))
 
 

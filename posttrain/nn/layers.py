@@ -137,7 +137,7 @@ def fused_forward(
     query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
     options = {"packing": packing, "scaling": own.scaling, "sliding_window": sliding_window_of(layer)}
     attended = attention.packed_attention(own, query, key, value, None, **options)[0].squeeze(0).flatten(1)
-    mixed = project(own.o_proj, attended)
+    mixed = run_linear(own.o_proj, attended)
     if is_mixture(layer.mlp):
         normed, x = AddNorm.apply(mixed, x, next_norm.weight, next_norm.variance_epsilon, kernels)
         return (x + mixture_forward(layer.mlp, normed, kernels))[None]
@@ -145,10 +145,10 @@ def fused_forward(
     down = layer.mlp.down_proj
     if is_plain_linear(down) and down.bias is None:
         return (x + SiluMulLinear.apply(gate_up, down.weight, kernels))[None]
-    return (x + project(down, SiluMul.apply(gate_up, kernels)))[None]
+    return (x + run_linear(down, SiluMul.apply(gate_up, kernels)))[None]
 
 
-def project(module: Any, x: torch.Tensor) -> torch.Tensor:
+def run_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Run one linear layer, which may have an adapter."""
     if is_plain_linear(module) and module.bias is None:
         return MasterLinear.apply(x, module.weight)

@@ -82,17 +82,17 @@ class Axis:
         """Return where a value lies, from 0 to 1."""
         return ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
 
-    def ticks(self, most: int = 6) -> list[float]:
+    def ticks(self, max_ticks: int = 6) -> list[float]:
         """Return round numbers inside the range."""
         if self.log and self.high - self.low >= 1:
             powers = range(math.ceil(self.low), math.floor(self.high) + 1)
             factors = (1,) if len(powers) > 2 else (1, 2, 5)
             around = range(math.floor(self.low), math.ceil(self.high) + 1)
-            every = -(-len(powers) // most) if len(powers) > most else 1
+            every = -(-len(powers) // max_ticks) if len(powers) > max_ticks else 1
             found = [factor * 10.0**power for power in around if power % every == 0 for factor in factors]
             return [value for value in found if 0 <= self.fraction(value) <= 1]
         low, high = (10**self.low, 10**self.high) if self.log else (self.low, self.high)
-        step = round_number((high - low) / most)
+        step = round_number((high - low) / max_ticks)
         numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
         return [number * step for number in numbers]
 

@@ -9,13 +9,13 @@ from posttrain.plots.chart import Curve, Panel, tick_label
 
 STYLES = ("blue", "yellow", "green", "red", "magenta", "cyan", "bright_red", "bright_green")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ROWS, LABEL, MOST_COLUMNS = 12, 9, 110
+ROWS, LABEL, MAX_COLUMNS = 12, 9, 110
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 
 
 def draw_panel(console: Console, panel: Panel) -> None:
     """Print the curves of a panel."""
-    columns = max(20, min(console.width - LABEL - 2, MOST_COLUMNS))
+    columns = max(20, min(console.width - LABEL - 2, MAX_COLUMNS))
     colours = console.is_terminal and not console.no_color
     letters = len(panel.curves) > 1 and not colours
     marks = [LETTERS[number % len(LETTERS)] if letters else "" for number in range(len(panel.curves))]

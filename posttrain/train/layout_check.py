@@ -75,14 +75,14 @@ def divided_models(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, 
 def check_engine(config: OnlineConfig) -> None:
     """Raise UsageError if the devices cannot be divided into vLLM engines."""
     rollout = config.cluster.of("rollout")
-    if rollout.place == "actor" and rollout.devices % engine_size(config):
+    if rollout.place == "actor" and rollout.devices % vllm_engine_size(config):
         raise UsageError(
-            f"rollout.vllm_options: tensor_parallel_size is {engine_size(config)}, which does not divide the "
+            f"rollout.vllm_options: tensor_parallel_size is {vllm_engine_size(config)}, which does not divide the "
             f"{rollout.devices} devices of the policy"
         )
 
 
-def engine_size(config: Config) -> int:
+def vllm_engine_size(config: Config) -> int:
     """Return the number of devices of one vLLM engine."""
     if not isinstance(config, OnlineConfig):
         return 1

@@ -28,7 +28,7 @@ from posttrain.models import memory
 from posttrain.models.loading import compute_dtype
 from posttrain.models.memory import MemoryEstimate, PassMemory, Sharding
 from posttrain.nn.optimizer import STAGED_BYTES
-from posttrain.train.layout_check import engine_size
+from posttrain.train.layout_check import vllm_engine_size
 from posttrain.train.run_data import RunData
 
 STEPS_PACKED = 100  # steps of a run whose micro-batches are counted
@@ -225,7 +225,7 @@ def estimate_memory(
     share, sleeps = vllm_share(config, device)
     return MemoryEstimate(
         engine=round(share * available),
-        engine_weights=copy_bytes // engine_size(config) if share and available else 0,
+        engine_weights=copy_bytes // vllm_engine_size(config) if share and available else 0,
         engine_sleeps=sleeps,
         optimizer_leaves="optimizer" in config.cluster.offload,
         model=own,

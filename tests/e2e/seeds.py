@@ -30,9 +30,9 @@ DOCUMENTS = {
     "D": "MindSpeed-RL",
 }
 PROGRAMS = ("posttrain ", "python ", "make ", "docker ", "-")  # what begins with one of these is code
-HEAD = """# Features of the five documents
+HEAD = """# Features of MindRLHF, OpenRLHF and MindSpeed
 
-Five documents describe what this library was asked to do: MindRLHF's two READMEs, OpenRLHF's README of June 2024, the
+This page compares posttrain with five documents: MindRLHF's two READMEs, OpenRLHF's README of June 2024, the
 announcement of the PCL GRPO-Training-Suite, and a guide to MindSpeed-LLM and MindSpeed-RL. They name {total} features:
 {works} work, {partly} in part. `python -m tests.e2e.seeds docs/seeds.md` runs the commands marked *runs* and writes
 this page; it fails if one of them does. Every row names the test that keeps it. In part means what the row says: most

@@ -34,7 +34,7 @@ CHAT_TAGS = {
 }
 
 
-def renamed(columns: Mapping[str, str]) -> dict[str, str]:
+def renamed_columns(columns: Mapping[str, str]) -> dict[str, str]:
     """Return the columns that have another name in the file."""
     return {ours: theirs for ours, theirs in columns.items() if theirs and ours != theirs}
 
@@ -117,7 +117,7 @@ def columns_of(name: str, entry: Mapping[str, Any], stage: str) -> dict[str, str
     if form not in ("alpaca", "sharegpt", "openai"):
         raise TranslationError(f"{name}: formatting {form} is unknown")
     if stage == "pt":
-        return renamed({"text": columns.get("prompt") or columns.get("messages") or "text"})
+        return renamed_columns({"text": columns.get("prompt") or columns.get("messages") or "text"})
     tag = str(columns.get("kto_tag") or "")
     pair = {"chosen": columns.get("chosen") or "chosen", "rejected": columns.get("rejected") or "rejected"}
     if form == "alpaca":
@@ -126,9 +126,9 @@ def columns_of(name: str, entry: Mapping[str, Any], stage: str) -> dict[str, str
         if tag:
             if columns.get("query"):
                 raise TranslationError(f"{name}: a query column beside a label is not supported; join the columns")
-            return renamed({"prompt": prompt, "completion": columns.get("response") or "output", "label": tag})
+            return renamed_columns({"prompt": prompt, "completion": columns.get("response") or "output", "label": tag})
         answer = pair if ranking else {"output": columns.get("response") or "output"}
-        return renamed({"instruction": prompt, "input": query, **answer, **optional})
+        return renamed_columns({"instruction": prompt, "input": query, **answer, **optional})
     defaults = CHAT_TAGS if form == "openai" else SHAREGPT_TAGS
     tags = {**defaults, **(entry.get("tags") or {})}
     their = columns.get("messages") or ("messages" if form == "openai" else "conversations")
@@ -139,7 +139,7 @@ def columns_of(name: str, entry: Mapping[str, Any], stage: str) -> dict[str, str
     if changed:  # a role by another name needs both of the keys that say where it stands
         changed |= {key: tags[key] for key in ("role_tag", "content_tag")}
     label = {"label": tag} if tag else {}
-    return renamed({own: their, **(pair if ranking else {}), **optional, **label}) | changed
+    return renamed_columns({own: their, **(pair if ranking else {}), **optional, **label}) | changed
 
 
 # axolotl
@@ -206,13 +206,13 @@ def axolotl_columns(entry: Mapping[str, Any]) -> dict[str, str]:
     kind, _, style = str(kind).partition(".")
     kind = kind.partition(":")[0]
     if kind == "completion":
-        return renamed({"text": str(entry.get("field") or "text")})
+        return renamed_columns({"text": str(entry.get("field") or "text")})
     if kind in ("chat_template", "sharegpt", "bradley_terry"):
         return conversation_columns(entry, kind, style)
     if style in PAIRS:
         prompt, chosen, rejected = PAIRS[style]
         ours = prompt if prompt in ("prompt", "question", "instruction") else "prompt"
-        return renamed({ours: prompt, "chosen": chosen, "rejected": rejected} if prompt else {})
+        return renamed_columns({ours: prompt, "chosen": chosen, "rejected": rejected} if prompt else {})
     if kind in ("alpaca", "alpaca_chat", "stepwise_supervised", "input_output", ""):
         return {}
     raise TranslationError(
@@ -243,7 +243,9 @@ def conversation_columns(entry: Mapping[str, Any], kind: str, style: str) -> dic
     own = "conversations" if pairs or not plain else "messages"
     if kind == "bradley_terry":
         return {} if plain else tags
-    return renamed({own: their, **(pair if pairs else {}), **system, **tools}) | ({} if plain or usual else tags)
+    return renamed_columns({own: their, **(pair if pairs else {}), **system, **tools}) | (
+        {} if plain or usual else tags
+    )
 
 
 KNOWN_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}

@@ -59,7 +59,7 @@ def _commands(
         known = values | own
         word = statement.split(maxsplit=1)[0]
         if word in ("if", "elif"):
-            holds = condition(statement[len(word) :].strip(), known)
+            holds = condition_holds(statement[len(word) :].strip(), known)
             earlier = branches.pop() if word == "elif" and branches else False
             branches.append(None if holds is None or earlier is None else holds and not earlier)
             continue
@@ -122,7 +122,7 @@ def _started(words: Words, where: str, folder: Path, values: dict[str, str], dep
     yield from _commands(text_of_file(file), str(file), file, words[place + 1 :], shared, depth + 1)
 
 
-def condition(text: str, values: Mapping[str, str]) -> bool | None:
+def condition_holds(text: str, values: Mapping[str, str]) -> bool | None:
     """Return whether a condition holds; None if that is not known."""
     text = replaced(text.rstrip(";").strip(), values)
     arithmetic = re.fullmatch(r"\(\(\s*\$?(\w+)\s*([<>]=?|[!=]=)\s*\$?(\w+)\s*\)\)", text)

@@ -294,7 +294,7 @@ def encode_in_worker(records: list[Record]) -> EncodedChunk:
 
 
 class PreprocessProgress:
-    """Counts examples and tokens, and shows them: without a terminal in a line every `every` examples."""
+    """Counts examples and tokens, and shows them; without a terminal it prints a line every `every` examples."""
 
     def __init__(self, every: int, total_bytes: int, display: ProgressDisplay) -> None:
         self.every, self.total_bytes, self.display = every, total_bytes, display
@@ -339,9 +339,9 @@ def write_packed(config: PreprocessConfig, handler: Handler, store: PartStore, t
     writers = {key: target.writer(key) for key in handler.keys}
     pad_id = handler.tokenizer.pad_token_id
     padding = {"input_ids": 0 if pad_id is None else pad_id, "labels": IGNORED, "attention_mask": 0}
-    packs = 0
+    count = 0
     for members in pack_sequences(columns["input_ids"].lengths, config.seq_length):
-        packs += 1
+        count += 1
         for key, sequences in columns.items():
             packed = np.full(config.seq_length, padding[key], dtype=handler.dtype(key))
             at = 0
@@ -352,7 +352,7 @@ def write_packed(config: PreprocessConfig, handler: Handler, store: PartStore, t
             writers[key].add(packed)
     for writer in writers.values():
         writer.write_index()
-    return packs
+    return count
 
 
 class ConcatenatedReader:
@@ -369,10 +369,10 @@ class ConcatenatedReader:
 
 
 def pack_sequences(lengths: Numbers, room: int) -> Iterator[list[int]]:
-    """Yield the members of each pack of at most `room` tokens: repeatedly the longest sequence that still fits."""
+    """Yield the members of each packed sequence of at most `room` tokens: repeatedly the longest that still fits."""
     order = np.argsort(lengths, kind="stable")
     values, first, number = np.unique(lengths[order], return_index=True, return_counts=True)
-    assert not len(values) or values[-1] <= room, "a sequence is longer than a pack"
+    assert not len(values) or values[-1] <= room, "a sequence is longer than a packed one may be"
     waiting = {int(v): deque(order[f : f + n].tolist()) for v, f, n in zip(values, first, number, strict=True)}
     present = sorted(waiting)
     while present:

@@ -59,7 +59,7 @@ def _pair(
 
 
 def pair_parser(prompt: str, chosen: str, rejected: str) -> Callable[[Record, str], Example]:
-    """Return a parser of three columns that say which completion is preferred."""
+    """Return a parser of a prompt, its preferred and its rejected completion, each in a column."""
 
     def parse(record: Record, _: str) -> Example:
         if record.values.get("status") == "tie":  # distilabel
@@ -211,7 +211,7 @@ def parse_v1_pair(record: Record, _: str) -> Example:
 
 
 def parse_arena_kaggle(record: Record, _: str) -> Example:
-    """Read lists of texts, as JSON: the user's messages and the replies of both models, and who won."""
+    """Read lists of texts, as JSON: the user's messages and the replies of both models, and the winner."""
     if not (record.values["winner_model_a"] or record.values["winner_model_b"]):
         raise cell_error(
             record, "winner_model_a", f"and winner_model_b are 0: no completion is preferred; {QUARANTINE}"

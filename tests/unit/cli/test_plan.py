@@ -56,7 +56,7 @@ def rows(tmp_path: Path) -> str:
 def test_batch_rows_count_what_a_run_would_do(rows, capsys):
     options = {"model.path": "pico", "data.train": (rows,), "train.batch_size": 4, "train.micro_batch_tokens": 64}
     config = settings("dpo", **options, **{"data.eval_fraction": 0.1, "train.epochs": 2.0})
-    assert plan.plan("dpo", config) == 0
+    assert plan.plan_training("dpo", config) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert out.count("dpo of pico: ") == 1
@@ -83,17 +83,17 @@ def test_batch_rows_count_what_a_run_would_do(rows, capsys):
 
 def test_without_data_the_largest_possible_pack_is_assumed(capsys):
     config = settings("dpo", **{"model.path": "pico", "data.max_length": 100, "train.micro_batch_tokens": 1000})
-    plan.plan("dpo", config)
+    plan.plan_training("dpo", config)
     assert lines_of(capsys.readouterr().out)["micro-batch tokens"][0] == "1,000"
     config.data.max_length = 700  # a pair alone is more than the budget, and gets a pack of its own
-    plan.plan("dpo", config)
+    plan.plan_training("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
     assert ledger["micro-batch tokens"][0] == "1,400" and ledger["examples"][0] == "?"
 
 
 def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
     config = settings("dpo", **{"model.path": "pico", "model.dtype": "bfloat16", "train.ema_decay": 0.9})
-    plan.plan("dpo", config)
+    plan.plan_training("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
     parameters = 920_448
 
@@ -108,7 +108,7 @@ def test_memory_lines_of_a_bfloat16_run_with_everything(capsys):
 
 def test_float32_has_no_masters_and_adapters_need_no_reference(capsys):
     pytest.importorskip("peft")
-    plan.plan("dpo", settings("dpo", **{"model.path": "pico", "model.lora_rank": 4}))
+    plan.plan_training("dpo", settings("dpo", **{"model.path": "pico", "model.lora_rank": 4}))
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert ledger["master weights"][0] == "0.0 MiB" and "reference" not in ledger and "EMA" not in ledger
@@ -118,7 +118,7 @@ def test_float32_has_no_masters_and_adapters_need_no_reference(capsys):
 def test_a_reference_that_is_precomputed_is_freed(capsys):
     config = settings("dpo", **{"model.path": "pico"})
     config.algo.precompute_reference = True
-    plan.plan("dpo", config)
+    plan.plan_training("dpo", config)
     ledger = lines_of(capsys.readouterr().out)
     assert ledger["reference"][1] == "freed before the first step" and "reference beforehand" in ledger
 
@@ -126,12 +126,12 @@ def test_a_reference_that_is_precomputed_is_freed(capsys):
 def test_a_teacher_is_counted_and_must_have_the_same_vocabulary(tmp_path, capsys):
     config = settings("distill", **{"model.path": "pico"})
     config.algo.teacher = "pico"
-    plan.plan("distill", config)
+    plan.plan_training("distill", config)
     ledger = lines_of(capsys.readouterr().out)
     assert ledger["teacher"][0] == ledger["weights"][0]
     config.algo.teacher = str(tiny_folder("llama", tmp_path))
     with pytest.raises(UsageError, match=r"algo\.teacher .* vocabulary of 104, model\.path pico of 263"):
-        plan.plan("distill", config)
+        plan.plan_training("distill", config)
 
 
 @pytest.mark.parametrize("verb", sorted(ALGORITHMS))
@@ -139,7 +139,7 @@ def test_every_trainer_can_be_planned(verb, capsys):
     config = settings(verb, **{"model.path": "pico", "data.max_length": 64, "train.micro_batch_tokens": 128})
     if verb in ("distill", "opd"):
         config.algo.teacher = "pico"
-    assert plan.plan(verb, config) == 0
+    assert plan.plan_training(verb, config) == 0
     assert "It fits: about" in capsys.readouterr().out
 
 
@@ -172,7 +172,7 @@ def test_advice_is_the_change_that_costs_the_least_time(size, advice, device_of,
     pytest.importorskip("peft")
     device_of(size)
     config = settings("sft", **{"model.path": "pico", "data.max_length": 256})
-    plan.plan("sft", config)
+    plan.plan_training("sft", config)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("It does not fit" if advice else "It fits") and last.endswith(advice)
     if "--" not in advice:
@@ -180,7 +180,7 @@ def test_advice_is_the_change_that_costs_the_least_time(size, advice, device_of,
     for option, value in re.findall(r"--(\S+)(?: (\d+))?", advice):  # taken, the advice holds
         section, name = option.split(".")
         setattr(getattr(config, section), name, int(value) if value else True)
-    plan.plan("sft", config)
+    plan.plan_training("sft", config)
     assert capsys.readouterr().out.splitlines()[-1].startswith("It fits")
 
 
@@ -189,7 +189,7 @@ def test_an_architecture_that_looks_at_values_is_planned_without_activations(mon
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
     monkeypatch.setattr("posttrain.models.memory.forward", looks)
-    plan.plan("sft", settings("sft", **{"model.path": "pico"}))
+    plan.plan_training("sft", settings("sft", **{"model.path": "pico"}))
     out = capsys.readouterr().out
     assert lines_of(out)["activations"][0] == "?" and "could not be counted" in out.splitlines()[-1]
 
@@ -198,7 +198,7 @@ def test_no_weight_is_loaded(tmp_path, capsys):
     folder = tiny_folder("llama", tmp_path)
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    plan.plan("sft", settings("sft", **{"model.path": str(folder)}))
+    plan.plan_training("sft", settings("sft", **{"model.path": str(folder)}))
     assert "It fits" in capsys.readouterr().out
     assert torch.float32 == compute_dtype(configs.ModelConfig(), torch.device("cpu"))
     assert torch.bfloat16 == compute_dtype(configs.ModelConfig(), torch.device("cuda"))
@@ -208,7 +208,7 @@ def test_devices_divide_what_is_trained_and_layers_are_gathered(capsys):
     from posttrain.models import memory
 
     config = settings("sft", **{"model.path": "pico", "cluster.devices": 8, "cluster.tensor_parallel_size": 2})
-    assert plan.plan("sft", config, device_gib=80.0) == 0
+    assert plan.plan_training("sft", config, device_gib=80.0) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert ledger["devices"] == ("8", "data parallel 4, tensor parallel 2; ZeRO stage 3")
@@ -230,7 +230,7 @@ def test_context_ranks_divide_the_tokens(capsys):
     for size in (1, 4):
         sizes = {"cluster.devices": 8, "data.max_length": 4096, "train.micro_batch_tokens": 4096}
         config = settings("sft", **{"model.path": "pico", "cluster.context_parallel_size": size} | sizes)
-        assert plan.plan("sft", config, device_gib=80.0) == 0
+        assert plan.plan_training("sft", config, device_gib=80.0) == 0
         found[size] = lines_of(capsys.readouterr().out)
     one, four = found.values()
     assert four["devices"] == ("8", "data parallel 2, context parallel 4; ZeRO stage 3")
@@ -243,7 +243,7 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
 
     folder = str(tiny_folder("mixtral", tmp_path))
     config = settings("sft", **{"model.path": folder, "cluster.devices": 4, "cluster.expert_parallel_size": 4})
-    assert plan.plan("sft", config, device_gib=80.0) == 0
+    assert plan.plan_training("sft", config, device_gib=80.0) == 0
     note = "data parallel 4, expert parallel 4; ZeRO stage 3"
     assert lines_of(capsys.readouterr().out)["devices"] == ("4", note)
     model = memory.empty_model(config.model, "token", torch.bfloat16)
@@ -258,10 +258,10 @@ def test_roles_on_devices_of_their_own_are_told_apart(capsys):
     own = {"cluster.critic_devices": 2, "cluster.reference_devices": 1, "cluster.rollout_devices": 4}
     together = settings("ppo", **{"model.path": "pico", "cluster.devices": 8})
     apart = settings("ppo", **{"model.path": "pico", "cluster.devices": 8} | own)
-    plan.plan("ppo", together, device_gib=80.0)
+    plan.plan_training("ppo", together, device_gib=80.0)
     ledger = lines_of(capsys.readouterr().out)
     assert {"critic", "reference", "generation weights"} <= set(ledger)
-    plan.plan("ppo", apart, device_gib=80.0)
+    plan.plan_training("ppo", apart, device_gib=80.0)
     out = capsys.readouterr().out
     ours, others = out.split("memory on each device of other roles:")
     assert not {"critic", "reference", "generation weights"} & set(lines_of(ours))
@@ -299,7 +299,7 @@ def test_the_stages_of_a_pipeline_add_up(verb, selected, tmp_path, capsys):
         "train.epochs": 2.0,
         "iterations": 2,
     }
-    assert plan_pipeline.plan(verb, pipeline(verb, rows, **options)) == 0
+    assert plan_pipeline.plan_pipeline(verb, pipeline(verb, rows, **options)) == 0
     out = capsys.readouterr().out
     ledger = lines_of(out)
     assert ledger["generate"][0] == ledger["score"][0] == "12" and "4 prompts x 3; at most 84 tokens" in out
@@ -314,7 +314,10 @@ def test_a_pipeline_of_the_datas_own_answers(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(5 * '{"prompt": "a", "completion": "b"}\n')
     changes = {"generate.samples_per_prompt": 0, "iterations": 1, "prompts_per_iteration": 0, "data.eval": ()}
     assert (
-        plan_pipeline.plan("conditional-sft", pipeline("conditional-sft", str(tmp_path / "rows.jsonl"), **changes)) == 0
+        plan_pipeline.plan_pipeline(
+            "conditional-sft", pipeline("conditional-sft", str(tmp_path / "rows.jsonl"), **changes)
+        )
+        == 0
     )
     ledger = lines_of(capsys.readouterr().out)
     assert "generate" not in ledger and ledger["score"][0] == ledger["select"][0] == "5"

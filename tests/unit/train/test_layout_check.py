@@ -89,12 +89,12 @@ def test_what_is_advised_fits_and_is_accepted(verb, family, folders, monkeypatch
     words = [*shlex.split(ADVISED[verb]), "--model.path", folders[family], "--model.dtype", "bfloat16"]
     seen = set()
     for mebibytes in (1.2, 0.9, 0.7, 0.5, 0.35):
-        plan_training.plan(verb, read(verb, words, data=False), mebibytes / 1024)
+        plan_training.plan_training(verb, read(verb, words, data=False), mebibytes / 1024)
         advice = re.search(r"(?:It fits with|A run sets by itself:) (.*)", capsys.readouterr().out)
         if advice is None:
             continue
         changed = read(verb, [*words, *shlex.split(advice[1])], data=False)
-        plan_training.plan(verb, changed, mebibytes / 1024)
+        plan_training.plan_training(verb, changed, mebibytes / 1024)
         assert "It fits: about" in capsys.readouterr().out.splitlines()[-1], (mebibytes, advice[1])
         seen |= set(re.findall(r"--(\S+)", advice[1]))
     assert any(name.startswith("cluster.") for name in seen), seen
@@ -102,10 +102,10 @@ def test_what_is_advised_fits_and_is_accepted(verb, family, folders, monkeypatch
 
 def test_a_device_that_is_nearly_full_is_no_fit(capsys):
     config = read("sft", ["--model.path", "pico", "--data.max_length", "256"], data=False)
-    plan_training.plan("sft", config, 80.0)
+    plan_training.plan_training("sft", config, 80.0)
     needed = re.search(r"It fits: about ([\d.]+) MiB", capsys.readouterr().out)
     assert needed is not None
-    plan_training.plan("sft", config, float(needed[1]) / 1024 / 0.995)
+    plan_training.plan_training("sft", config, float(needed[1]) / 1024 / 0.995)
     assert "It does not fit" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -113,7 +113,7 @@ def test_vllm_beside_the_policy_has_its_share_while_it_generates(capsys):
     options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "4", "--rollout.engine", "vllm"]
 
     def row(name: str, *more: str) -> str:
-        plan_training.plan("grpo", read("grpo", [*options, *more], data=False), 80.0)
+        plan_training.plan_training("grpo", read("grpo", [*options, *more], data=False), 80.0)
         return next((line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {name} ")), "")
 
     assert "32.0 GiB  1.8 MiB of weights" in row("vLLM") and "while completions are generated" in row("vLLM")
@@ -127,5 +127,5 @@ def test_vllm_beside_the_policy_has_its_share_while_it_generates(capsys):
 
 def test_a_role_that_does_not_fit_is_named(tmp_path: Path, capsys):
     options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "4", "--cluster.rollout_devices", "1"]
-    plan_training.plan("grpo", read("grpo", [*options, "--rollout.max_tokens", "8"], data=False), 0.5)
+    plan_training.plan_training("grpo", read("grpo", [*options, "--rollout.max_tokens", "8"], data=False), 0.5)
     assert "a device of the role rollout needs" in capsys.readouterr().out.splitlines()[-1]

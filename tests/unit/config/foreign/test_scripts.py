@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.foreign.scripts import condition, script_commands
+from posttrain.config.foreign.scripts import condition_holds, script_commands
 
 
 def commands(text, *arguments, script=None):
@@ -28,7 +28,7 @@ def test_a_condition_that_is_known_is_decided(text, arguments, expected):
 
 def test_both_branches_are_read_where_a_condition_is_not_known():
     assert commands('if [ "$STATUS" == up ]; then run a; else run b; fi') == [["run", "a"], ["run", "b"]]
-    assert condition("[ -s file ]", {}) is None
+    assert condition_holds("[ -s file ]", {}) is None
 
 
 def test_commands_that_are_joined_are_separate():
