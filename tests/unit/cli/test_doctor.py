@@ -126,7 +126,7 @@ def test_hub_settings(monkeypatch, tmp_path):
 def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libfoo.so: cannot open shared object file')")
-    program = "from posttrain.cli.doctor import devices; print(devices()[0])"
+    program = "from posttrain.cli.doctor import check_devices; print(check_devices()[0])"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(doctor.__file__).parents[2]}"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "libfoo.so" in run.stdout and "state='problem'" in run.stdout and "pip install" in run.stdout
