@@ -123,9 +123,9 @@ class JoinedAdapters:
         """
         if base is None:
             joined = F.linear(x, self.weight, self.bias)
-            base, inner = joined[:, : self.width], joined[None, :, self.width :]
+            base, inner = joined[:, : self.width], joined[:, self.width :]
         else:
-            inner = F.linear(x, self.weight[self.width :])[None]
+            inner = F.linear(x, self.weight[self.width :])
         return self.kernels.add_low_rank(base, inner, self.b, self.parts, self.scaling, gated=gated)
 
 

@@ -314,16 +314,13 @@ def rows_by_adapter(adapter: torch.Tensor, adapters: int) -> RowsByAdapter:
 
 
 def low_rank_inner(x: torch.Tensor, a: torch.Tensor, by: RowsByAdapter) -> torch.Tensor:
-    """Multiply rows with the matrices A of their adapters: [n, in], [E, R, in] -> [1, n, R], sorted by adapter.
-
-    A kernel may return several summands along the first dimension.
-    """
-    return expert_linear(x, a, by.ends, by.order)[None]
+    """Multiply rows with the matrices A of their adapters: [n, in], [E, R, in] -> [n, R], sorted by adapter."""
+    return expert_linear(x, a, by.ends, by.order)
 
 
 def add_low_rank(
     base: torch.Tensor,  # [n, out]
-    inner: torch.Tensor,  # [summands, n, R]
+    inner: torch.Tensor,  # [n, R]
     b: torch.Tensor,  # [E, rows, rank]
     parts: LowRankParts,
     scaling: float,
@@ -336,7 +333,7 @@ def add_low_rank(
     With `by` the rows of `inner` are sorted by adapter, row i is that of base[by.order[i]], and each adapter has its
     own `b`; otherwise there is one adapter. `gated`: the layers are gate and up, and the result is silu(gate) * up.
     """
-    out, inner = base.clone(), inner.sum(0).to(base.dtype)
+    out = base.clone()
     ranges = [(0, len(base))] if by is None else expert_ranges(by.ends)
     for adapter, (first, last) in enumerate(ranges):
         places = torch.arange(first, last, device=base.device) if by is None else by.order[first:last]

@@ -587,8 +587,8 @@ def quantized_linear(
 
 # Low-rank adapters
 
-TILE_ROWS = 32  # rows of a tile, which have the same adapter
-SINGLE_ROWS = 64  # if all rows have the same adapter
+TILE_ROWS = 16  # rows of a tile, which have the same adapter
+SINGLE_ROWS = 16  # if all rows have the same adapter
 
 
 def adapter_tiles(ends: torch.Tensor, rows: int) -> torch.Tensor:
@@ -626,7 +626,7 @@ def rows_by_adapter(adapter: torch.Tensor, adapters: int) -> RowsByAdapter:
 def low_rank_inner(x: torch.Tensor, a: torch.Tensor, by: RowsByAdapter) -> torch.Tensor:
     rows, (_, ranks, depth) = len(x), a.shape
     wide = x.dtype == torch.float32
-    # Few programs would each read long rows: the depth is divided, and add_low_rank sums the parts in order.
+    # Few programs would each read long rows: the depth is divided, and the parts are summed in order.
     splits = max(1, min(16, depth // 512))
     inner = torch.empty(splits, rows, ranks, dtype=torch.float32, device=x.device)
     low_rank_inner_kernel[(splits, len(by.tiles))](
@@ -634,7 +634,26 @@ def low_rank_inner(x: torch.Tensor, a: torch.Tensor, by: RowsByAdapter) -> torch
         PRECISION="ieee" if wide else "tf32", ROWS=TILE_ROWS, RANKS=max(16, triton.next_power_of_2(ranks)),
         DEPTH=32 if wide else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return inner
+    return sum_parts(inner, x.dtype)
+
+
+def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum over the first dimension in order, and round once."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    block = 1024
+    sum_parts_kernel[(triton.cdiv(out.numel(), block),)](
+        parts, out, out.numel(), PARTS=len(parts), BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_parts_kernel(parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + place, mask=place < count, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * count + place, mask=place < count, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < count)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -677,15 +696,15 @@ def add_low_rank(
     rows, wide = len(base), base.dtype == torch.float32
     width = sum(parts.sizes) // (2 if gated else 1)
     out = base.new_empty(rows, width)
-    block = 64 if gated or wide else 128
+    assert rows * base.stride(0) < 2**31, "the kernel computes places in 32 bits, which need fewer registers"
+    block = 64 if wide else 128
     height, count = (SINGLE_ROWS, triton.cdiv(rows, SINGLE_ROWS)) if by is None else (TILE_ROWS, len(by.tiles))
     table = column_blocks(parts, block, gated, base.device)
     add_low_rank_kernel[(len(table), count)](
         base, inner, b, table, None if by is None else by.tiles, None if by is None else by.order, out, rows, width,
-        parts.rank, scaling,
-        base.stride(0), inner.stride(0), inner.stride(1), b.stride(0), b.stride(1),
-        SUMMANDS=len(inner), GROUPED=by is not None, GATED=gated, PRECISION="ieee" if wide else "tf32",
-        ROWS=height, WIDTH=block, RANKS=min(64, max(16, triton.next_power_of_2(parts.rank))), num_warps=4,
+        scaling, base.stride(0), inner.stride(0), b.stride(0), b.stride(1), GROUPED=by is not None, GATED=gated,
+        PRECISION="ieee" if wide else "tf32", ROWS=height, WIDTH=block, RANK=parts.rank,
+        RANKS=min(64, max(16, triton.next_power_of_2(parts.rank))), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -706,29 +725,26 @@ def column_blocks(parts: LowRankParts, width: int, gated: bool, device: torch.de
 
 @triton.jit
 def low_rank_tile(
-    inner, b, row, inside, b_row, real, first_rank, rank, stride_summand, stride_inner, stride_b, kind: tl.constexpr,
-    SUMMANDS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    inner, b, row, inside, b_row, real, first_rank, stride_inner, stride_b,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     result = tl.zeros([ROWS, WIDTH], tl.float32)
-    for begin in range(0, rank, RANKS):
+    for begin in tl.static_range(0, RANK, RANKS):  # most often once
         k = begin + tl.arange(0, RANKS)
-        deep = k < rank
-        at = inner + row[:, None].to(tl.int64) * stride_inner + first_rank + k[None, :]
-        there = inside[:, None] & deep[None, :]
-        left = tl.load(at, mask=there, other=0.0)
-        for summand in tl.static_range(1, SUMMANDS):
-            left += tl.load(at + summand * stride_summand, mask=there, other=0.0)
-        right = tl.load(b + b_row[None, :] * stride_b + k[:, None], mask=deep[:, None] & real[None, :], other=0.0)
-        result = tl.dot(left.to(kind), right, result, input_precision=PRECISION)
+        deep = k < RANK
+        at = row[:, None] * stride_inner + first_rank + k[None, :]
+        left = tl.load(inner + at, mask=inside[:, None] & deep[None, :], other=0.0)
+        right = tl.load(b + (b_row[None, :] * stride_b + k[:, None]), mask=deep[:, None] & real[None, :], other=0.0)
+        result = tl.dot(left, right, result, input_precision=PRECISION)
     return result
 
 
-@triton.jit(do_not_specialize=["rows", "scaling", "stride_summand"])
+@triton.jit(do_not_specialize=["rows", "scaling"])
 def add_low_rank_kernel(
-    base, inner, b, table, tiles, order, out, rows, width, rank, scaling,
-    stride_base, stride_summand, stride_inner, stride_adapter, stride_b,
-    SUMMANDS: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    base, inner, b, table, tiles, order, out, rows, width, scaling,
+    stride_base, stride_inner, stride_adapter, stride_b,
+    GROUPED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     entry, tile = table + tl.program_id(0) * 6, tl.program_id(1)
     kind: tl.constexpr = out.dtype.element_ty
@@ -745,30 +761,28 @@ def add_low_rank_kernel(
         own += adapter.to(tl.int64) * stride_adapter
         row, last = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS), tl.load(tiles + tile * 3 + 2)
     inside = row < last
-    source = row.to(tl.int64)
+    source = row
     if GROUPED:
-        source = tl.load(order + row, mask=inside, other=0)
+        source = tl.load(order + row, mask=inside, other=0).to(tl.int32)
     here = inside[:, None] & real[None, :]
-    at = base + source[:, None] * stride_base + column[None, :]
-    value = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    if b_row >= 0:
-        value += scaling * low_rank_tile(
-            inner, own, row, inside, b_row + offset, real, first_rank, rank, stride_summand, stride_inner, stride_b,
-            kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
-        )  # fmt: skip
+    at = source[:, None] * stride_base + column[None, :]
+    value = tl.load(base + at, mask=here, other=0.0).to(tl.float32)
+    value += scaling * low_rank_tile(
+        inner, own, row, inside, b_row + offset, real & (b_row >= 0), first_rank, stride_inner, stride_b,
+        PRECISION, ROWS, WIDTH, RANK, RANKS,
+    )  # fmt: skip
     value = value.to(kind)
     if GATED:
         up_row, up_rank = tl.load(entry + 4), tl.load(entry + 5)
-        up = tl.load(at + width, mask=here, other=0.0).to(tl.float32)
-        if up_row >= 0:
-            up += scaling * low_rank_tile(
-                inner, own, row, inside, up_row + offset, real, up_rank, rank, stride_summand, stride_inner, stride_b,
-                kind, SUMMANDS, PRECISION, ROWS, WIDTH, RANKS,
-            )  # fmt: skip
+        up = tl.load(base + (at + width), mask=here, other=0.0).to(tl.float32)
+        up += scaling * low_rank_tile(
+            inner, own, row, inside, up_row + offset, real & (up_row >= 0), up_rank, stride_inner, stride_b,
+            PRECISION, ROWS, WIDTH, RANK, RANKS,
+        )  # fmt: skip
         gate = value.to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
         value = (active * up.to(kind).to(tl.float32)).to(kind)
-    tl.store(out + source[:, None] * width + column[None, :], value, mask=here)
+    tl.store(out + (source[:, None] * width + column[None, :]), value, mask=here)
 
 
 def weighted_silu_and_mul_backward(

@@ -301,7 +301,7 @@ def low_rank_cases(drawn):
         adapted = [True, False, True] if not gated and not grouped else [True] * len(layers)
         parts, width = reference.LowRankParts(layers, adapted, rank), sum(layers)
         if not grouped:
-            return (by.add_low_rank(base[:, :width], base[None, :, sum(sizes) :], b[:1], parts, 0.5, gated=gated),)
+            return (by.add_low_rank(base[:, :width], base[:, sum(sizes) :], b[:1], parts, 0.5, gated=gated),)
         sorted_rows = by.rows_by_adapter(mixed, adapters)
         inner = by.low_rank_inner(x, a[:, : len(layers) * rank], sorted_rows)
         return (by.add_low_rank(base[:, :width], inner, b, parts, 1.0, sorted_rows, gated=gated),)
