@@ -577,6 +577,18 @@ def test_a_constant_schedule_has_no_warm_up_there(capsys):
     assert config["train"]["lr_scheduler"] == "constant" and "warmup_ratio" not in config["train"]
 
 
+def test_kto_of_openrlhf_takes_pairs_too(capsys):
+    """Without --unpaired_preference the two sides of a pair are two examples there."""
+    keys = "--vanilla_loss --prompt_key prompt --chosen_key chosen --rejected_key rejected"
+    words = (
+        f"deepspeed ../train_kto.py {DPO} {keys}".replace("\n", " ")
+        .replace("pairs.jsonl,pairs.jsonl", "pairs.jsonl")
+        .replace("0.75,0.25", "1.0")
+    )
+    assert command("run", words, "--model.dtype", "float32") == 0
+    assert steps("ckpt/dpo") == 3  # 3 pairs, 6 examples, 2 per step
+
+
 def test_several_commands_are_imported_one_by_one(capsys):
     write("all.sh", f"{RM.replace(chr(10), ' ')}\n{KTO.replace(chr(10), ' ')}\n")
     assert "has 2 commands; import them one by one" in refused("all.sh", capsys=capsys)

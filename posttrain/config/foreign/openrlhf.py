@@ -383,7 +383,7 @@ FLAT_DPO: Table = {
     "nll_loss_coef": "algo.sft_coef",
 }
 FLAT_KTO: Table = {
-    **columns("", **LABELLED_COLUMNS),
+    **columns("", **PAIR_COLUMNS, **LABELLED_COLUMNS),
     "vanilla_loss": if_true({"algo.variant": "vanilla"}, note="vanilla"),
     "unpaired_preference": needless("examples are single answers with a label"),
     "desirable_loss_weight": "algo.desirable_weight",
