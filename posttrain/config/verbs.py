@@ -19,6 +19,7 @@ TOOLS = {
     "import": "write a file or command of TRL, verl, OpenRLHF, LLaMA-Factory, axolotl ... as a configuration",
     "run": "start a file or command of another library as it is: import, then the verb",
     "samples": "show the completions that a run was trained on, with their rewards",
+    "board": "show runs on a local web page: state, curves, completions with their tokens, settings, logs",
     "plot": "draw curves of one or several runs: in the terminal, as SVG or PNG, or as one HTML page",
     "plan": "print batches, steps and memory of a configuration, without loading the model",
     "slurm": "print a script that trains a configuration on several machines of a Slurm cluster",

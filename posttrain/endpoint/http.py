@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import ipaddress
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -14,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.core.errors import UsageError
 from posttrain.endpoint.errors import ApiError
-from posttrain.endpoint.http_limits import BACKLOG, IDLE_SECONDS, HttpLimits, LimitedProtocol
+from posttrain.endpoint.http_limits import BACKLOG, IDLE_SECONDS, Headers, HttpLimits, LimitedProtocol
+
+MIN_TOKEN_LENGTH = 8
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 """Is cancelled when the client disconnects."""
@@ -175,3 +179,34 @@ def listen(host: str, port: int) -> list[socket.socket]:
 def address_of(host: str, sockets: list[socket.socket]) -> str:
     host = host.strip("[]")
     return f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_token(host: str, token: str) -> None:
+    """Raise UsageError for an address that other machines can reach without a token, and for a token that is weak."""
+    if not is_loopback(host) and not token:
+        raise UsageError(
+            f"--host {host}: other machines could reach the server, so it needs a --token that clients must "
+            "send, or POSTTRAIN_TOKEN in the environment"
+        )
+    if token and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
+        raise UsageError(f"--token: needs at least {MIN_TOKEN_LENGTH} printable ASCII characters")
+
+
+def check_client(headers: Headers, token: str) -> None:
+    """Raise ApiError unless a request has the token, or, where there is none, is addressed to this machine."""
+    if not token:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not is_loopback(host.rsplit(":", 1)[0] if not host.endswith("]") else host):
+            raise ApiError(403, "without a token this server accepts requests to localhost only")
+        return
+    given = headers.get(b"authorization", b"")
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        what = "the token is wrong" if given else "a token is required: Authorization: Bearer ..."
+        raise ApiError(401, what, code="invalid_api_key")

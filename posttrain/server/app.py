@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
-import ipaddress
 import resource
 import signal
 import time
@@ -29,6 +27,8 @@ from posttrain.endpoint.http import (
     address_of,
     api_error,
     as_handler,
+    check_client,
+    check_token,
     json_only,
     listen,
     server_error,
@@ -36,7 +36,6 @@ from posttrain.endpoint.http import (
 from posttrain.endpoint.http_limits import HEALTH, Headers, HttpLimits
 from posttrain.endpoint.metrics import ServerMetrics
 
-MIN_TOKEN_LENGTH = 8
 GRACE_SECONDS = 30.0  # for a slow client to read its response, after the time for generating it
 CUT_OFF_SECONDS = 5.0  # for handlers to end after their connections were closed
 METRICS = {
@@ -63,15 +62,7 @@ class ServeOptions:
     drain_seconds: float = 30.0
 
     def check(self) -> None:
-        if not is_loopback(self.host) and not self.token:
-            raise UsageError(
-                f"--host {self.host}: other machines could reach the server, so it needs a --token that clients must "
-                "send, or POSTTRAIN_TOKEN in the environment"
-            )
-        if self.token and (
-            len(self.token) < MIN_TOKEN_LENGTH or not self.token.isascii() or not self.token.isprintable()
-        ):
-            raise UsageError(f"--token: needs at least {MIN_TOKEN_LENGTH} printable ASCII characters")
+        check_token(self.host, self.token)
         for name, least in (("port", 0), ("queue", 0), ("max_tokens", 1), ("max_length", 2), ("drain_seconds", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -129,20 +120,13 @@ class ApiServer:
 
     def admit(self, path: str, headers: Headers) -> None:
         """Raise ApiError unless the client may send this request; called before its body is read."""
-        token = self.options.token
         if path == HEALTH:
             return
-        if not token:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if not is_loopback(host.rsplit(":", 1)[0] if not host.endswith("]") else host):
-                self.count(path, 403)
-                raise ApiError(403, "without a token this server accepts requests to localhost only")
-            return
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            self.count(path, 401)
-            what = "the token is wrong" if given else "a token is required: Authorization: Bearer ..."
-            raise ApiError(401, what, code="invalid_api_key")
+        try:
+            check_client(headers, self.options.token)
+        except ApiError as error:
+            self.count(path, error.status)
+            raise
 
     def model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "posttrain"}
@@ -223,10 +207,3 @@ async def either(work: asyncio.Future[Any], stop: asyncio.Event, seconds: float 
 
 def requests_text(count: int) -> str:
     return f"{count} request{'s' * (count != 1)}"
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -25,7 +25,7 @@ LAYERS = [
     {"rollout", "cluster"},
     {"train"},
     {"inference"},
-    {"server", "pipelines"},
+    {"server", "pipelines", "board"},
     {"api"},
     {"mindrlhf"},
     {"cli", "__main__"},

@@ -9,7 +9,8 @@ import pytest
 
 from posttrain.core.errors import UsageError
 from posttrain.endpoint import http_limits
-from posttrain.server.app import ServeOptions, is_loopback
+from posttrain.endpoint.http import is_loopback
+from posttrain.server.app import ServeOptions
 from tests.unit.server.serving import PATIENCE, RawConnection, ask, pico, serving, wait_for
 
 openai = pytest.importorskip("openai")

@@ -1,0 +1,1 @@
+"""`posttrain board`: a local web page that reads run directories."""

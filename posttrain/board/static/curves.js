@@ -1,0 +1,62 @@
+// Curves of one or several runs: any metrics, smoothed, on a logarithmic axis, by steps, tokens or minutes.
+import { h, field, select, save, swatch } from "./dom.js";
+import { get, getBlob } from "./api.js";
+import { Chart } from "./chart.js";
+
+const group = name => name.includes("/") ? name.split("/")[0] : "";
+
+export async function showCurves(page, runs, box) {
+  const ids = runs.map(run => run.id).join(","), charts = new Map();
+  const values = page.values;
+  let wanted = values.get("metrics") ? values.get("metrics").split(",") : null, names = [];
+  const filter = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric" });
+  const list = h("div"), grid = h("div", { class: "grid two" }), note = h("div");
+  const smoothing = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: values.get("smoothing") || "0", "aria-label": "Smoothing" });
+  const shownSmoothing = h("output", {}, smoothing.value);
+  const log = h("input", { type: "checkbox", checked: values.get("log") === "yes" });
+  let axis = values.get("x_axis") || "step";
+  const axisBox = select(axis, [["step", "steps"], ["tokens", "tokens"], ["time", "minutes"]], value => { axis = value; page.remember({ x_axis: value === "step" ? "" : value }); load(); });
+  const csv = h("button", { on: { click: async () => save(await getBlob("csv", { runs: ids, metrics: wanted.join(",") }), "metrics.csv") } }, "CSV");
+  smoothing.addEventListener("input", () => { shownSmoothing.textContent = smoothing.value; });
+  smoothing.addEventListener("change", () => { page.remember({ smoothing: smoothing.value === "0" ? "" : smoothing.value }); load(); });
+  log.addEventListener("change", () => { page.remember({ log: log.checked ? "yes" : "" }); load(); });
+  filter.addEventListener("input", pick);
+  const legend = runs.length > 1 ? h("div", { class: "legend" }, runs.map((run, i) => h("span", {}, swatch(i), h("a", { href: `#/run/${run.id}` }, run.name)))) : null;
+  box.replaceChildren(h("div", { class: "curves" }, h("aside", { class: "card picker" }, filter, list),
+    h("div", { class: "stack" }, h("section", { class: "card row" }, h("label", {}, "smoothing", smoothing, shownSmoothing), h("label", {}, log, "log scale"), h("label", {}, "by", axisBox), h("span", { class: "space" }), csv, legend), note, grid)));
+
+  function pick() {
+    const groups = new Map();
+    for (const entry of names) if (entry.name.toLowerCase().includes(filter.value.toLowerCase())) groups.set(group(entry.name), [...(groups.get(group(entry.name)) || []), entry]);
+    list.replaceChildren(...[...groups].sort((a, b) => a[0].localeCompare(b[0])).flatMap(([title, entries]) => [title ? h("h3", {}, title) : null, ...entries.map(entry => h("label", { title: `logged by ${entry.runs} of ${runs.length} runs` },
+      h("input", { type: "checkbox", checked: wanted.includes(entry.name), on: { change: event => { wanted = event.target.checked ? [...wanted, entry.name] : wanted.filter(n => n !== entry.name); page.remember({ metrics: wanted.join(",") }); load(); } } }), entry.name))].filter(Boolean)));
+  }
+
+  async function load() {
+    const found = await get("curves", { runs: ids, metrics: wanted.join(","), x_axis: axis, smoothing: smoothing.value }, page.signal);
+    note.replaceChildren(...found.runs.filter(r => r.problem).map(r => h("p", { class: "notice" }, `${r.name}: ${r.problem}`)));
+    const label = { step: "step", tokens: "tokens", time: "minutes" }[axis];
+    for (const name of [...charts.keys()]) if (!wanted.includes(name)) { charts.get(name).element.remove(); charts.delete(name); }
+    for (const name of wanted) {
+      if (!charts.has(name)) {
+        const download = h("button", { class: "quiet", title: "Download as CSV", on: { click: async () => save(await getBlob("csv", { runs: ids, metrics: name }), `${name.replace(/\W+/g, "-")}.csv`) } }, "CSV");
+        charts.set(name, new Chart(name, { actions: [download] }));
+      }
+      const chart = charts.get(name);
+      grid.append(chart.element);
+      chart.set(found.runs.flatMap((run, i) => run.curves[name] ? [{ label: run.name, color: i, ...run.curves[name] }] : []), { log: log.checked, xLabel: label });
+    }
+    if (!wanted.length) grid.replaceChildren(h("p", { class: "empty" }, names.length ? "Choose metrics on the left." : "No step is logged yet."));
+    else grid.querySelector(":scope > .empty")?.remove();
+  }
+  await page.keep(async () => {
+    const before = names.length;
+    names = (await get("metrics", { runs: ids }, page.signal)).metrics;
+    if (wanted === null || (!values.get("metrics") && before === 0)) {
+      const extra = ["reward", "loss", "eval/loss", "eval/reward", "accuracy", "entropy", "length", "kl", "grad_norm", "learning_rate", "tokens_per_second"];
+      wanted = [...new Set([...names.filter(n => n.usual).map(n => n.name), ...extra.filter(n => names.some(m => m.name === n))])].slice(0, 6);
+    }
+    if (names.length !== before) pick();
+    await load();
+  });
+}
