@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.cluster.local import LocalPool
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.errors import RewardError, UsageError
+from posttrain.core.errors import PosttrainError, RewardError, UsageError
 from posttrain.endpoint.engine_thread import EngineThread
 from posttrain.rollout.agents import AgentRunner, Agents
 from posttrain.sandbox.supervisor import RunStoppedError
@@ -306,6 +306,17 @@ def test_generators_that_take_whole_batches(folder):
         turn = "<|user|>and?<|end|><|assistant|>ab<|end|>"
         whole = f"<s><|user|>{text}<|end|><|assistant|>ab<|end|>{turn}{turn}"
         assert TOKENIZER.decode(rollout.sample.tokens) == whole and rollout.completion_tokens == 9
+
+
+def test_an_engine_that_fails_ends_the_batch(folder):
+    def fail(_):
+        raise PosttrainError("out of memory")
+
+    with agents_of(f"{folder}/plain.py:turns") as agents:
+        with pytest.raises(PosttrainError, match="out of memory"):
+            runner(agents, FakeGenerator(fail)).play([(0, prompt("a"))], [1])
+        [rollout] = runner(agents, FakeGenerator(lambda _: "ab<|end|>")).play([(0, prompt("a"))], [1])
+        assert not rollout.failure
 
 
 @pytest.mark.parametrize(
