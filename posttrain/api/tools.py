@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.api.options import Data, Examples, LoadedTokenizer, Model, PathLike, Reward
+from posttrain.config.sections import SPECULATIVE_MAX_SEQUENCES
 from posttrain.core.errors import UsageError
 from posttrain.core.temporary import TemporaryFolder
 
@@ -51,6 +52,8 @@ def generate(
     engine: Literal["local", "vllm"] = "local",
     vllm_options: Mapping[str, Any] | None = None,
     num_beams: int = 0,
+    speculative_tokens: int = 0,
+    speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES,
     condition: float | None = None,
     condition_template: str = "",
     tokenizer: str | LoadedTokenizer | None = None,
@@ -84,6 +87,8 @@ def generate(
         devices: worker processes, one per device, each with a whole model
         engine, vllm_options: what generates, and options of vLLM by its own names
         num_beams: beam search with this many beams instead of sampling
+        speculative_tokens: tokens that the local engine drafts per sequence and step; 0: no speculative decoding
+        speculative_max_sequences: draft tokens only while at most this many sequences are being generated
         condition, condition_template: the reward that prompts ask for, and how; for models of conditional_sft
         dtype, load_in_4bit: how the model is loaded
         output_file: .jsonl file to keep; `resume` continues one that is not complete
@@ -123,7 +128,13 @@ def generate(
             n=samples_per_prompt,
             seed=seed,
             batch=batch_size,
-            engine=EngineSpec(engine, dict(vllm_options or {}), num_beams),
+            engine=EngineSpec(
+                engine,
+                dict(vllm_options or {}),
+                num_beams,
+                speculative_tokens=speculative_tokens,
+                speculative_max_sequences=speculative_max_sequences,
+            ),
             condition=condition,
             condition_template=condition_template or CONDITION,
             cluster=ClusterConfig(devices=devices),

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from posttrain.config.sections import DataConfig, ModelConfig
-from posttrain.config.tools import EngineArgs, LoadArgs, PromptArgs, RewardArgs, check_at_least
+from posttrain.config.tools import EngineArgs, LoadArgs, PromptArgs, RewardArgs, SpeculativeArgs, check_at_least
 from posttrain.core.progress import ProgressDisplay, time_left
 
 if TYPE_CHECKING:
@@ -59,10 +60,16 @@ def data_of(options: PromptArgs, files: tuple[str, ...]) -> DataConfig:
     )
 
 
-def engine_of(options: EngineArgs) -> EngineSpec:
+def engine_of(options: SpeculativeArgs) -> EngineSpec:
+    """Return the engine that options choose; tools without EngineArgs have the local one."""
     from posttrain.engines.base import EngineSpec
 
-    return EngineSpec(options.engine, options.vllm_options, num_beams=options.num_beams)
+    spec = EngineSpec(
+        speculative_tokens=options.speculative_tokens, speculative_max_sequences=options.speculative_max_sequences
+    )
+    if isinstance(options, EngineArgs):
+        spec = replace(spec, name=options.engine, vllm_options=options.vllm_options, num_beams=options.num_beams)
+    return spec
 
 
 def rewards_of(options: RewardArgs) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from posttrain.cli.arguments import model_of
+from posttrain.cli.arguments import engine_of, model_of
 from posttrain.config.sections import DataConfig
 from posttrain.config.tools import (
     ConditionArgs,
     LoadArgs,
     SamplingArgs,
+    SpeculativeArgs,
     TemplateArgs,
     ToolArgs,
     check_at_least,
@@ -31,7 +32,7 @@ LONGEST_PROMPT = 2**20  # tokens; the model's own limit is what counts
 
 
 @dataclass(kw_only=True)
-class ChatArgs(TemplateArgs, LoadArgs, ConditionArgs, SamplingArgs, ToolArgs):
+class ChatArgs(TemplateArgs, LoadArgs, SpeculativeArgs, ConditionArgs, SamplingArgs, ToolArgs):
     """Options of `posttrain chat`."""
 
     verb: ClassVar[str] = "chat"
@@ -81,7 +82,8 @@ def run(args: list[str]) -> int:
         condition_template=options.condition_template or CONDITION,
     )
     data = DataConfig(chat_template=options.chat_template, max_length=LONGEST_PROMPT, on_overlong="error")
-    models = [InferenceModel(model_of(path, options), data) for path in options.models]
+    engine = engine_of(options)
+    models = [InferenceModel(model_of(path, options), data, engine=engine) for path in options.models]
     for model in models:
         model.encode([{"role": "user", "content": "a"}])  # raises now if there is no chat template
     well_formed(sys.stdin, sys.stdout)

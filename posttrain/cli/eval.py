@@ -17,6 +17,7 @@ from posttrain.config.tools import (
     PromptArgs,
     RewardArgs,
     SamplingArgs,
+    SpeculativeArgs,
     ToolArgs,
     check_at_least,
     positional,
@@ -43,7 +44,7 @@ WIDTH = 60  # characters of a text in the table
 
 
 @dataclass(kw_only=True)
-class EvalArgs(PromptArgs, LoadArgs, EngineArgs, ConditionArgs, SamplingArgs, RewardArgs, ToolArgs):
+class EvalArgs(PromptArgs, LoadArgs, EngineArgs, SpeculativeArgs, ConditionArgs, SamplingArgs, RewardArgs, ToolArgs):
     """Options of `posttrain eval`."""
 
     verb: ClassVar[str] = "eval"

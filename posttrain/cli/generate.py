@@ -15,6 +15,7 @@ from posttrain.config.tools import (
     LoadArgs,
     PromptArgs,
     SamplingArgs,
+    SpeculativeArgs,
     ToolArgs,
     positional,
     read_tool,
@@ -25,7 +26,7 @@ from posttrain.core.errors import UsageError
 
 
 @dataclass(kw_only=True)
-class GenerateArgs(PromptArgs, LoadArgs, EngineArgs, ConditionArgs, SamplingArgs, ToolArgs):
+class GenerateArgs(PromptArgs, LoadArgs, EngineArgs, SpeculativeArgs, ConditionArgs, SamplingArgs, ToolArgs):
     """Options of `posttrain generate`."""
 
     verb: ClassVar[str] = "generate"

@@ -7,9 +7,17 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from posttrain.cli.arguments import model_of
+from posttrain.cli.arguments import engine_of, model_of
 from posttrain.config.sections import DataConfig
-from posttrain.config.tools import LoadArgs, TemplateArgs, ToolArgs, check_at_least, positional, read_tool
+from posttrain.config.tools import (
+    LoadArgs,
+    SpeculativeArgs,
+    TemplateArgs,
+    ToolArgs,
+    check_at_least,
+    positional,
+    read_tool,
+)
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
 
@@ -21,7 +29,7 @@ LONGEST_PROMPT = 2**20  # tokens: the encoder has no limit; the service checks m
 
 
 @dataclass(kw_only=True)
-class ServeArgs(TemplateArgs, LoadArgs, ToolArgs):
+class ServeArgs(TemplateArgs, LoadArgs, SpeculativeArgs, ToolArgs):
     """Options of `posttrain serve`."""
 
     verb: ClassVar[str] = "serve"
@@ -76,6 +84,7 @@ def run(args: list[str]) -> int:
     """Serve; 0 after SIGTERM when every request was answered, 143 when some were interrupted; 130 after Ctrl-C."""
     options = read_tool(ServeArgs(), args)
     check_at_least(options, slots=0)
+    engine_of(options)
     named_adapters(options)
     from posttrain.server.app import METRICS, ApiServer, ServeOptions
 
@@ -137,7 +146,7 @@ def completion_service(options: ServeArgs, server_options: ServeOptions, metrics
     from posttrain.server.completions import CompletionService
 
     data = DataConfig(chat_template=options.chat_template, max_length=LONGEST_PROMPT, on_overlong="error")
-    model = InferenceModel(model_of(options.model, options), data, named_adapters(options))
+    model = InferenceModel(model_of(options.model, options), data, named_adapters(options), engine_of(options))
     if options.slots:
         model.engine.max_slots = options.slots
     return CompletionService(

@@ -59,6 +59,8 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.temperature", 1e-3, None),
     ("rollout.top_p", 1e-6, 1),
     ("rollout.top_k", 0, None),
+    ("rollout.speculative_tokens", 0, None),
+    ("rollout.speculative_max_sequences", 1, None),
     ("rollout.min_p", 0, 1),
     ("rollout.ahead", 0, None),
     ("rollout.prompts_per_stage", 0, None),
@@ -304,6 +306,11 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     refuse(
         rollout.engine == "vllm" and rollout.quantization != "none",
         "rollout.quantization is an option of the local engine: leave it out with rollout.engine vllm.",
+    )
+    refuse(
+        rollout.engine == "vllm" and rollout.speculative_tokens > 0,
+        "rollout.speculative_tokens is of the local engine. Leave it out, and set speculative_config in "
+        "rollout.vllm_options.",
     )
     refuse(
         rollout.engine == "local" and bool(rollout.vllm_options),

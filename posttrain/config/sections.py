@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
+SPECULATIVE_MAX_SEQUENCES = 32
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 ONLINE_PARTS = ("critic", "reward", "optimizer", "policy", "engine")
 """Parts of cluster.offload that are idle in some phase of the online loop only."""
@@ -341,6 +342,11 @@ class RolloutConfig:
     quantization: Literal["none", "fp8"] = "none"
     """fp8: the local engine generates with 8-bit copies of the layers' weights, made again at each update; faster on
     GPUs with fp8, but sampler_kl grows."""
+    speculative_tokens: int = 0
+    """Speculative decoding by the local engine: most tokens drafted per sequence and step, from n-grams of its prompt
+    and completions; 0: off."""
+    speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES
+    """Draft tokens only while at most this many sequences are being generated, with rollout.speculative_tokens."""
     inflight_updates: bool = False
     """Give new weights to completions in progress; needs rollout.ahead and cluster.rollout_devices."""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from posttrain.config.help import field_docs, help_text
 from posttrain.config.parsing import entries_of_words, is_switch, option_keys, read_args, read_entries
+from posttrain.config.sections import SPECULATIVE_MAX_SEQUENCES
 from posttrain.core.errors import UsageError
 
 
@@ -128,6 +129,18 @@ class ConditionArgs:
     """Reward that prompts ask for, for a model that `posttrain conditional-sft` trained."""
     condition_template: str = ""
     """Text of such prompts; empty: "{prompt} <rm_score>: {reward:.2f} "."""
+
+
+@dataclass(kw_only=True)
+class SpeculativeArgs:
+    """Speculative decoding of the local engine."""
+
+    title: ClassVar[str] = "speculative decoding"
+
+    speculative_tokens: int = 0
+    """Most tokens drafted per sequence and step, from n-grams of its prompt and completions; 0: off."""
+    speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES
+    """Draft tokens only while at most this many sequences are being generated, with speculative_tokens."""
 
 
 @dataclass(kw_only=True)

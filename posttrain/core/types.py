@@ -80,6 +80,8 @@ class Sample:
     origin: str = ""  # file:line of its example
     reused: float = 0.0  # share of the prompt's tokens (of all turns) whose keys and values were in the KV cache
     preemptions: int = 0  # how often it was interrupted and computed again, because the KV cache was full
+    draft_tokens: int = 0  # that speculative decoding proposed
+    accepted_tokens: int = 0  # of them, those that were sampled
 
     def __post_init__(self) -> None:
         n = len(self.tokens)

@@ -141,7 +141,7 @@ class EngineThread(CompletionThread):
         self.steps = 0
         self.running = 0  # completions in the engine's slots after the last step
         self.slots = 0
-        self.reused_tokens = self.preemptions = 0  # since the start
+        self.reused_tokens = self.preemptions = self.draft_tokens = self.accepted_tokens = 0  # since the start
         self.by_number: dict[int, PendingCompletion] = {}  # from here on state of the engine's thread
         self.in_engine: dict[int, ActiveRequest] = {}
         self.unscored: deque[PendingCompletion] = deque()  # their prompts' log-probabilities are computed first
@@ -169,6 +169,7 @@ class EngineThread(CompletionThread):
                 ended = scheduler.step() if scheduler.busy else {}
                 self.running = len(scheduler.active)
                 self.reused_tokens, self.preemptions = scheduler.reused_tokens, scheduler.preemptions
+                self.draft_tokens, self.accepted_tokens = scheduler.draft_tokens, scheduler.accepted_tokens
                 self.add_ended(ended)
                 self.send()
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from posttrain.core.errors import PosttrainError
+from posttrain.config.sections import SPECULATIVE_MAX_SEQUENCES
+from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Floats, Ints, Sample, SamplingDistribution, WeightVersion
 
 
@@ -67,6 +68,24 @@ class EngineSpec:
     """Of the local engine: beam search with this many beams; 0: tokens are sampled."""
     quantization: Literal["none", "fp8"] = "none"
     """Of the local engine: fp8 computes the layers with 8-bit copies of their weights."""
+    speculative_tokens: int = 0
+    """Of the local engine: most drafted tokens of a sequence and step; 0: no speculative decoding."""
+    speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES
+    """Most active sequences with which tokens are drafted."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("speculative_tokens", 0), ("speculative_max_sequences", 1)):
+            if getattr(self, name) < low:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {low}.")
+
+    @property
+    def local_options(self) -> dict[str, Any]:
+        """Return the options of LocalEngine."""
+        return {
+            "quantization": self.quantization,
+            "speculative_tokens": self.speculative_tokens,
+            "speculative_max_sequences": self.speculative_max_sequences,
+        }
 
 
 LOCAL = EngineSpec()

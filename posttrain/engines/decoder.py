@@ -178,7 +178,7 @@ class DecoderLayer:
 
 
 class FusedDecoder:
-    """Runs the layers for whole prompts, or for one token per slot."""
+    """Runs the layers for whole prompts, or for one or a few tokens per slot."""
 
     def __init__(self, model: Any, kernels: ModuleType, adapters: AdapterSet | None = None) -> None:
         self.adapters = adapters
@@ -233,7 +233,7 @@ class FusedDecoder:
         return self.run_layers(batch.tokens, batch.positions, attend, cache, wanted)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Run one token in each of the first slots; returns the hidden states after the last norm: [n, H]."""
+        """Run the tokens of a step, see KVCache.begin_decode; returns the hidden states after the last norm: [n, H]."""
 
         def attend(
             index: int, layer: DecoderLayer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
@@ -243,8 +243,8 @@ class FusedDecoder:
             scaling = layer.module.self_attn.scaling
             if self.kernels is reference:
                 return cache.attend_reference(query, keys, values, scaling, layer.window)
-            table = cache.table[: len(tokens)]
-            return self.kernels.attend(query, keys, values, table, positions, cache.longest, scaling, layer.window)
+            table, longest = cache.row_table, cache.longest
+            return self.kernels.attend(query, keys, values, table, positions, longest, scaling, layer.window)
 
         return self.run_layers(tokens, positions, attend, cache)
 

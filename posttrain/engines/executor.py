@@ -31,15 +31,18 @@ class ModelExecutor:
         slots: SlotState,
         graphs: DecodeGraphs | None,
         adapters: AdapterSet | None = None,
+        logit_rows: int = 0,
     ) -> None:
-        """`decoder`: None for a model that runs its own code; `graphs`: None where decode steps are not captured.
+        """`logit_rows`: most of a step, if more than slots.
+
+        `decoder`: None for a model that runs its own code; `graphs`: None where decode steps are not captured.
 
         `adapters`: those that sequences may have.
         """
         self.runner, self.decoder, self.cache, self.slots, self.graphs = runner, decoder, cache, slots, graphs
-        self.device, self.adapters = cache.device, adapters
+        self.device, self.adapters, self.logit_rows = cache.device, adapters, max(cache.slots, logit_rows)
         self.bucketed = self.device.type == "cuda"
-        self.captured_logits: torch.Tensor | None = None  # [slots, V]: output of captured steps that do not sample
+        self.captured_logits: torch.Tensor | None = None  # [rows, V]: output of captured steps that do not sample
 
     def reset(self, max_tokens: int, penalized_vocabulary: int | None) -> None:
         """Free all slots and blocks; see SlotState.reset."""
@@ -85,16 +88,23 @@ class ModelExecutor:
         varlen_kernel = self.runner.varlen_kernel and aligns_queries(dtype, self.device)
         return attention.packing_after_prefixes(begins, lengths, self.device, varlen_kernel=varlen_kernel)
 
-    def decode(self, count: int, longest: int) -> torch.Tensor:
+    def decode(self, count: int, longest: int, drafted: int = 0) -> torch.Tensor:
         """Run the last token of the first `count` slots; returns the logits of the next: [count, V].
 
-        `longest`: no sequence has more positions.
+        `longest`: no sequence has more positions, drafts included. `drafted`: how many tokens of each slot's draft are
+        run as well; the logits are then [count * (1 + drafted), V], slot by slot.
         """
+        per_slot = 1 + drafted
         positions = self.slots.positions(count)
-        self.cache.begin_decode(positions, longest)
-        tokens = self.slots.last_token[:count]
+        if drafted:
+            positions = positions[:, None] + torch.arange(per_slot, device=self.device)
+            # No sequence keeps anything at the last position, so rows beyond the end of a draft may write there.
+            positions = positions.clamp(max=self.cache.capacity - 1).view(-1)
+        self.cache.begin_decode(positions, longest, per_slot)
+        tokens = self.slots.inputs(count, drafted)
         if self.adapters is not None:
-            self.adapters.begin(self.slots.adapter[:count])
+            adapter = self.slots.adapter[:count]
+            self.adapters.begin(adapter.repeat_interleave(per_slot) if drafted else adapter)
         if self.decoder is not None:
             hidden = self.decoder.decode(tokens, positions, self.cache)
         else:
@@ -105,16 +115,17 @@ class ModelExecutor:
             self.adapters.end()
         return self.logits(hidden)
 
-    def decode_captured(self, count: int) -> torch.Tensor:
+    def decode_captured(self, count: int, drafted: int = 0) -> torch.Tensor:
         """Run `decode` as a CUDA graph that leaves the logits in a fixed tensor."""
         assert self.graphs is not None
-        self.graphs.run((count, None), lambda: self.store_logits(self.decode(count, self.cache.capacity)))
+        step = (count, None, drafted)
+        self.graphs.run(step, lambda: self.store_logits(self.decode(count, self.cache.capacity, drafted)))
         assert self.captured_logits is not None
-        return self.captured_logits[:count]
+        return self.captured_logits[: count * (1 + drafted)]
 
     def store_logits(self, logits: torch.Tensor) -> None:
         if self.captured_logits is None:
-            self.captured_logits = logits.new_zeros(self.cache.slots, logits.shape[1])
+            self.captured_logits = logits.new_zeros(self.logit_rows, logits.shape[1])
         self.captured_logits[: len(logits)] = logits
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,10 @@ class KVCache:
         self.source = self.block = self.offset = torch.empty(0, dtype=torch.long, device=device)
         # Of a prefill that continues a prompt: block and offset of all positions so far, and the layout of the pass.
         self.prefix: tuple[torch.Tensor, torch.Tensor, Packing] | None = None
-        # Of a decode step: position of each row's token, its index among all positions of the cache, longest sequence.
+        # Of a decode step: position of each row's token, its index among all positions of the cache, the blocks of its
+        # slot, longest sequence.
         self.positions = self.places = torch.empty(0, dtype=torch.long, device=device)
+        self.row_table = self.table
         self.longest = 0
         # Of a decode step, by window and numbers of heads: layers share them.
         self.bag_attention: dict[tuple[int | None, int, int], reference.EmbeddingBagAttention] = {}
@@ -194,12 +196,19 @@ class KVCache:
 
     # Decode steps
 
-    def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
-        """Prepare for a pass over one token in each of the first slots, at these positions."""
+    def begin_decode(self, positions: torch.Tensor, longest: int, per_slot: int = 1) -> None:
+        """Prepare for a pass over `per_slot` tokens in each of the first slots, at these positions, slot by slot.
+
+        Each token is a row of its own. Its keys and values are stored before any row attends, so that a row also
+        attends to the tokens before it in the same pass.
+        """
         self.decoding = True
         self.positions, self.longest = positions, longest
+        self.row_table = self.table[: len(positions) // per_slot]
+        if per_slot > 1:
+            self.row_table = self.row_table.repeat_interleave(per_slot, 0)
         column = (positions // self.block_size)[:, None]
-        block = self.table[: len(positions)].gather(1, column)[:, 0].long()
+        block = self.row_table.gather(1, column)[:, 0].long()
         self.places = block * self.block_size + positions % self.block_size
         self.bag_attention.clear()
 
@@ -212,7 +221,7 @@ class KVCache:
         window: int | None,
     ) -> torch.Tensor:
         """Attend as reference.attend does; what layers have in common is computed once per step."""
-        table = self.table[: len(query)]
+        table = self.row_table
         if not self.stored_by_head(query):
             return reference.attend(query, keys, values, table, self.positions, self.longest, scaling, window)
         kind = (window, query.shape[1], values.shape[2])
@@ -241,8 +250,7 @@ class KVCache:
         if softcap is None and sinks is None:
             return self.attend_reference(q, keys, values, scaling, sliding_window)[None]
         mask = reference.visible_mask(self.positions, self.longest, sliding_window)[:, None, None]
-        table = self.table[: len(q)]
-        k, v = (reference.gather_blocks(stream, table, self.longest) for stream in (keys, values))
+        k, v = (reference.gather_blocks(stream, self.row_table, self.longest) for stream in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
         return plain_attention(grouped, k, v, mask, scaling, softcap, sinks).reshape(1, *q.shape[:2], v.shape[3])
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from posttrain.config.sections import SPECULATIVE_MAX_SEQUENCES
 from posttrain.core.errors import UsageError
 from posttrain.core.host import host_memory
 from posttrain.core.types import Sample, WeightVersion
@@ -26,6 +27,7 @@ from posttrain.engines.adapter_set import AdapterSet
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.decode_graphs import DecodeGraphs
 from posttrain.engines.decoder import FusedDecoder
+from posttrain.engines.drafts import Drafter
 from posttrain.engines.executor import ModelExecutor, bucket_size
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import BLOCK_SIZE, KVCache, bytes_per_position, decode_kernels_for, round_length
@@ -69,15 +71,24 @@ class LocalEngine:
         cache_blocks: int | None = None,
         block_size: int = BLOCK_SIZE,
         quantization: str = "none",
+        speculative_tokens: int = 0,
+        speculative_max_sequences: int = SPECULATIVE_MAX_SEQUENCES,
     ) -> None:
         """`reserved_bytes`: device memory that training will need; `frozen`: no training, weights never change.
 
         `record_experts`: samples of a mixture of experts name the experts of each token.
         `quantization`: fp8 computes the layers with 8-bit copies of the current weights.
         `cache_blocks`: blocks of the KV cache, each of `block_size` tokens; by default as many as memory allows.
+        `speculative_tokens`: most drafted tokens of a sequence and step, with at most `speculative_max_sequences`
+        active; 0: no drafts. Completions are the same up to rounding.
         """
         self.runner, self.tokenizer, self.reserved_bytes, self.frozen = runner, tokenizer, reserved_bytes, frozen
         self.own_code = None if runner.packed else OwnCodeGenerator(runner, tokenizer)
+        if self.own_code is not None and speculative_tokens:
+            raise UsageError(
+                f"speculative_tokens is {speculative_tokens}, but {type(runner.model).__name__} generates by its own "
+                "code, one token at a time. Leave it out."
+            )
         self.device = next(runner.model.parameters()).device
         self.routers = routers_of(runner.model) if record_experts else []
         self.max_slots = slots or default_slots(self.device)
@@ -87,6 +98,10 @@ class LocalEngine:
         self.adapters: AdapterSet | None = None
         self.executor: ModelExecutor | None = None
         self.cache_blocks, self.block_size, self.quantization = cache_blocks, block_size, quantization
+        self.drafter = Drafter(speculative_tokens, speculative_max_sequences) if speculative_tokens else None
+        # Whether completions of earlier calls, so of earlier epochs, are drafts. Not on a CPU, where equal runs compute
+        # equally, and not with frozen weights: a file of completions is the same if its generation was resumed.
+        self.keeps_completions = self.device.type == "cuda" and not frozen
         self.preemptions = 0  # of sequences, because the KV cache was full
         self.weight_changes = 0  # that were reported
         self.cached_weights: tuple[int, ...] = ()  # identifies the weights that computed what the cache holds
@@ -137,7 +152,10 @@ class LocalEngine:
             None if on_token is None else report,
             check_behind=executor.graphs is not None and on_token is None and between_steps is None,
             reuse_prefixes=self.frozen or self.device.type == "cuda",  # equal CPU runs compute equally
+            drafter=self.drafter,
         )
+        if self.drafter is not None and not self.keeps_completions:
+            self.drafter.forget()
         for request in requests:
             scheduler.submit(request, sampling)
         samples: dict[int, Sample] = {}
@@ -182,8 +200,10 @@ class LocalEngine:
         executor = self.allocate(slots or self.max_slots, *sizes)
         executor.reset(executor.slots.max_tokens, None)
         self.pack_weights(slots or self.max_slots, max_tokens)
-        reuse = self.frozen or self.device.type == "cuda"  # equal CPU runs compute equally
-        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, reuse_prefixes=reuse)
+        # Otherwise equal CPU runs compute equally: nothing depends on which requests came before.
+        reuse = self.frozen or self.device.type == "cuda"
+        how: dict[str, Any] = {"reuse_prefixes": reuse, "drafter": self.drafter if reuse else None}
+        return BatchScheduler(executor, self.tokenizer, on_new_token, mixed=True, **how)
 
     def use_adapters(self, folders: Mapping[str, Path]) -> None:
         """Load adapters of the model, by name; requests choose one with `adapter`. They are frozen."""
@@ -268,9 +288,10 @@ class LocalEngine:
                 self.runner,
                 self.decoder,
                 cache,
-                SlotState(slots, max_tokens, self.device),
+                SlotState(slots, max_tokens, self.device, 0 if self.drafter is None else self.drafter.tokens),
                 DecodeGraphs() if self.can_capture() else None,
                 self.adapters,
+                self.draft_rows(slots),
             )
         # In-place operations count versions of a tensor, except through `.data`; those are reported.
         weights = (self.weight_changes, *(parameter._version for parameter in self.runner.model.parameters()))
@@ -307,11 +328,17 @@ class LocalEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             memory = int((torch.cuda.mem_get_info(self.device)[0] - self.reserved_bytes()) * CACHE_SHARE)
-            memory -= slots * LOGIT_BYTES * self.runner.vocabulary_size
+            memory -= max(slots, self.draft_rows(slots)) * LOGIT_BYTES * self.runner.vocabulary_size
         else:  # memory is used when it is written
             memory = int(host_memory() * HOST_CACHE_SHARE)
         affordable = memory // (self.block_size * self.bytes_per_position)
         return max(1, min(slots * -(-capacity // self.block_size), affordable))
+
+    def draft_rows(self, slots: int) -> int:
+        """Return how many rows a step with drafts has at most."""
+        if self.drafter is None:
+            return 0
+        return bucket_size(min(slots, self.drafter.max_sequences)) * (1 + self.drafter.tokens)
 
     def bytes_per_slot(self, capacity: int) -> int:
         """Return the memory of a slot with this many positions: of keys, values and logits."""

@@ -16,6 +16,7 @@ from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.types import Experts, Floats, Ints, Sample, WeightVersion
 from posttrain.engines.base import Constraint, GenerationRequest, Sampling
 from posttrain.engines.block_pool import block_hashes
+from posttrain.engines.drafts import Drafter, SequenceDrafts
 from posttrain.engines.executor import ModelExecutor
 from posttrain.engines.kv_cache import PromptPart
 from posttrain.engines.sampling import SamplingGroup, TokenSampler, TopLogprobs, constrain
@@ -58,6 +59,7 @@ class ActiveRequest:
     reused_tokens: int = 0  # of the prompt, found in the cache when it was admitted first
     preemptions: int = 0
     begun: tuple[Ints, Floats] = NOTHING  # tokens and log-probabilities sampled before it was preempted
+    drafts: SequenceDrafts | None = None  # once it was among few active sequences
 
     @property
     def max_length(self) -> int:
@@ -126,7 +128,9 @@ class StepSnapshot:
 
     active: dict[int, ActiveRequest]  # by their slots at that time
     summary: HostCopy  # see SlotState.summary
+    logprobs: HostCopy | None  # of the newest tokens, if they are streamed
     version: WeightVersion  # of the weights that sampled the newest tokens
+    steps: int  # decode steps so far
 
 
 @dataclass(slots=True)
@@ -162,6 +166,9 @@ class BatchScheduler:
     A step has three parts. `start_step` launches work on the device, `check` reads which requests are finished,
     `collect` builds their samples. A GPU works while the host collects, if the next step is started first; and while
     the host checks, if it checks one step behind (`check_behind`).
+
+    With a `drafter`, a step of few sequences also computes tokens that may follow their last ones, and appends all that
+    prove to be what is sampled. The host then has to know the newest tokens, so it checks before every such step.
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class BatchScheduler:
         mixed: bool = False,
         check_behind: bool = False,
         reuse_prefixes: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """`mixed`: requests may have different sampling settings; they are streamed with log-probabilities.
 
@@ -191,6 +199,9 @@ class BatchScheduler:
         self.admissions = self.preemptions = 0
         self.steps = 0  # decode steps so far
         self.unchecked_steps = 1 if check_behind else 0  # newest snapshots that `check` leaves for the next call
+        self.drafter = drafter
+        self.draft_tokens = self.accepted_tokens = 0  # of finished requests
+        self.verified = False  # whether the last step had drafts: how far sequences have advanced is not known
         self.snapshots: deque[StepSnapshot] = deque()
         self.finished: list[FinishedRequests] = []
         self.groups: dict[tuple[Sampling, int], SamplingGroup] = {}
@@ -284,12 +295,15 @@ class BatchScheduler:
         free = self.cache.slots - len(self.admitted)
         if self.waiting and free >= min(self.min_prefill, len(self.waiting)):
             sampled = self.admit(free) or sampled
-        if self.active and not sampled:  # at most steps_per_check new tokens of a sequence between two checks
+        self.verified = False
+        if self.active and not sampled:  # at most `newest` new tokens of a sequence between two checks
             self.decode()
         if self.active:
-            newest = self.steps_per_check if self.reads_tokens else 0
-            summary = HostCopy.start(self.slots.summary(max(self.active) + 1, newest))
-            self.snapshots.append(StepSnapshot(dict(self.active), summary, self.version))
+            newest = max(self.steps_per_check, 1 + self.slots.drafts.shape[1]) if self.reads_tokens else 0
+            count = max(self.active) + 1
+            summary = HostCopy.start(self.slots.summary(count, newest))
+            logprobs = HostCopy.start(self.slots.newest_logprobs(count, newest)) if self.mixed else None
+            self.snapshots.append(StepSnapshot(dict(self.active), summary, logprobs, self.version, self.steps))
 
     def admit(self, free: int) -> bool:
         """Prefill waiting requests, as far as slots and memory allow; returns whether tokens were sampled."""
@@ -420,26 +434,96 @@ class BatchScheduler:
         self.active |= activated
 
     def decode(self) -> None:
-        """Run decode steps until a request reaches max_tokens, at most `steps_per_check`."""
-        executor = self.executor
+        """Run decode steps until a request reaches max_tokens, at most `steps_per_check`; with drafts one step."""
+        if self.has_few_sequences:
+            self.check_all()
+            self.read_from_now_on()
         steps = self.reserve_blocks()
         if not self.active:
             return
-        count = min(executor.step_size(max(self.active) + 1), self.cache.slots)
-        rows, graphs, capacity = self.slots.index[:count], executor.graphs, self.cache.capacity
-        if self.mixed:  # sampling is not captured: it may differ per row and per step
-            logits = executor.decode(count, self.longest) if graphs is None else executor.decode_captured(count)
-            self.sample(rows, logits, [self.active.get(slot) for slot in range(count)])
+        count = min(self.executor.step_size(max(self.active) + 1), self.cache.slots)
+        drafted = self.propose_drafts(count) if self.has_few_sequences else 0
+        for _ in range(1 if drafted else steps):
+            self.run_step(count, drafted)
             self.steps += 1
+        self.verified = drafted > 0
+
+    def run_step(self, count: int, drafted: int) -> None:
+        """Sample the next token in each of the first `count` slots, and of its `drafted` tokens those that follow."""
+        executor, rows = self.executor, self.slots.index[:count]
+        graphs, capacity = executor.graphs, self.cache.capacity
+        longest = capacity if graphs is not None else min(self.longest + drafted, capacity)
+        if self.mixed:  # sampling is not captured: it may differ per row and per step
+            if graphs is None:
+                logits = executor.decode(count, longest, drafted)
+            else:
+                logits = executor.decode_captured(count, drafted)
+            self.sample(rows, logits, [self.active.get(slot) for slot in range(count)])
             return
         (group,) = self.groups.values()
         sampling, sampler = group.sampling, self.sampler
-        for _ in range(steps):
-            if graphs is None:
-                sampler.sample(rows, executor.decode(count, self.longest), sampling)
-            else:  # everything is on the device, so that the step can be captured
-                graphs.run((count, sampling), lambda: sampler.sample(rows, executor.decode(count, capacity), sampling))
-            self.steps += 1
+
+        def step() -> None:
+            sampler.sample(rows, executor.decode(count, longest, drafted), sampling)
+
+        if graphs is None:
+            step()
+        else:  # everything is on the device, so that the step can be captured
+            graphs.run((count, sampling, drafted), step)
+
+    # Speculative decoding
+
+    @property
+    def has_few_sequences(self) -> bool:
+        """Whether so few sequences are active that drafts pay."""
+        return self.drafter is not None and 0 < len(self.active) <= self.drafter.max_sequences
+
+    def check_all(self) -> None:
+        """Wait for the device and read all that it has sampled."""
+        while self.snapshots:
+            self.check_snapshot(self.snapshots.popleft())
+
+    def read_from_now_on(self) -> None:
+        """Copy the tokens of all sequences to the host, unless it has read them so far, and read the next ones."""
+        if self.reads_tokens:
+            return
+        self.reads_tokens = True
+        for active in self.active.values():
+            active.tokens = self.slots.completion(active.slot)[0].tolist()
+        for active in (*self.waiting, *(active for shared in self.prefilling for active in shared.requests)):
+            active.tokens = active.begun[0].tolist()
+        for active in (*self.admitted, *self.waiting):
+            active.length = len(active.tokens)
+
+    def propose_drafts(self, count: int) -> int:
+        """Set the drafts of the first `count` slots; returns how many drafted tokens a step computes per slot."""
+        assert self.drafter is not None
+        drafts: dict[int, list[int]] = {}
+        for slot, active in self.active.items():
+            if active.request.constraint is not None or active.request.top_logprobs:  # known one token at a time
+                continue
+            if active.drafts is None:
+                active.drafts = self.drafter.open(active.request, active.tokens)
+            most = min(self.drafter.tokens, active.sampling.max_tokens - len(active.tokens) - 1)
+            draft = active.drafts.propose(most)
+            active.drafts.proposed = draft[: self.room_for_draft(active, len(draft))]
+            if active.drafts.proposed:
+                drafts[slot] = active.drafts.proposed
+                active.last_step -= len(active.drafts.proposed)  # tokens_of is an upper bound, until it is checked
+        if not drafts:
+            return 0
+        self.cache.upload_table()
+        self.slots.set_drafts(drafts, count)
+        return self.drafter.tokens if self.executor.bucketed else max(map(len, drafts.values()))
+
+    def room_for_draft(self, active: ActiveRequest, count: int) -> int:
+        """Return how many tokens of a draft fit into blocks: its own, or free ones. No sequence is preempted for it."""
+        pool = self.cache.pool
+        missing = pool.blocks_for(self.tokens_of(active) + count) - len(active.blocks)
+        if more := pool.allocate(min(max(0, missing), pool.available)):
+            active.blocks += more
+            self.cache.assign(active.slot, active.blocks)
+        return min(count, len(active.blocks) * pool.size - self.tokens_of(active))
 
     def next_steps(self) -> int:
         """Return how many steps the next `decode` runs."""
@@ -515,7 +599,8 @@ class BatchScheduler:
                 if active.request.constraint is not None:
                     constraints[index] = active.request.constraint
         if constraints:
-            logits = constrain(logits, constraints)
+            per_row = len(logits) // len(rows)  # a row with a constraint has no draft
+            logits = constrain(logits, {index * per_row: each for index, each in constraints.items()})
         for index, top_logprobs in self.sampler.sample_groups(rows, logits, groups).items():
             active = requests[index]
             assert active is not None
@@ -525,13 +610,13 @@ class BatchScheduler:
 
     def check(self) -> None:
         """Find the requests that have finished in the steps that are not checked yet."""
-        while len(self.snapshots) > self.unchecked_steps:
+        while len(self.snapshots) > (0 if self.verified else self.unchecked_steps):
             self.check_snapshot(self.snapshots.popleft())
 
     def check_snapshot(self, snapshot: StepSnapshot) -> None:
-        newest = self.slots.newest_logprobs(max(self.active) + 1) if self.mixed else []
         finished: dict[int, bool] = {}  # slot -> whether a stop text ended it
         (summary,) = snapshot.summary.wait()
+        logprobs = [] if snapshot.logprobs is None else snapshot.logprobs.wait()[0].tolist()
         rows, slots = summary.tolist(), iter(snapshot.active)
         if not self.reads_tokens:  # only finished requests matter
             slots = (slot for slot in summary[:, 0].nonzero()[:, 0].tolist() if slot in snapshot.active)
@@ -539,26 +624,31 @@ class BatchScheduler:
             active, (done, length, *tokens) = snapshot.active[slot], rows[slot]
             if length == active.length or active.slot == NO_SLOT:  # not advanced, or known to be finished
                 continue
-            stopped = self.reads_tokens and self.read_tokens(active, tokens[active.length - length :])
+            stopped, new = False, active.length - length  # negative: they are the last ones
+            if self.reads_tokens:
+                active.last_step = snapshot.steps + active.sampling.max_tokens - length
+                stopped = self.read_tokens(active, tokens[new:], logprobs[slot][new:] if logprobs else [])
             active.length = len(active.tokens) if self.reads_tokens else length
-            if self.mixed:
-                active.logprobs.append(newest[slot])
             if done or stopped or length >= active.sampling.max_tokens:
                 finished[active.slot] = stopped
-            if self.on_new_token is not None:
-                self.on_new_token(active)
         if finished:
             self.finish(finished, snapshot.version)
             self.compact()
 
-    def read_tokens(self, active: ActiveRequest, tokens: list[int]) -> bool:
+    def read_tokens(self, active: ActiveRequest, tokens: list[int], logprobs: list[float]) -> bool:
         """Append new tokens, up to the one that completes a stop text; returns whether one does."""
         texts, constraint = active.sampling.stop_texts, active.request.constraint
-        for token in tokens:
+        if active.drafts is not None:
+            active.drafts.report(tokens)
+        for i, token in enumerate(tokens):
             active.tokens.append(token)
+            active.logprobs += logprobs[i : i + 1]
             if constraint is not None:
                 constraint.advance(token)
-            if texts and self.stop_text.matches(texts, active.tokens):
+            stopped = bool(texts) and self.stop_text.matches(texts, active.tokens)
+            if self.on_new_token is not None:
+                self.on_new_token(active)
+            if stopped:
                 return True
         return False
 
@@ -604,6 +694,10 @@ class BatchScheduler:
                 sample = build_sample(active, own_tokens, own_logprobs, finish, group.version)
                 sample.experts = experts[row]
                 samples[active.index] = sample
+                if self.drafter is not None:
+                    self.drafter.keep(active.request, own_tokens.copy(), indexed=active.drafts is not None)
+                self.draft_tokens += sample.draft_tokens
+                self.accepted_tokens += sample.accepted_tokens
         self.finished = []
         return samples
 
@@ -633,4 +727,6 @@ def build_sample(active: ActiveRequest, tokens: Ints, logprobs: Floats, finish: 
         finish=finish,
         preemptions=active.preemptions,
         reused=active.reused_tokens / len(prompt),
+        draft_tokens=0 if active.drafts is None else active.drafts.drafted,
+        accepted_tokens=0 if active.drafts is None else active.drafts.accepted,
     )

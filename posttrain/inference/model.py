@@ -12,7 +12,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.examples import Message, PromptExample
-from posttrain.engines.base import GenerationRequest, OnToken, Sampling
+from posttrain.engines.base import LOCAL, EngineSpec, GenerationRequest, OnToken, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.stop_ids import read_generation_config, stop_ids
@@ -26,12 +26,21 @@ CONDITION = "{prompt} <rm_score>: {reward:.2f} "
 class InferenceModel:
     """A model with its tokenizer and the local engine. A learner without an optimizer holds the weights."""
 
-    def __init__(self, model: ModelConfig, data: DataConfig, adapters: Mapping[str, str] | None = None) -> None:
-        """`adapters`: directories or runs of adapters of this model, by the name that requests choose them with."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        data: DataConfig,
+        adapters: Mapping[str, str] | None = None,
+        engine: EngineSpec = LOCAL,
+    ) -> None:
+        """`adapters`: directories or runs of adapters of this model, by the name that requests choose them with.
+
+        `engine`: options of the local engine.
+        """
         self.name = model.path
         self.learner = Learner(model, TrainConfig(), trainable=False, template=data.chat_template)
         self.tokenizer: Any = self.learner.tokenizer
-        self.engine = LocalEngine(self.learner.runner, self.tokenizer, frozen=True)
+        self.engine = LocalEngine(self.learner.runner, self.tokenizer, frozen=True, **engine.local_options)
         self.adapters = tuple(adapters or ())
         if adapters:
             self.engine.use_adapters({name: Path(resolve_path(path)) for name, path in adapters.items()})

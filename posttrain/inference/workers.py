@@ -91,6 +91,11 @@ def check_workers(model: ModelConfig, engine: EngineSpec, cluster: ClusterConfig
         raise UsageError("num_beams is set, but only the local engine has beam search; use --engine local")
     if engine.num_beams < 0 or engine.num_beams == 1:
         raise UsageError(f"num_beams is {engine.num_beams}; it must be at least 2, or 0 for sampling.")
+    if engine.speculative_tokens and (engine.name == "vllm" or engine.num_beams):
+        raise UsageError(
+            "speculative_tokens is of the local engine when it samples; leave it out with num_beams, and with vLLM set "
+            "speculative_config in vllm_options."
+        )
     if engine.name == "local" and engine.vllm_options:
         raise UsageError("vllm_options is set, but engine is local. Remove it, or set --engine vllm.")
     if cluster.devices < 1:
@@ -168,7 +173,7 @@ class GenerationWorker:
 
 
 def local_engine(model: ModelConfig, template: str, engine: EngineSpec) -> Generator:
-    served = InferenceModel(model, DataConfig(chat_template=template))
+    served = InferenceModel(model, DataConfig(chat_template=template), engine=engine)
     if beams := engine.num_beams:
         return BeamEngine(served.learner.runner, served.tokenizer, beams, served.learner.logprobs)
     return served.engine

@@ -187,6 +187,8 @@ class ConversationTree:
                     finish=leaf.sampled.finish,
                     origin=self.origin,
                     preemptions=sum(turn.sampled.preemptions for turn in path),
+                    draft_tokens=sum(turn.sampled.draft_tokens for turn in path),
+                    accepted_tokens=sum(turn.sampled.accepted_tokens for turn in path),
                     reused=sum(turn.sampled.reused * len(turn.prompt) for turn in path) / prompts,
                     experts=experts_of(path),
                 ),

@@ -41,6 +41,8 @@ class TokenizedEpisode:
     finish: str = ""
     versions: list[int] = field(default_factory=list)  # of the weights, at the start and the end of each reply
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_tokens: int = 0  # of the prompts of all turns
     reused_tokens: float = 0.0  # of them, found in the engine's KV cache
 
@@ -78,6 +80,8 @@ class TokenizedEpisode:
             finish=self.finish,
             origin=self.prompt.origin,
             preemptions=self.preemptions,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             reused=self.reused_tokens / max(1, self.prompt_tokens),
         )
         failure = self.episode.failure
@@ -184,6 +188,8 @@ class EpisodeRunner:
             assert sample.logprobs is not None, "a generator returns log-probabilities"
             each.versions += [sample.version, sample.newest]
             each.preemptions += sample.preemptions
+            each.draft_tokens += sample.draft_tokens
+            each.accepted_tokens += sample.accepted_tokens
             each.prompt_tokens += start
             each.reused_tokens += sample.reused * start
             each.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())

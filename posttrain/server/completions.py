@@ -34,6 +34,8 @@ METRICS = {
     "slots": "Completions that can be generated at once.",
     "prompt_tokens_reused_total": "Tokens of prompts whose keys and values were found in the KV cache.",
     "preemptions_total": "Completions that were interrupted and computed again because the KV cache was full.",
+    "draft_tokens_total": "Tokens of finished completions that speculative decoding proposed.",
+    "accepted_draft_tokens_total": "Those of them that were sampled.",
     "engine_steps_total": "Steps of the engine: a prompt is computed, or one token of every running completion.",
 }
 
@@ -90,6 +92,8 @@ class CompletionService:
             "slots": engine.slots,
             "prompt_tokens_reused_total": engine.reused_tokens,
             "preemptions_total": engine.preemptions,
+            "draft_tokens_total": engine.draft_tokens,
+            "accepted_draft_tokens_total": engine.accepted_tokens,
             "engine_steps_total": engine.steps,
         }
 

@@ -161,8 +161,8 @@ class Learner:
             replica=replica,
             own_weights=sampler_copy,
             reserved_bytes=training_memory_bytes,
+            engine=engine,
             frees_copy=frees_copy,
-            quantization=engine.quantization,
         )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from posttrain.core.types import Sample, WeightVersion
-from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, Sampling, check_samples
+from posttrain.engines.base import (
+    LOCAL,
+    BetweenSteps,
+    EngineSpec,
+    GenerationRequest,
+    OnCompletion,
+    Sampling,
+    check_samples,
+)
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.tensors import module_tensors
@@ -38,17 +46,18 @@ class LocalGenerator:
         replica: VllmReplica | None,
         own_weights: bool,
         reserved_bytes: Callable[[], int],
+        engine: EngineSpec = LOCAL,
         frees_copy: bool = False,
-        quantization: str = "none",
     ) -> None:
         """`own_weights`: keep the weights of the last `update` while the trainer's change.
 
         `frees_copy`: free the whole model that is gathered from shards while the trainer works.
+        `engine`: options of the local engine.
         `meta_model`: the model on the meta device, if it is sharded; `reserved_bytes`: memory that engines leave free.
         """
         self.runner, self.tokenizer, self.shards, self.meta_model = runner, tokenizer, shards, meta_model
         self.replica, self.own_weights, self.reserved_bytes = replica, own_weights, reserved_bytes
-        self.frees_copy, self.quantization = frees_copy and not own_weights, quantization
+        self.frees_copy, self.engine_options = frees_copy and not own_weights, engine.local_options
         self.version: WeightVersion = 0
         self.unsharded: dict[str, ModelRunner] = {}  # whole models, by use: `ahead` or `current`
         self.up_to_date: set[str] = set()  # those of them that hold the current weights
@@ -92,9 +101,8 @@ class LocalGenerator:
         else:
             runner = self.gather("current")
         if id(runner) not in self.engines:
-            how: dict[str, Any] = {"record_experts": True, "quantization": self.quantization}
-            how["reserved_bytes"] = self.reserved_bytes
-            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, **how)
+            how: dict[str, Any] = {"reserved_bytes": self.reserved_bytes, "record_experts": True}
+            self.engines[id(runner)] = LocalEngine(runner, self.tokenizer, **how, **self.engine_options)
         return self.engines[id(runner)]
 
     @torch.no_grad()

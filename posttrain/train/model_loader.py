@@ -143,7 +143,13 @@ def rollout_engine(config: OnlineConfig) -> EngineSpec:
     options, divided = dict(config.rollout.vllm_options), config.cluster.rollout_tensor_parallel_size
     if config.cluster.rollout_devices and divided > 1:
         options["tensor_parallel_size"] = divided
-    return EngineSpec(config.rollout.engine, options, quantization=config.rollout.quantization)
+    return EngineSpec(
+        config.rollout.engine,
+        options,
+        quantization=config.rollout.quantization,
+        speculative_tokens=config.rollout.speculative_tokens,
+        speculative_max_sequences=config.rollout.speculative_max_sequences,
+    )
 
 
 def has_router(path: str) -> bool:

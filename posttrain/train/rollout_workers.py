@@ -246,7 +246,9 @@ class RolloutWorker:
         self.probe = probe_sample(config.get_text_config().vocab_size)
         self.generator: Learner | VllmEngine
         if engine.name == "local":
-            self.generator = Learner(model, TrainConfig(), trainable=False, template=template, seed=seed, layout=None)
+            self.generator = Learner(
+                model, TrainConfig(), trainable=False, template=template, engine=engine, seed=seed, layout=None
+            )
         else:
             # With asynchronous scheduling a step starts before the previous one is read: the weight version that a
             # token is recorded with would be wrong.

@@ -51,6 +51,8 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
         metrics["preemptions"] = float(preemptions)
     if any(rollout.sample.reused for rollout in rollouts):
         metrics["prefix_hits"] = float(np.mean([rollout.sample.reused for rollout in rollouts]))
+    if drafted := sum(rollout.sample.draft_tokens for rollout in rollouts):
+        metrics["draft_acceptance"] = sum(rollout.sample.accepted_tokens for rollout in rollouts) / drafted
     for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
         # A part that a completion does not have, such as the penalty of an overlong one, is 0 in its sum.
         metrics[f"rewards/{name}"] = float(np.mean([rollout.rewards.get(name, 0.0) for rollout in scored]))

@@ -62,6 +62,20 @@ def test_the_ratio_is_one_at_equal_weights(sampling, updates, tmp_path):
         is_one(row, 1e-6)
 
 
+def test_speculative_decoding_samples_the_same_and_says_what_was_accepted(tmp_path):
+    found = {}
+    for tokens in (0, 4):
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        rollout = {"max_tokens": 40, "temperature": 0.05, "speculative_tokens": tokens, "speculative_max_sequences": 12}
+        train("grpo", **options(folder, rollout=rollout, steps=1))
+        (row,) = metrics_of(folder)
+        is_one(row, 1e-5)
+        found[tokens] = [(record["text"], record["reward"]) for record in records_of(folder)]
+        assert ("draft_acceptance" in row) == (tokens > 0)
+    assert found[0] == found[4] and 0 < row["draft_acceptance"] < 1
+
+
 def test_it_stays_one_for_fifty_steps_without_learning(tmp_path):
     train("grpo", **options(tmp_path, rollout=SAMPLINGS[-1], update={"learning_rate": 0.0}, steps=50))
     rows = metrics_of(tmp_path)

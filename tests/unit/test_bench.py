@@ -80,11 +80,18 @@ def test_the_weights_of_a_shape_are_counted(shape):
 
 def test_long_completions_have_different_lengths(tiny, monkeypatch, tmp_path):
     monkeypatch.setitem(long.WORK, "small", long.Work(2, 2, 8, 64, TINY.vocabulary // 16))
+    monkeypatch.setattr(long, "TAIL_COUNTS", (1, 2))
+    monkeypatch.setattr(long, "WRONG", (0.0, 1.0))
     page = tmp_path / "results.md"
     main(["long", "--out", str(page)])
-    ((_, what, ours, *_),) = rows_of(page)
+    (_, what, ours, *_), *tails = rows_of(page)
     assert what.startswith("long generation small, 2 x 2 sequences, prompt 8, at most 64 (mean ")
     assert "tokens/s" in ours and "0 preemptions" in ours
+    drafted = "random weights small, greedy, drafts of 4 tokens"
+    assert [row[1].partition(", ")[0] for row in tails] == [f"tail of {n} sequences" for n in (1, 1, 2, 2)]
+    assert all(drafted in row[1] and row[3].startswith("without drafts ") and row[4].endswith("x") for row in tails)
+    shares = [int(row[1].split()[-2].rstrip("%")) for row in tails]
+    assert shares[1::2] == [0, 0] and min(shares[::2]) > 50, "all wrong, none wrong"
 
 
 def test_generation_is_compared_with_transformers(tiny, tmp_path):

@@ -77,6 +77,7 @@ SPECIAL = {
     "rollout.prompts_per_stage": 0,  # refused beside rollout.ahead and rollout.replay
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
     "rollout.quantization": "none",  # likewise
+    "rollout.speculative_tokens": 0,  # likewise
 }
 
 
@@ -481,6 +482,14 @@ def test_layouts_that_cannot_be(options, words):
 def test_engines_that_there_are_not(engine):
     with pytest.raises(UsageError, match=r"^rollout.engine is .*; it must be one of 'local', 'vllm'"):
         made("ppo", ONLINE | {"rollout": {"engine": engine}})
+
+
+def test_only_the_local_engine_drafts():
+    with pytest.raises(UsageError, match=r"^rollout.speculative_tokens is of the local engine. .*speculative_config"):
+        made("ppo", ONLINE | {"rollout": {"engine": "vllm", "speculative_tokens": 4}})
+    for wrong in ({"speculative_tokens": -1}, {"speculative_max_sequences": 0}):
+        with pytest.raises(UsageError, match="must be at least"):
+            made("ppo", ONLINE | {"rollout": wrong})
 
 
 def test_the_local_engine_is_not_divided():

@@ -131,6 +131,8 @@ def test_it_gives_up_when_they_are_lost_again_and_again():
         (EngineSpec("local", {"a": 1}), 1, "vllm_options is set, but engine is local"),
         (EngineSpec("local", num_beams=1), 1, "num_beams is 1; it must be at least 2, or 0 for sampling"),
         (EngineSpec("vllm", num_beams=2), 1, "only the local engine has beam search"),
+        (EngineSpec("vllm", speculative_tokens=2), 1, "with vLLM set speculative_config in vllm_options"),
+        (EngineSpec(num_beams=2, speculative_tokens=2), 1, "leave it out with num_beams"),
         (LOCAL, 0, "devices is 0"),
     ],
 )

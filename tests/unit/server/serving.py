@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.endpoint.http import listen
 from posttrain.endpoint.metrics import ServerMetrics
+from posttrain.engines.base import LOCAL
 from posttrain.inference.model import InferenceModel
 from posttrain.server import app, completions
 from posttrain.server.app import ApiServer, ServeOptions
@@ -18,8 +19,8 @@ from posttrain.server.completions import CompletionService
 PATIENCE = 120  # seconds; only a hang is ever that slow
 
 
-def pico():
-    return InferenceModel(ModelConfig(path="pico"), DataConfig(max_length=2**20, on_overlong="error"))
+def pico(engine=LOCAL):
+    return InferenceModel(ModelConfig(path="pico"), DataConfig(max_length=2**20, on_overlong="error"), engine=engine)
 
 
 @contextmanager

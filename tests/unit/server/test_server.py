@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from posttrain.engines.base import GenerationRequest, Sampling, seed_for
+from posttrain.engines.base import EngineSpec, GenerationRequest, Sampling, seed_for
 from posttrain.engines.kv_cache import BLOCK_SIZE
 from tests.unit.server.serving import PATIENCE, RawConnection, ask, metrics_of, pico, serving, wait_for
 
@@ -406,3 +406,18 @@ def test_well_formed_events(server):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def test_drafted_completions_are_the_same_and_counted(alone):
+    """Whole and streamed, and what was accepted is in the metrics."""
+    _, (text,) = expected(alone, chat_prompt(alone), 0, max_tokens=40, temperature=0.0)
+    with serving(pico(EngineSpec(speculative_tokens=4)), slots=2) as server:
+        client = client_of(server)
+        how = {"model": "pico", "messages": ASKED, "max_tokens": 40, "temperature": 0, "seed": 0}
+        for _ in range(2):  # the second time it is known what was said
+            assert client.chat.completions.create(**how).choices[0].message.content == text
+            assert streamed(client.chat.completions.create(**how, stream=True))[0] == {0: text}
+        found = metrics_of(server.port)
+    drafted, accepted = found["posttrain_draft_tokens_total"], found["posttrain_accepted_draft_tokens_total"]
+    assert 3 * 30 < accepted <= drafted
+    assert found["posttrain_generated_tokens_total"] == 4 * 40 > found["posttrain_engine_steps_total"]

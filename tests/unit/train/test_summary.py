@@ -37,3 +37,7 @@ def test_preemptions_are_counted_if_there_are_any():
     assert "prefix_hits" not in rollout_metrics(rollouts, version=0)
     rollouts[0].sample.reused = 0.5
     assert rollout_metrics(rollouts, version=0)["prefix_hits"] == 0.25
+    assert "draft_acceptance" not in rollout_metrics(rollouts, version=0)
+    for each, drafted in zip(rollouts, (6, 10), strict=True):
+        each.sample.draft_tokens, each.sample.accepted_tokens = drafted, 4
+    assert rollout_metrics(rollouts, version=0)["draft_acceptance"] == 0.5
