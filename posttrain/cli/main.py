@@ -31,15 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 all done, 1 failure, 2 wrong use, 128 + N stopped by signal N (129, 130, 143)."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return dispatch(args)
+        code = dispatch(args)
+        if sys.stdout:  # None if it was closed by the caller
+            sys.stdout.flush()  # if that fails, the command has failed
+        return code
     except PosttrainError as error:
         return fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away
+        output_problem()
         return 0
     except OSError as error:
-        return fail(system_error(error), 1)
+        return fail(output_problem() or system_error(error), 1)
     except (MemoryError, RuntimeError) as error:
         from posttrain.core.host import out_of_memory_message
 
@@ -54,6 +58,21 @@ def fail(message: str, code: int) -> int:
     with suppress(OSError):  # the terminal may be closed
         print(f"posttrain: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def output_problem() -> str:
+    """Describe why standard output cannot be written to; empty if it can. What is left of the output is dropped."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError as error:
+        from posttrain.core.disk import ADVICE, is_disk_full
+
+        with suppress(OSError, ValueError):  # otherwise Python tries it again at the end, and prints another error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout.flush()
+        return f"standard output: cannot be written: {error.strerror}." + f" {ADVICE}" * is_disk_full(error)
+    return ""
 
 
 def system_error(error: OSError) -> str:

@@ -125,7 +125,8 @@ class PartialScores:
         lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # the last line may be incomplete
         file.parent.mkdir(parents=True, exist_ok=True)
         if not lines or lines[0].decode("utf-8", "replace") != identity:
-            file.write_text(f"{identity}\n", encoding="utf-8")
+            with disk_errors(file):
+                file.write_text(f"{identity}\n", encoding="utf-8")
             return
         self.verdicts = [
             [[verdict and Verdict(**verdict) for verdict in row] for row in json.loads(line)] for line in lines[1:]

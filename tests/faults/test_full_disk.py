@@ -1,7 +1,12 @@
 """A full disk: a run goes on without its logs and completes them later; commands say what, where and how much."""
 
 import json
+import os
 import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from tests.e2e.commands import command, rows_of
 from tests.e2e.rows import write_rows
 
 STEPS = 4
+ROOT = Path(__file__).parents[2]
 
 
 def score(text):
@@ -73,6 +79,7 @@ COMMANDS = {
         *("--model", "pico", "--data", "{model}/prompt.jsonl", "--output_file", "{out}/result.jsonl"),
         *("--max_tokens", "4"),
     ),
+    "score": ("{model}/scored.jsonl", "--reward", "format", "--output_file", "{out}/result.jsonl"),
     "select": ("best-of-n", "{model}/scored.jsonl", "--output_file", "{out}/result.jsonl"),
     "data": (
         *("preprocess", "--input", "{model}/text.jsonl", "--output_prefix", "{out}/result"),
@@ -98,6 +105,17 @@ def test_a_command_on_a_full_disk_says_what_was_not_written_and_leaves_nothing(v
     assert ("; needed: about " in shown) == (verb in ("export", "convert"))
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".tmp-")]
     assert command(verb, *arguments, *(["--resume"] if verb == "generate" else [])) == 0
+
+
+@pytest.mark.parametrize("redirected", [">/dev/full", "| true", ">&-"], ids=["full", "reader gone", "closed"])
+def test_standard_output_that_cannot_be_written(redirected):
+    """Python itself would print "Exception ignored" at its end."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} -m posttrain rewards list {redirected}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    full = "posttrain: standard output: cannot be written: No space left on device. Free some space"
+    assert done.stderr.startswith(full) and done.stderr.count("\n") == 1 if "full" in redirected else not done.stderr
+    assert done.returncode == (1 if "full" in redirected else 0)
 
 
 @pytest.mark.parametrize(
