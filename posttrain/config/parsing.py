@@ -38,6 +38,7 @@ from posttrain.config.renames import (
     renamed,
 )
 from posttrain.config.sections import Config, option_value, with_algorithm
+from posttrain.config.yaml_nodes import compose_yaml
 from posttrain.core.errors import UsageError
 
 T = TypeVar("T")
@@ -528,7 +529,7 @@ def flatten(mapping: dict[str, Any], known: Sequence[str] = ()) -> dict[str, Any
 def read_yaml(file: Path) -> yaml.MappingNode | None:
     """Parse a YAML file into nodes, which know their lines; None if it is empty."""
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = compose_yaml(file)
     except FileNotFoundError:
         raise UsageError(f"{file}: no such configuration file") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:

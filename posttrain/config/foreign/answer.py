@@ -23,6 +23,7 @@ from posttrain.config.foreign.trl import TRL
 from posttrain.config.foreign.verl import VERL
 from posttrain.config.help import negative
 from posttrain.config.sections import option_value
+from posttrain.config.yaml_nodes import compose_yaml
 
 LIBRARIES = (
     TRL,
@@ -323,7 +324,7 @@ def uses_of_words(words: Sequence[str]) -> Iterator[Use]:
 def uses_of_file(file: Path, known: Sequence[str]) -> Iterator[Use]:
     """Yield the entries of a YAML file under their full names, as `actor.optim.lr`; nothing if it cannot be read."""
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = compose_yaml(file)
     except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return
     if isinstance(root, yaml.MappingNode):

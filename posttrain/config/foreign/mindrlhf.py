@@ -67,7 +67,7 @@ def file_section(value: Any, *names: str, why: str) -> dict[str, Any]:
     """Return a section of a MindFormers file; empty if it has none."""
     try:
         section = yaml.safe_load(Path(str(value)).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise TranslationError(f"cannot be read ({type(error).__name__}), and it says {why}") from None
     for name in names:
         section = section.get(name) if isinstance(section, dict) else None

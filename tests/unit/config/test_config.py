@@ -2,6 +2,7 @@
 
 import json
 import typing
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ import yaml
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config import sections as configs
 from posttrain.config.checks import check
+from posttrain.config.foreign.commands import uses_of_config
 from posttrain.config.parsing import Entry, check_keys, flatten, from_mapping, option_keys, parse, verb_of_file
 from posttrain.config.sections import as_mapping, as_yaml, option_value
 from posttrain.core.errors import UsageError
@@ -407,6 +409,28 @@ def test_texts_that_look_like_options_or_nothing(tmp_path):
     with pytest.raises(UsageError, match=r"c.yaml:4: train.batch_size is None; it must be a whole number"):
         typed("sft", tmp_path / "c.yaml")
     assert made("sft", LEAST | {"output_dir": None}).output_dir == ""
+
+
+DOUBLED = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwx"))
+HOSTILE_YAML = {
+    "aliases that double": (DOUBLED, r"its aliases \(\*name\) stand for more than 100,000 values"),
+    "an alias in itself": ("a: &a [*a]\n", "nested too deeply, or an alias .* that contains itself"),
+    "nested lists": ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+    "an object": ("model: !!python/object/apply:os.system [id]\ndata: b\n", "could not determine a constructor"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_YAML)
+def test_a_hostile_file(case, tmp_path):
+    text, words = HOSTILE_YAML[case]
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=rf"c\.yaml.* cannot be read.*: {words}") as refused:
+        typed("sft", file)
+    assert "\n" not in str(refused.value)
+    if case != "an object":  # `posttrain import` constructs none: it reads entries as they are written
+        with pytest.raises(UsageError):
+            uses_of_config(file)
 
 
 def test_the_verb_of_a_file(tmp_path):
