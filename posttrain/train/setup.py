@@ -109,8 +109,8 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         critic = models.critic(settings, first_reward_model) if settings is not None else None
         streams = StreamFiller(algorithm, policy, reference, critic)
 
+        rollout_workers = models.rollout_workers()  # before a call of the policy, which waits until it is loaded
         sampling = Sampling.of(config.rollout, policy.stop_ids())
-        rollout_workers = models.rollout_workers()
         generator: Generator = rollout_workers or policy
         if rollout_workers is None and "policy" in config.cluster.offload and engine_has_copy(config):
             generator = models.offloader.generator(policy)

@@ -322,6 +322,6 @@ try:
 except CheckpointError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert "File too large" in done.stdout, done.stdout + done.stderr
     expect_untouched(tmp_path)

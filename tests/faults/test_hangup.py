@@ -29,7 +29,8 @@ def test_a_closed_terminal_saves_and_stops_a_run(ignored, tmp_path):
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None,
+        # Also if the tests themselves run under nohup.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
     )
     try:
         os.close(theirs)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import command, rows_of
+from tests.e2e.commands import PATIENCE, command, rows_of
 
 STEPS = 4
 REWARD = """
@@ -84,12 +84,12 @@ def test_a_stop_signal_waits_for_no_reward_function(tmp_path, options, equal):
         text=True,
     )
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE
         while not arrived.exists():
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        printed = process.communicate(timeout=60)[0]
+        printed = process.communicate(timeout=PATIENCE)[0]
     finally:
         process.kill()
     assert process.returncode == 143 and "saved. Resume:" in printed, printed

@@ -47,7 +47,7 @@ def test_a_run_that_lost_a_node_continues_when_there_is_another(both, models, tm
 
 
 # Each role, on a worker of its own: the number of its log.
-ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward-0": 3, "reward-1": 4, "rollout": 5}
+ROLES = {"actor": 0, "reference": 1, "critic": 2, "rollout": 3, "reward-0": 4, "reward-1": 5}
 
 
 class Disturbed(Placement):

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from posttrain.cluster import fork_server as forks
-from posttrain.cluster.processes import ProcessPool, RendezvousStore
+from posttrain.cluster.processes import ProcessPool, RendezvousStore, start_importing, worker_threads
 from posttrain.core.errors import WorkerError
 from tests.unit.cluster.things import Thing
 
 SECONDS = 300.0  # generous: the machine may be busy
 MODULES = ("torch", "tests.unit.cluster.things")
+EARLY = (*MODULES, "json")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
 
@@ -62,6 +63,46 @@ def test_when_the_server_is_killed_its_workers_are_lost_and_the_next_ones_have_a
     again = ProcessPool(1, tmp_path, timeout_seconds=SECONDS, rendezvous=RendezvousStore(SECONDS), preload=MODULES)
     assert again.start("thing", Thing, "new").call("echo", 3) == [3]
     again.close()
+
+
+def test_workers_are_forked_from_the_server_that_began_to_import_before(tmp_path):
+    """Otherwise the libraries would be imported once more, when the first worker is needed."""
+    start_importing(2, EARLY)
+    (early,) = [found for found in forks._servers.values() if found.modules == EARLY]
+    store = RendezvousStore(SECONDS)
+    pool = ProcessPool(1, tmp_path, timeout_seconds=SECONDS, rendezvous=store, threads=worker_threads(2), preload=EARLY)
+    try:
+        (pid,) = [process for _, process, _, _ in pool.start("thing", Thing, "name").call("who")]
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        assert int(stat[1]) == early.server.pid
+    finally:
+        pool.close()
+
+
+def test_a_server_that_is_still_importing_is_not_waited_for(tmp_path, monkeypatch):
+    """A command that fails at once, for wrong options, ends at once."""
+    (tmp_path / "endless_import.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    server = forks.ForkServer(("endless_import",), os.environ)
+    server.close()
+    assert server.server.returncode == -signal.SIGKILL
+
+
+def test_a_run_lets_them_import_first(tmp_path, monkeypatch):
+    """Before the trainer imports what a run needs: both take seconds."""
+    code = (
+        "import sys\nfrom posttrain.cli import main, train\nfrom posttrain.cluster import processes\n"
+        "def started(workers, modules):\n"
+        "    print(workers, *modules, 'posttrain.train.launch' in sys.modules, flush=True)\n"
+        "    raise SystemExit(3)\n"
+        "processes.start_importing = started\n"
+        "main.main(['sft', '--model', 'pico', '--data', 'rows.jsonl', *sys.argv[1:]])\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    command = [sys.executable, "-c", code, "--cluster.devices", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "2 posttrain.train.rollout_workers False\n", done.stderr
 
 
 def test_nothing_is_left_when_the_controller_is_killed(tmp_path):
