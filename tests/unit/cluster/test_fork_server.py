@@ -72,7 +72,7 @@ def test_workers_are_forked_from_the_server_that_began_to_import_before(tmp_path
     store = RendezvousStore(SECONDS)
     pool = ProcessPool(1, tmp_path, timeout_seconds=SECONDS, rendezvous=store, threads=worker_threads(2), preload=EARLY)
     try:
-        (pid,) = [process for _, process, _, _ in pool.start("thing", Thing, "name").call("who")]
+        (pid,) = [process for _, process, _, _ in pool.start("thing", Thing, "name").call("identify")]
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         assert int(stat[1]) == early.server.pid
     finally:
