@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 MAX_NODES = 100_000  # with aliases (*name) counted as often as they are used
 
 
-def compose_yaml(file: Path) -> yaml.Node | None:
+def compose_yaml(file: Path) -> Any:
     """Return the root of a YAML file, None if it is empty; YAMLError if aliases repeat too much or lead in a circle."""
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
