@@ -65,6 +65,7 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.ahead", 0, None),
     ("rollout.prompts_per_stage", 0, None),
     ("rollout.dynamic_sampling_max_batches", 1, None),
+    ("rollout.skip_epochs", 0, None),
     ("rollout.max_mismatch", 0, None),
     ("rollout.agent_workers", 1, None),
     ("rollout.agent_timeout_seconds", 0.01, None),
@@ -269,7 +270,17 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         bool(rollout.environment and rollout.agent),
         f"rollout.environment is {rollout.environment} and rollout.agent is {rollout.agent}; set one of them.",
     )
-    kinds = "a verifier by name, FILE.py:FUNCTION, model:PATH or http://..."
+    chooses = rollout.skip_epochs > 0 or rollout.prompt_sampling == "difficulty"
+    named = "rollout.skip_epochs" if rollout.skip_epochs else "rollout.prompt_sampling difficulty"
+    refuse(
+        chooses and rollout.samples_per_prompt < 2,
+        f"{named} compares completions of a prompt: set rollout.samples_per_prompt to 2 or more, not 1.",
+    )
+    refuse(
+        chooses and bool(rollout.replay),
+        f"{named} chooses prompts, but rollout.replay takes recorded completions: leave out one of them.",
+    )
+    kinds = "a verifier by name, FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."
     refuse(
         config.algo is not None and config.algo.needs_reward() and not (reward.functions or has_program),
         f"reward.functions is not set: what scores completions? Give {kinds}: --reward gsm8k",

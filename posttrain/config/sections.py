@@ -320,6 +320,11 @@ class RolloutConfig:
     """Replace groups with equal rewards by other prompts, since they have no gradient (DAPO)."""
     dynamic_sampling_max_batches: int = 10
     """Most batches that dynamic sampling generates for one step."""
+    skip_epochs: int = 0
+    """Leave out a prompt for this many epochs after all its completions had the same reward; 0: never."""
+    prompt_sampling: Literal["uniform", "difficulty"] = "uniform"
+    """difficulty: take a prompt again with probability 4p(1-p), at least 0.1; p: share of completions that solved it
+    when it was used last."""
     environment: str = ""
     """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
     agent: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -22,6 +22,7 @@ from posttrain.core.types import Prompt, Sample, WeightVersion
 from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rewards.pool import TimeoutBudget
+from posttrain.rollout.curriculum import PromptHistory, Visits
 from posttrain.rollout.episodes import EpisodePlayer
 from posttrain.rollout.overlap import OverlappingStages
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
@@ -77,6 +78,8 @@ class Rollouts:
         self.recorded = recorded
         self.stages = stages
         self.update_weights = update_weights
+        self.history = PromptHistory(config.rollout, config.seed)
+        self.skipped = 0  # prompts that the batch returned last has left out
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
         self.position = 0  # of the stream, after the batch that was returned last; batches ahead are not counted
 
@@ -89,15 +92,23 @@ class Rollouts:
             job = self.batches[0]
             rollouts = job.result()
         self.batches.popleft()
-        self.position = job.position
+        self.position, self.skipped = job.position, job.choice.skipped
+        self.history.visits |= job.choice.dropped
+        for group in by_group(rollouts):
+            self.history.add(group, self.epoch_of(group[0].sample.group), has_signal(group))
         return rollouts
+
+    def epoch_of(self, position: int) -> int:
+        return position // self.stream.examples_per_epoch
 
     def start_batch(self, version: WeightVersion) -> None:
         """Start the next batch with the current weights."""
         rollout = self.config.rollout
         if not rollout.ahead:
             self.sync_weights(version)
-            self.batches.append(BatchJob.completed(self.make_batch(version, self.phase), self.stream.position))
+            choice = PromptChoice(self.stream, self.history.copy())
+            rollouts = self.make_batch(version, self.phase, choice)
+            self.batches.append(BatchJob.completed(rollouts, self.stream.position, choice))
             return
         if rollout.inflight_updates:  # the batch in progress takes them too
             self.sync_weights(version)
@@ -109,7 +120,14 @@ class Rollouts:
         if not rollout.inflight_updates:
             self.sync_weights(version)
 
-        self.batches.append(BatchJob.start(lambda: self.make_batch(version, no_phase), lambda: self.stream.position))
+        choice = PromptChoice(self.stream, self.history.copy())
+        self.batches.append(
+            BatchJob.start(
+                lambda: self.make_batch(version, no_phase, choice),
+                lambda: self.stream.position,
+                choice,
+            )
+        )
 
     def sync_weights(self, version: WeightVersion) -> None:
         with self.phase("sync"):
@@ -120,11 +138,11 @@ class Rollouts:
         for job in self.batches:
             job.wait()
 
-    def make_batch(self, version: WeightVersion, phase: Phase) -> list[Rollout]:
+    def make_batch(self, version: WeightVersion, phase: Phase, choice: PromptChoice) -> list[Rollout]:
         """Make a batch; if a stop of the run ends this before all is generated, its prompts are the next ones again."""
         position, statistics = self.stream.position, self.scorer.state()
         try:
-            return self.generate_and_score(version, phase)
+            return self.generate_and_score(version, phase, choice)
         except UnscoredBatchError:
             raise
         except RunStoppedError:
@@ -132,7 +150,7 @@ class Rollouts:
             self.scorer.load_state(statistics)
             raise
 
-    def generate_and_score(self, version: WeightVersion, phase: Phase) -> list[Rollout]:
+    def generate_and_score(self, version: WeightVersion, phase: Phase, choice: PromptChoice) -> list[Rollout]:
         """Make a batch: prompts, completions, rewards."""
         if self.recorded is not None:
             return self.replay_batch(self.recorded, phase)
@@ -140,10 +158,11 @@ class Rollouts:
         batch: list[Rollout] = []
         rollout = self.config.rollout
         for _ in range(rollout.dynamic_sampling_max_batches if rollout.dynamic_sampling else 1):
-            rollouts = self.make_rollouts([self.next_prompt() for _ in range(wanted)], version, phase)
+            rollouts = self.make_rollouts([choice.next_prompt() for _ in range(wanted)], version, phase)
             if not rollout.dynamic_sampling:
                 return rollouts
             useful = [group for group in by_group(rollouts) if has_signal(group)]
+            choice.drop(group for group in by_group(rollouts) if not has_signal(group))
             batch += [rollout for group in useful for rollout in group]
             groups = list(by_group(batch))
             if len(groups) >= wanted:
@@ -160,10 +179,6 @@ class Rollouts:
         with phase("reward"):
             self.scorer.score(replayed)
         return replayed
-
-    def next_prompt(self) -> tuple[int, Prompt]:
-        position, index = self.stream.next_index()
-        return position, self.stream.examples[index][0]
 
     def make_rollouts(self, prompts: list[tuple[int, Prompt]], version: WeightVersion, phase: Phase) -> list[Rollout]:
         """Generate and score completions of all prompts; those of one prompt are neighbours and form a group."""
@@ -267,9 +282,10 @@ class Rollouts:
             if isinstance(job.error, UnscoredBatchError):
                 for greedy, rollouts in enumerate((job.error.rollouts, job.error.greedy)):
                     added = {"position": job.position, "unscored": True, "greedy": bool(greedy)}
-                    rows += [as_row(rollout, number) | added for rollout in rollouts]
+                    rows += [as_row(rollout, number) | added | job.choice_state() for rollout in rollouts]
             elif not isinstance(job.error, RunStoppedError):
-                rows += [as_row(rollout, number) | {"position": job.position} for rollout in job.result()]
+                added = {"position": job.position}
+                rows += [as_row(rollout, number) | added | job.choice_state() for rollout in job.result()]
         return rows
 
     def load_state(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -281,7 +297,8 @@ class Rollouts:
             if batch[0].get("unscored"):
                 self.batches.append(self.start_scoring(batch, position))
             else:
-                self.batches.append(BatchJob.completed([from_row(row) for row in batch], position))
+                choice = PromptChoice.restored(batch[0])
+                self.batches.append(BatchJob.completed([from_row(row) for row in batch], position, choice))
 
     def start_scoring(self, rows: Sequence[dict[str, Any]], position: int) -> BatchJob:
         """Start to score a batch whose scoring was ended by a stop of the run."""
@@ -296,7 +313,46 @@ class Rollouts:
             except RunStoppedError:
                 raise UnscoredBatchError(rollouts, greedy) from None
 
-        return BatchJob.start(score, lambda: position)
+        return BatchJob.start(score, lambda: position, PromptChoice.restored(rows[0]))
+
+
+class PromptChoice:
+    """Takes the prompts of one batch from the stream; those that are not due are left out and counted."""
+
+    def __init__(self, stream: ExampleStream | None = None, history: PromptHistory | None = None) -> None:
+        """`history`: of the moment at which the batch was started."""
+        self.stream, self.history = stream, history
+        self.skipped = 0
+        self.dropped: Visits = {}  # groups that dynamic sampling replaced
+
+    @classmethod
+    def restored(cls, row: dict[str, Any]) -> PromptChoice:
+        """Return the choice of a batch that a checkpoint holds."""
+        choice = cls()
+        choice.skipped = row.get("skipped", 0)
+        choice.dropped = {origin: tuple(visit) for origin, visit in row.get("dropped", {}).items()}
+        return choice
+
+    def drop(self, groups: Iterable[list[Rollout]]) -> None:
+        """Remember groups without signal, which are not trained on."""
+        assert self.stream is not None and self.history is not None
+        for group in groups:
+            self.history.add(group, group[0].sample.group // self.stream.examples_per_epoch, has_signal=False)
+            if (origin := group[0].prompt.origin) in self.history.visits:
+                self.dropped[origin] = self.history.visits[origin]
+
+    def next_prompt(self) -> tuple[int, Prompt]:
+        """Return the position and the prompt that is due next; if none of an epoch is, the next one."""
+        assert self.stream is not None and self.history is not None
+        size, left_out = self.stream.examples_per_epoch, 0
+        while True:
+            position, index = self.stream.next_index()
+            prompt = self.stream.examples[index][0]
+            due = not self.history.is_used or self.history.is_due(prompt.origin, position, position // size)
+            if due or left_out >= size:
+                self.skipped += left_out
+                return position, prompt
+            left_out += 1
 
 
 class BatchJob:
@@ -305,19 +361,23 @@ class BatchJob:
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
         self.position = 0  # of the stream, after the prompts of this batch
+        self.choice = PromptChoice()
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
 
     @classmethod
-    def completed(cls, rollouts: list[Rollout], position: int) -> BatchJob:
+    def completed(cls, rollouts: list[Rollout], position: int, choice: PromptChoice) -> BatchJob:
         job = cls()
-        job.rollouts, job.position = rollouts, position
+        job.rollouts, job.position, job.choice = rollouts, position, choice
         return job
 
     @classmethod
-    def start(cls, make_batch: Callable[[], list[Rollout]], position: Callable[[], int]) -> BatchJob:
+    def start(
+        cls, make_batch: Callable[[], list[Rollout]], position: Callable[[], int], choice: PromptChoice
+    ) -> BatchJob:
         """Start to make a batch; `position`: returns the position of the stream after it."""
         job = cls()
+        job.choice = choice
 
         def run() -> None:
             try:
@@ -332,6 +392,11 @@ class BatchJob:
         job.thread = threading.Thread(target=run, name="rollouts", daemon=True)
         job.thread.start()
         return job
+
+    def choice_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the choice of prompts; nothing if all were taken."""
+        choice = {"skipped": self.choice.skipped, "dropped": self.choice.dropped}
+        return {name: value for name, value in choice.items() if value}
 
     def wait(self) -> None:
         if self.thread is not None:

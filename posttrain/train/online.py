@@ -154,6 +154,8 @@ class OnlineLoop:
         if self.rollout_workers is not None:
             transfer = self.rollout_workers.last_transfer
             metrics |= {"sync_bytes": float(transfer.bytes), "sync_seconds": transfer.seconds}
+        if self.rollouts.history.is_used:
+            metrics["prompts_skipped"] = float(self.rollouts.skipped)
         add_custom_metrics(self.run.metric_functions, [r for r in rollouts if not r.failure], metrics)
         with self.run.log.phase("record"):
             self.writer.add(rollouts, self.step)
@@ -262,6 +264,7 @@ class OnlineLoop:
             "algo": self.algorithm.state(),
             "pretraining": self.pretraining.position if self.pretraining else [],
             "judge": self.scorer.state(),  # the key of earlier versions
+            "prompts": self.rollouts.history.visits,
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -271,6 +274,7 @@ class OnlineLoop:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.algorithm.load_state(state["algo"])
         self.scorer.load_state(state.get("judge", {}))  # absent in checkpoints of earlier versions
+        self.rollouts.history.load(state.get("prompts", {}))  # absent in checkpoints of earlier versions
         if self.pretraining:
             self.pretraining.position = state["pretraining"]
 

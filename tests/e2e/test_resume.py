@@ -82,6 +82,17 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),
     ("reward", {"model": {"path": "pico", "lora_rank": 4}}),
     ("grpo", {"rollout": {"ahead": 1, "samples_per_prompt": 3, "max_tokens": 6, "dynamic_sampling": 2}}),
+    (
+        "grpo",
+        {
+            "rollout": {
+                "samples_per_prompt": 3,
+                "max_tokens": 6,
+                "skip_epochs": 1,
+                "prompt_sampling": "difficulty",
+            }
+        },
+    ),
     ("grpo", {"model": {"path": "pico", "lora_rank": 4}, "algo": {"kl_coef": 0.1, "mini_batch_size": 4}}),
     ("ppo", {"algo": {"share_critic": True, "pretrain_data": ["text.jsonl"], "pretrain_coef": [0.05]}}),
     (

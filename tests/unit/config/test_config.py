@@ -41,7 +41,7 @@ SPECIAL = {
     "algo.pretrain_coef": [0.5, 2.0],
     "reward.functions": ["gsm8k", "a.py:b"],
     "rollout.top_p": 0.5,
-    "rollout.replay": "",  # does not go with rollout.ahead
+    "rollout.replay": "",  # does not go with rollout.ahead and rollout.skip_epochs
     "rollout.vllm_options": {"max_num_seqs": 3, "dtype": "half", "enforce_eager": True},
     "cluster.devices": 8,
     "cluster.tensor_parallel_size": 2,

@@ -360,3 +360,74 @@ def test_an_environment_plays_all_episodes_including_greedy_ones(rewards):
     assert environment.played == [(6, False), (2, True)]
     assert {(rollout.sample.reward, rollout.sample.baseline) for rollout in batch} == {(2.5, 2.5)}
     assert not made.generator.requests
+
+
+def even_solved(request):
+    """Prompts 0, 4, 8 are always solved, 2 and 6 never; the others depend on the seed."""
+    text = TOKENIZER.decode(request.prompt[2:3])
+    if int(text) % 2:
+        return f"{request.seed % 2}<|end|>"
+    return "1<|end|>" if int(text) % 4 == 0 else "0<|end|>"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_prompts_without_signal_are_left_out_for_some_epochs(rewards, dynamic):
+    options = {"rollout__skip_epochs": 1, "rollout__dynamic_sampling": dynamic, "rollout__samples_per_prompt": 8}
+    made = rollouts(rewards, FakeGenerator(even_solved), **options)
+    taken, skipped = [], 0
+    for step in range(13):
+        batch = made.next_batch(step)
+        taken += sorted({(rollout.sample.group, rollout.prompt.messages[0]["content"]) for rollout in batch})
+        skipped += made.skipped
+    by_epoch = [[int(text) for position, text in taken if position // 10 == epoch] for epoch in range(3)]
+    if dynamic:  # groups without signal are replaced, and remembered
+        assert all(number % 2 for epoch in by_epoch for number in epoch)
+        generated = {request.group for request in made.generator.requests}
+        assert {0, 2, 4, 6, 8} <= generated and not {10, 12, 14, 16, 18} & generated
+    else:
+        assert by_epoch[0] == list(range(10))
+        assert by_epoch[1] == [1, 3, 5, 7, 9], "left out in the next epoch"
+        assert by_epoch[2] == list(range(10)), "and tried again after it"
+    assert skipped > 0
+
+
+def test_difficult_and_easy_prompts_are_rarer(rewards):
+    made = rollouts(
+        rewards,
+        FakeGenerator(even_solved),
+        rollout__prompt_sampling="difficulty",
+        rollout__samples_per_prompt=8,
+        train__batch_size=5,
+    )
+    taken = [int(text) for step in range(40) for text in asked(made.next_batch(step))[::8]]
+    later = taken[10:]
+    assert sum(number % 2 for number in later) > 0.8 * len(later) and any(number % 2 == 0 for number in later)
+
+
+def test_all_prompts_without_signal_are_still_used(rewards):
+    made = rollouts(rewards, FakeGenerator(lambda _: "1<|end|>"), rollout__skip_epochs=100)
+    assert [len(made.next_batch(step)) for step in range(12)] == [6] * 12
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_resumed_choice_of_prompts_is_the_uninterrupted_one(rewards, ahead, dynamic):
+    options = {
+        "rollout__skip_epochs": 1,
+        "rollout__prompt_sampling": "difficulty",
+        "rollout__ahead": ahead,
+        "rollout__dynamic_sampling": dynamic,
+        "rollout__samples_per_prompt": 4,
+    }
+    whole = rollouts(rewards, FakeGenerator(even_solved), **options)
+    expected = [groups(whole.next_batch(step)) for step in range(16)]
+    for stop in (3, 9):
+        first = rollouts(rewards, FakeGenerator(even_solved), **options)
+        for step in range(stop):
+            first.next_batch(step)
+        rows, visits = json.loads(json.dumps(first.state())), json.loads(json.dumps(first.history.visits))
+        resumed = rollouts(rewards, FakeGenerator(even_solved), **options)
+        resumed.load_state(rows)
+        resumed.history.load(visits)
+        resumed.stream.position = rows[-1]["position"] if rows else first.position
+        assert [groups(resumed.next_batch(step)) for step in range(stop, 16)] == expected[stop:]
