@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 PATIENCE = 60  # seconds; only a hang is ever that slow
@@ -21,6 +22,12 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
     *("--disable-extensions", "--remote-debugging-pipe", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
 ]
+# The browser reads commands from descriptor 3 and writes replies to descriptor 4.
+START = """
+import os, sys
+os.dup2(int(sys.argv[1]), 100), os.dup2(int(sys.argv[2]), 101), os.dup2(100, 3), os.dup2(101, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Chromium:
@@ -29,10 +36,12 @@ class Chromium:
     def __init__(self, profile):
         to_browser, self.commands = os.pipe()
         self.replies, from_browser = os.pipe()
-        script = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
-        arguments = ["/bin/sh", "-c", script, "sh", PROGRAM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        flags = [PROGRAM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
-            arguments, pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-IS", "-c", START, str(to_browser), str(from_browser), *flags],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(from_browser)
@@ -77,11 +86,6 @@ class Chromium:
             self.messages.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
-        elif method == "Page.javascriptDialogOpening":
-            self.number += 1
-            answer = {"id": self.number, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
-            os.write(self.commands, json.dumps(answer | {"sessionId": self.session}).encode() + b"\0")
-            self.number -= 1
         return found
 
     def evaluate(self, expression):
@@ -97,7 +101,8 @@ class Chromium:
     def wait(self, condition):
         """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + PATIENCE
-        while not self.evaluate(f"!!({condition})"):
+        tried = f"(() => {{ try {{ return !!({condition}); }} catch {{ return false; }} }})()"
+        while not self.evaluate(tried):
             assert self.process.poll() is None, "the browser has ended"
             assert time.monotonic() < deadline, f"it did not happen: {condition}; {self.messages}; {self.text()[:2000]}"
             time.sleep(0.02)

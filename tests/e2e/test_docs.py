@@ -87,7 +87,7 @@ def shortened(arguments):
 
 
 class Servers:
-    """`posttrain serve` of a document, alive until its end, on a port that is free here."""
+    """`posttrain serve` and `posttrain board` of a document, alive until its end, on a port that is free here."""
 
     def __init__(self):
         self.processes, self.port = [], 8000  # which the documentation names
@@ -95,7 +95,8 @@ class Servers:
     def start(self, words):
         self.processes.append(start(*words, "--port", 0))
         line = self.processes[-1].stdout.readline()
-        self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)", line)[1])
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)", line)[1])
+        self.port = port if words[0] == "serve" else self.port
         return 0
 
     def translate(self, text):
@@ -121,7 +122,7 @@ def run_words(words, servers):
     """The exit code of one command of the documentation."""
     program = Path(words[0]).name
     words = [servers.translate(word) for word in words]
-    if program == "posttrain" and words[1] == "serve":
+    if program == "posttrain" and words[1] in ("serve", "board"):
         return servers.start(words[1:])
     if program == "posttrain":
         return command(*shortened(words[1:]))

@@ -1,5 +1,5 @@
 // Several runs beside each other: curves, configuration, completions of the same prompts, time.
-import { h, number, swatch, visible } from "./dom.js";
+import { h, long, number, swatch, visible } from "./dom.js";
 import { get } from "./api.js";
 import { showCurves } from "./curves.js";
 import { showConfig } from "./config.js";
@@ -32,7 +32,7 @@ async function showPrompts(page, runs, box) {
     const first = found.runs.map(r => r.completions[0]).find(Boolean);
     detail.replaceChildren(h("section", { class: "card" }, h("h2", {}, "Prompt"), first ? conversation((first.whole ? first.messages.slice(0, 1) : first.messages)) : null),
       h("div", { class: "side", style: { marginTop: "1rem" } }, found.runs.map((entry, i) => h("section", { class: "card" }, h("h2", { class: "row" }, swatch(i), runs[i].name),
-        entry.completions.map(c => c.unreadable ? h("p", { class: "notice" }, "This line cannot be read.") : h("article", { class: "message assistant" }, h("b", {}, `step ${number(c.step)}`), " ", rewardText(c), h("span", { class: "muted small" }, ` ${number(c.length)} tokens `), h("a", { class: "small", href: `#/group/${entry.run}/${c.number}` }, "group"), h("div", { class: "pre" }, visible(c.text) || h("span", { class: "muted" }, "empty"))))))));
+        entry.completions.map(c => c.unreadable ? h("p", { class: "notice" }, "This line cannot be read.") : h("article", { class: "message assistant" }, h("b", {}, `step ${number(c.step)}`), " ", rewardText(c), h("span", { class: "muted small" }, ` ${number(c.length)} tokens `), h("a", { class: "small", href: `#/group/${entry.run}/${c.number}` }, "group"), h("div", { class: "pre" }, c.text ? long(c.text) : h("span", { class: "muted" }, "empty"))))))));
     for (const row of list.querySelectorAll("[data-row]")) row.classList.toggle("chosen", row.dataset.row === prompt);
   };
   const load = async () => {

@@ -1,13 +1,13 @@
 // Recorded completions: filters, search, a histogram of rewards.
-import { h, number, field, select, visible } from "./dom.js";
+import { h, number, field, long, select, visible } from "./dom.js";
 import { get } from "./api.js";
 
 export const rewardText = c => c.failure ? h("span", { class: "reward bad" }, "failed") : h("span", { class: `reward ${c.advantage > 0 ? "good" : c.advantage < 0 ? "bad" : ""}` }, number(c.reward));
 
 export function conversation(messages) {
   return h("div", {}, messages.map(m => h("div", { class: `message ${/^\w+$/.test(m.role) ? m.role : ""}` }, h("b", {}, visible(m.role) + (m.name ? ` · ${visible(m.name)}` : "")),
-    m.reasoning ? h("div", { class: "pre reasoning" }, visible(m.reasoning)) : null, m.content ? h("div", { class: "pre" }, visible(m.content)) : null,
-    (m.tool_calls || []).map(call => h("div", { class: "call" }, h("b", {}, visible(call.name)), h("pre", { class: "pre" }, visible(pretty(call.arguments))))))));
+    m.reasoning ? h("div", { class: "pre reasoning" }, visible(m.reasoning)) : null, m.content ? h("div", { class: "pre" }, long(m.content)) : null,
+    (m.tool_calls || []).map(call => h("div", { class: "call" }, h("b", {}, visible(call.name)), h("pre", { class: "pre" }, long(pretty(call.arguments))))))));
 }
 const pretty = text => { try { return JSON.stringify(JSON.parse(text), null, 1); } catch { return text; } };
 

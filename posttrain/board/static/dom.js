@@ -21,6 +21,14 @@ export const visible = text => String(text).replace(HIDDEN, letter => {
   return code < 32 ? String.fromCharCode(0x2400 + code) : code === 127 ? "\u2421" : `\\u${code.toString(16).padStart(4, "0")}`;
 });
 
+// A long text: its beginning, and a button for the rest; laying out one endless word takes a browser long.
+export function long(text, limit = 20000) {
+  if (text.length <= limit) return visible(text);
+  const box = h("span", {}, visible(text.slice(0, limit)));
+  box.append(h("button", { on: { click: event => { event.stopPropagation(); box.replaceChildren(visible(text)); } } }, `show ${number(text.length - limit)} more letters`));
+  return box;
+}
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");

@@ -1,5 +1,5 @@
 // The completions of one prompt in one step, side by side, with values per token as colours.
-import { h, number, select, visible } from "./dom.js";
+import { h, long, number, select, visible } from "./dom.js";
 import { get } from "./api.js";
 import { conversation, rewardText } from "./completions.js";
 
@@ -101,9 +101,9 @@ export async function showGroup(page) {
         Object.keys(c.rewards).length ? h("div", { class: "row small" }, Object.entries(c.rewards).map(([name, value]) => h("span", { class: "pill plain" }, `${visible(name)} ${number(value)}`))) : null,
         c.failure ? h("p", { class: "notice bad pre small" }, visible(c.failure)) : null,
         c.whole ? h("details", { open: true }, h("summary", {}, "conversation"), conversation(c.messages)) : null,
-        c.tokens ? tokens(c, paint) : h("div", { class: "tokens" }, visible(c.text)),
-        c.tokens && !c.tokens.texts && !c.whole ? h("div", { class: "pre" }, visible(c.text)) : null,
-        c.letters > c.text.length ? h("p", { class: "muted small" }, `The text has ${number(c.letters)} letters; the first ${number(c.text.length)} are shown.`) : null,
+        c.tokens ? tokens(c, paint) : h("div", { class: "tokens" }, long(c.text)),
+        c.tokens && !c.tokens.texts && !c.whole ? h("div", { class: "pre" }, long(c.text)) : null,
+        c.letters > c.text.length ? h("p", { class: "muted small" }, `The text has ${number(c.letters)} letters; the first ${number(c.text.length)} are here.`) : null,
         c.version !== undefined ? h("div", { class: "muted small" }, `weights of step ${number(c.version)}${c.newest !== undefined && c.newest !== c.version ? ` to ${number(c.newest)}` : ""}, line ${number(c.number + 1)}`) : null)));
   }
   draw();

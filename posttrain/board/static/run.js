@@ -28,10 +28,18 @@ export async function showRun(page) {
   await ({ curves: () => showCurves(page, [run], box), completions: () => showCompletions(page, run, box), config: () => showConfig(page, [run], box), examples: () => showExamples(page, run, box), logs: () => showLogs(page, run, box) }[tab] || (() => showOverview(page, run, box, painted)))();
 }
 
+function confirmed(question, action) {
+  const dialog = document.getElementById("dialog"), close = value => () => dialog.close(value);
+  dialog.returnValue = "";
+  dialog.replaceChildren(h("p", { class: "wrap" }, question), h("div", { class: "row end" }, h("button", { on: { click: close("") } }, "Cancel"), h("button", { class: "primary", on: { click: close("yes") } }, action)));
+  dialog.showModal();
+  return new Promise(done => dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true }));
+}
+
 function buttons(run, page) {
   if (!run.control) return [];
   const act = (name, question, text, kind) => h("button", { class: kind, on: { click: async event => {
-    if (!confirm(question)) return;
+    if (!await confirmed(question, text)) return;
     event.target.disabled = true;
     try { await post(name, { run: run.id }); event.target.textContent = "sent"; }
     catch (error) { event.target.disabled = false; page.main.prepend(h("p", { class: "notice bad" }, error.message)); }

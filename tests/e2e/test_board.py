@@ -1,0 +1,216 @@
+"""The board in a real browser, over runs of the real commands: what people see, and what hostile text cannot do."""
+
+import json
+import string
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.e2e.chromium import PROGRAM, Chromium
+from tests.e2e.commands import command
+from tests.unit.board.made import PATIENCE, board, make_run, row
+from tests.unit.board.test_app import HOSTILE, SLEEPER, TOKEN
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium")
+
+BROKEN = 'def broken(completion, **columns):\n    raise ValueError("no reward for <b>this</b>")\n'
+ROWS = [{"prompt": f"How much is {n}+1?", "completion": str(n + 1)} for n in range(6)]
+SMALL = ("--model", "pico", "--data.max_length", 400, "--quiet")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of sft, grpo with an environment, one that failed and one that was resumed; and a hostile directory."""
+    folder = tmp_path_factory.mktemp("board")
+    data, reward = folder / "questions.jsonl", folder / "reward.py"
+    data.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
+    reward.write_text(BROKEN)
+    runs = folder / "runs"
+    online = ("grpo", *SMALL, "--data", data, "--train.batch_size", 2, "--rollout.samples_per_prompt", 2)
+    online = (*online, "--rollout.max_tokens", 60, "--train.max_steps", 2)
+    assert command("sft", *SMALL, "--data", data, "--train.max_steps", 2, "--output_dir", runs / "resumed") == 0
+    more = ("--resume", "--train.max_steps", 4)
+    assert command("sft", *SMALL, "--data", data, "--output_dir", runs / "resumed", *more) == 0
+    # A model that has learned nothing ends a reply by chance: at any of these letters.
+    environment = (
+        "--rollout.environment",
+        "examples/environment.py:SecondChance",
+        "--rollout.stop",
+        *string.ascii_letters,
+    )
+    assert command(*online, *environment, "--output_dir", runs / "environment") == 0
+    assert command(*online, "--reward", f"{reward}:broken", "--output_dir", runs / "failed") == 1
+    texts = [HOSTILE, "\x1b[31m\u202ered\x00", "A" * 10_000_000]
+    calls = [{"function": {"name": "search", "arguments": '{"city": "<i>Rome</i>"}'}}]
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "name": "search", "content": "sunny"},
+    ]
+    rows = [row(step=1, text=text, reward=n, asked=HOSTILE) for n, text in enumerate(texts)]
+    rows += [row(step=2, group=1, messages=messages, turns=2)]
+    make_run(runs / HOSTILE.replace("/", ""), rows=rows)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def shown(runs):
+    """The board and the browser; ids of runs by name."""
+    with board(runs) as server:
+        ids = {run.name: run.id for run in server.board.list.find()}
+        profile = runs.parent / "profile"
+        browser = Chromium(profile)
+        browser.size(1200, 900)
+        try:
+            yield SimpleNamespace(browser=browser, address=server.address, ids=ids)
+        finally:
+            browser.close()
+
+
+@pytest.fixture
+def browser(shown):
+    """The browser; whatever a page did, it asked this machine only and broke no rule of the content policy."""
+    shown.browser.messages.clear()
+    yield shown.browser
+    assert shown.browser.messages == []
+    assert all(address.startswith((shown.address, "blob:", "about:", "data:")) for address in shown.browser.requests)
+
+
+def visit(shown, route, condition):
+    shown.browser.open(f"{shown.address}/#/{route}")
+    shown.browser.wait(condition)
+
+
+def test_the_list_shows_states_as_they_are(shown, browser):
+    visit(shown, "", "document.querySelectorAll('.runs tbody tr').length === 4")
+    rows = browser.evaluate("[...document.querySelectorAll('.runs tbody tr')].map(row => row.innerText)")
+    by_name = {line.split("\n")[0].strip(): line for line in rows}
+    assert "finished" in by_name["resumed"] and "resumed at 2" in by_name["resumed"] and "4 / 4" in by_name["resumed"]
+    assert "failed" in by_name["failed"] and "finished" in by_name["environment"]
+    assert HOSTILE.replace("/", "") in by_name  # a name is text
+
+
+def test_runs_are_chosen_and_compared_by_keys(shown, browser):
+    visit(shown, "", "document.querySelectorAll('.runs tbody tr').length === 4")
+    browser.evaluate("document.body.focus()")
+    for key in ("j", "x", "j", "x", "c"):
+        browser.key(key)
+    browser.wait("location.hash.startsWith('#/compare/curves?runs=') && document.querySelector('.chart canvas')")
+    browser.key("2")
+    browser.wait("document.querySelector('table.options') && document.body.innerText.includes('options differ')")
+
+
+def test_curves_follow_the_pointer_and_become_pictures(shown, browser):
+    visit(shown, f"run/{shown.ids['resumed']}/curves?metrics=loss&smoothing=0.5", "document.querySelector('canvas')")
+    browser.wait("document.querySelector('canvas').getAttribute('aria-label').includes('Last values: resumed')")
+    browser.evaluate("document.querySelector('canvas').focus()")
+    browser.key("ArrowRight")
+    browser.wait("document.querySelector('.tip:not([hidden])')?.innerText.includes('step 1')")
+    saved = (
+        "new Promise(done => { URL.createObjectURL = blob => { done(`${blob.type} ${blob.size > 2000}`); return '#'; };"
+        "[...document.querySelectorAll('button')].find(b => b.textContent === 'PNG').click(); })"
+    )
+    assert browser.evaluate(saved) == "image/png true"
+    browser.evaluate("[...document.querySelectorAll('label')].find(l => l.innerText === 'log scale').click()")
+    browser.wait("location.hash.includes('log=yes')")
+    assert "log=yes" in browser.evaluate("location.hash") and "smoothing=0.5" in browser.evaluate("location.hash")
+
+
+def test_conversations_of_an_environment_and_their_tokens(shown, browser):
+    run = shown.ids["environment"]
+    visit(shown, f"run/{run}/completions?many_turns=yes", "document.querySelectorAll('a.completion').length")
+    browser.evaluate("document.querySelector('a.completion').click()")
+    browser.wait("document.querySelectorAll('.side .tokens').length === 2")
+    said = browser.evaluate("document.querySelector('.side').innerText")
+    assert "That is not it. Try again." in said and "ASSISTANT" in said.upper()
+    tokens = browser.evaluate("document.querySelectorAll('.side .tokens')[0].querySelectorAll('[data-i]').length")
+    assert tokens > 6
+    coloured = "[...document.querySelectorAll('.tokens [data-i]')].filter(t => t.style.backgroundColor).length"
+    assert browser.evaluate(coloured) > 0
+    over = "dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+    browser.evaluate(f"document.querySelector('.tokens [data-i]').{over}")
+    browser.wait("document.querySelector('.about-token').innerText.includes('log-probability')")
+
+
+def test_a_failed_run_says_why(shown, browser):
+    visit(shown, f"run/{shown.ids['failed']}", "document.querySelector('.notice.bad')")
+    assert "no reward for <b>this</b>" in browser.text()
+    visit(
+        shown,
+        f"run/{shown.ids['failed']}/completions?failed=yes",
+        "document.querySelectorAll('.completion').length === 4",
+    )
+    visit(shown, f"run/{shown.ids['failed']}/logs", "document.querySelector('pre.log .error')")
+
+
+def test_examples_are_marked_where_they_are_trained_on(shown, browser):
+    visit(shown, f"run/{shown.ids['resumed']}/examples", "document.querySelectorAll('.tokens mark').length >= 1")
+    assert "1<|end|>" in browser.evaluate("document.querySelector('.tokens mark').textContent")
+
+
+def test_hostile_text_stays_text(shown, browser):
+    run = shown.ids[HOSTILE.replace("/", "")]
+    inside = "document.querySelectorAll('main script, main img, main b b, main i i, main iframe').length"
+    pages = {
+        f"run/{run}": "document.querySelector('.facts')",
+        f"run/{run}/completions": "document.querySelectorAll('.completion').length === 4",
+        f"run/{run}/completions?text=%3Cscript": "document.querySelectorAll('.completion').length === 3",
+        f"group/{run}/0": "document.querySelectorAll('.side .card').length === 3",
+        f"group/{run}/3": "document.querySelector('.call')",
+        f"run/{run}/config": "document.querySelectorAll('.options tr').length > 2",
+        f"run/{run}/logs": "document.querySelector('pre.log')",
+    }
+    for page, condition in pages.items():
+        visit(shown, page, condition)
+        assert browser.evaluate(inside) == 0, page
+        if page == f"group/{run}/0":
+            found = browser.text()
+            assert HOSTILE in found and "\x1b" not in found and "\u202e" not in found and "\\u202e" in found
+            assert "10,000,000 letters" in found
+        if page == f"group/{run}/3":
+            assert '"city": "<i>Rome</i>"' in browser.text() and "sunny" in browser.text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_fits_a_phone(shown, browser, scheme):
+    browser.size(390, 844, mobile=True)
+    browser.colours(scheme)
+    run, other = shown.ids["environment"], shown.ids["failed"]
+    routes = ["", *(f"run/{run}{tab}" for tab in ("", "/curves", "/completions", "/config", "/examples", "/logs"))]
+    routes += [f"group/{run}/0", f"compare/config?runs={run},{other}", f"compare/completions?runs={run},{other}"]
+    try:
+        for route in routes:
+            visit(shown, route, "document.querySelector('main').innerText.length > 60")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), route
+            assert browser.evaluate("document.documentElement.dataset.theme") == scheme
+    finally:
+        browser.size(1200, 900)
+
+
+def test_a_run_is_stopped_with_the_token_and_not_without(tmp_path, shown, browser):
+    folder = make_run(tmp_path / "run")
+    with board(tmp_path, token=TOKEN, allow_control=True) as server:
+        process = subprocess.Popen([sys.executable, "-c", SLEEPER, folder], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout.readline() == "locked\n"
+            (run,) = server.board.list.find()
+            browser.open(f"{server.address}/#token={TOKEN}")
+            browser.wait("document.querySelector('.pill.running')")
+            assert TOKEN not in browser.evaluate("location.href")
+            browser.evaluate(f"location.hash = '#/run/{run.id}'")
+            browser.wait("document.querySelector('button.danger')")
+            browser.evaluate("document.querySelector('button.danger').click()")
+            browser.wait("document.querySelector('dialog[open] .primary')")
+            assert process.poll() is None  # not before it is confirmed
+            browser.evaluate("document.querySelector('dialog[open] .primary').click()")
+            assert process.wait(PATIENCE) == 7
+            browser.evaluate("sessionStorage.clear()")
+            browser.open(f"{server.address}/")
+            browser.wait("document.body.innerText.includes('needs its token')")
+        finally:
+            process.kill()
+            process.communicate()
+    shown.browser.requests.clear()
+    browser.messages[:] = [text for text in browser.messages if "401" not in text]
