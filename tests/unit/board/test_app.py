@@ -198,6 +198,29 @@ def test_stop_signals_the_process_that_holds_the_lock_and_no_other(tmp_path):
             process.communicate()
 
 
+def test_a_run_is_resumed_as_from_the_command_line(tmp_path):
+    """A real run of two steps, whose configuration then asks for three."""
+    data, folder = tmp_path / "data.jsonl", tmp_path / "runs/sft"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    words = ["--model", "pico", "--data", str(data), "--data.repeat", "--train.max_steps", "2", "--quiet"]
+    assert main(["sft", *words, "--output_dir", str(folder)]) == 0
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("max_steps: 2", "max_steps: 3"))
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    with board(tmp_path / "runs", token=TOKEN, allow_control=True) as server:
+        (run,) = server.board.list.find()
+        assert ask(server, "/api/resume", {"run": run.id})[0] == 401
+        status, _, reply = ask(server, "/api/resume", {"run": run.id}, **allowed)
+        assert status == 200 and json.loads(reply)["command"] == f"posttrain sft --output_dir {folder} --resume"
+        started = server.board.control.started[run.id]
+        assert started.process.wait(PATIENCE) == 0, started.describe()
+        found = json.loads(ask(server, f"/api/run?run={run.id}", **allowed)[2])
+        assert (found["step"], found["state"], found["resumed_at"]) == (3, "finished", [2])
+        assert found["started"]["exit_code"] == 0 and "done: 3 steps" in found["started"]["output"]
+        (folder / "config.yaml").write_text("verb: rm -rf")
+        assert ask(server, "/api/resume", {"run": run.id}, **allowed)[0] == 409
+
+
 @pytest.fixture
 def hostile(tmp_path):
     """A run directory that tries to show files outside it, to run scripts, and to exhaust the reader."""

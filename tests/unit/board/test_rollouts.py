@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 
 from posttrain.board import files, rollout_index, rollouts
-from posttrain.board.rollout_index import RECORD, RolloutIndex, escaped, parsed_record, quick_record, record_of
+from posttrain.board.rollout_index import (
+    FAILED,
+    RECORD,
+    TRUNCATED,
+    UNREADABLE,
+    RolloutIndex,
+    escaped,
+    parsed_record,
+    quick_record,
+    record_of,
+)
 from posttrain.board.rollouts import Filter, shared_prompts
 from posttrain.board.token_texts import TokenPieces, token_texts
 from posttrain.core.jsonl import as_line
@@ -99,6 +109,27 @@ def test_filters(recorded):
     assert numbers(reader, order="reward_high")[:2] == [8, 11] and numbers(reader, order="reward_high")[-1] == 12
     assert numbers(reader, order="reward_low")[0] == 13
     assert numbers(reader, order="longest", step=1)[0] == 2 and numbers(reader, order="shortest", step=1)[0] == 0
+
+
+def test_a_million_completions_are_filtered_as_by_looking_at_each():
+    random = np.random.default_rng(0)
+    records = np.zeros(1_000_000, RECORD)
+    records["step"], records["group"] = np.arange(1_000_000) // 512, np.arange(1_000_000) // 8
+    records["reward"], records["length"] = random.normal(size=1_000_000), random.integers(0, 2000, 1_000_000)
+    records["flags"] = random.choice([0, 0, 0, FAILED, TRUNCATED, UNREADABLE], 1_000_000)
+    found = Filter(min_reward=0.5, max_length=100, truncated=True, order="reward_high").select(records)
+    columns = [records[name].tolist() for name in ("reward", "length", "flags")]
+    wanted = [
+        number
+        for number, (reward, length, flags) in enumerate(zip(*columns, strict=True))
+        if reward >= 0.5 and length <= 100 and flags == TRUNCATED
+    ]
+    assert len(found) > 1000 and sorted(found.tolist()) == wanted
+    assert (np.diff(records["reward"][found]) <= 0).all()
+    statistics = rollouts.statistics(records, found)
+    assert statistics["all"] == 1_000_000 and statistics["truncated"] == len(found)
+    assert sum(statistics["histogram"]["counts"]) == len(found)
+    assert Filter(step=1000).select(records).tolist() == list(range(512_511, 511_999, -1))
 
 
 def test_pages_and_statistics(recorded):
