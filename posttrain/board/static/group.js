@@ -100,7 +100,7 @@ export async function showGroup(page) {
         h("div", { class: "row between" }, h("span", { class: "row" }, rewardText(c), c.advantage !== null ? h("span", { class: "small muted" }, `advantage ${number(c.advantage, 3)}`) : null), h("span", { class: "muted small number" }, `${number(c.length)} tokens${c.finish === "length" ? ", cut off" : ""}${c.turns > 1 ? `, ${c.turns} turns` : ""}`)),
         Object.keys(c.rewards).length ? h("div", { class: "row small" }, Object.entries(c.rewards).map(([name, value]) => h("span", { class: "pill plain" }, `${visible(name)} ${number(value)}`))) : null,
         c.failure ? h("p", { class: "notice bad pre small" }, visible(c.failure)) : null,
-        c.whole ? h("details", { open: true }, h("summary", {}, "conversation"), conversation(c.messages)) : null,
+        c.whole ? h("details", { open: true }, h("summary", {}, "conversation"), conversation(c.messages.slice(promptOf(c).length))) : null,
         c.tokens ? tokens(c, paint) : h("div", { class: "tokens" }, long(c.text)),
         c.tokens && !c.tokens.texts && !c.whole ? h("div", { class: "pre" }, long(c.text)) : null,
         c.letters > c.text.length ? h("p", { class: "muted small" }, `The text has ${number(c.letters)} letters; the first ${number(c.text.length)} are here.`) : null,

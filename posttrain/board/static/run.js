@@ -58,12 +58,13 @@ async function showOverview(page, first, box, painted) {
     const run = await get("run", { run: first.id }, page.signal);
     painted(run);
     const bad = run.state === "failed" || run.state === "killed";
-    reason.replaceChildren(...(run.reason && run.state !== "finished" ? [h("p", { class: `notice ${bad ? "bad" : ""}` }, visible(run.reason))] : []),
+    reason.replaceChildren(...(run.reason && run.state !== "finished" ? [h("p", { class: `notice pre ${bad ? "bad" : ""}` }, visible(run.reason))] : []),
       ...(run.bad_metric_lines ? [h("p", { class: "notice" }, `${run.bad_metric_lines} lines of metrics.jsonl cannot be read.`)] : []),
       ...(run.started ? [h("details", { class: "card", open: run.started.exit_code !== null && run.started.exit_code !== 0 }, h("summary", {}, run.started.exit_code === null ? "Started from this board" : `Started from this board; ended with exit code ${run.started.exit_code}`), h("p", { class: "mono wrap" }, run.started.command), h("pre", { class: "log" }, visible(run.started.output)))] : []));
     facts.replaceChildren(h("div", {}, steps(run)), h("div", { class: "facts", style: { marginTop: ".8rem" } },
       run.main_metric ? fact(number(run.last[run.main_metric]), run.main_metric) : null, run.state === "running" ? fact(run.eta_seconds === null ? "–" : duration(run.eta_seconds), "remaining") : null, fact(duration(run.phases.reduce((sum, p) => sum + p.seconds, 0)), "time in steps"), fact(run.tokens_per_second ? number(run.tokens_per_second, 4) : "–", "tokens per second"),
       fact(run.seconds_per_step ? number(run.seconds_per_step, 3) : "–", "seconds per step"), fact(run.memory_gib ? `${number(run.memory_gib, 3)} GiB` : "–", "peak memory"), fact(run.checkpoints.length ? run.checkpoints.map(s => number(s)).slice(-3).join(", ") : "none", "checkpoints (newest steps)"), fact(ago(run.updated), "last change"), run.resumed_at.length ? fact(run.resumed_at.map(s => number(s)).join(", "), "resumed at step") : null));
+    phases.hidden = !run.phases.length;
     phases.replaceChildren(...[phasesCard(run)].filter(Boolean));
     log.replaceChildren(h("h2", {}, "End of the log"), logText(run.log.join("\n")));
     if (names === null || !drawn.size) {
