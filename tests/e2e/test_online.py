@@ -357,3 +357,15 @@ def test_a_step_whose_completions_are_all_truncated_changes_nothing(tmp_path, ca
     result = train("grpo", **chosen)
     assert result.metrics["truncated"] == 1 and result.metrics["updates"] == 0 and "loss" not in result.metrics
     assert "all completions were truncated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("choice", "other", "message"),
+    [
+        ({"skip_epochs": 1}, {"samples_per_prompt": 1}, "rollout.skip_epochs compares completions"),
+        ({"prompt_sampling": "difficulty"}, {"replay": "before"}, "rollout.prompt_sampling difficulty chooses prompts"),
+    ],
+)
+def test_a_choice_of_prompts_that_cannot_work_is_refused(choice, other, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        train("grpo", **options(tmp_path, rollout=choice | other))
