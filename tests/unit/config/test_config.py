@@ -80,6 +80,7 @@ SPECIAL = {
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
     "rollout.quantization": "none",  # likewise
     "rollout.speculative_tokens": 0,  # likewise
+    "rollout.agent": "",  # refused beside rollout.environment
 }
 
 
