@@ -15,7 +15,7 @@ from posttrain.cli.main import main
 from posttrain.core.errors import UsageError
 from posttrain.plots.chart import Axis, Histogram, Panel, tick_label
 from posttrain.plots.page import page
-from posttrain.plots.runs import open_runs, panels_of, smoothed
+from posttrain.plots.runs import is_number, open_runs, panels_of, smoothed
 from posttrain.plots.svg import svg
 from posttrain.plots.terminal import draw_panel
 
@@ -188,3 +188,9 @@ def test_bins_count_every_value_once(values):
     assert sum(count for *_, count in bins) == len(values) and len(bins) <= 30
     for low, high, count in bins:
         assert count == sum(low <= value < high for value in values)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf"), True, "1", None])
+def test_what_cannot_be_drawn_is_left_out(value):
+    assert not is_number(value)
+    assert is_number(10**300) and is_number(0) and is_number(-0.5)
