@@ -17,6 +17,13 @@ if not all(importlib.util.find_spec(name) for name in ("starlette", "uvicorn", "
     # `make test-gpu` runs where only training is installed: these tests could not be collected there.
     collect_ignore_glob = ["e2e/test_board.py", "unit/board/*", "unit/endpoint/*", "unit/rollout/test_agent*"]
 
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # Equal runs test equal examples, on machines of any speed. HYPOTHESIS_PROFILE=default looks for new ones.
+    hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
 torch.set_num_threads(1)  # two busy threads on two cores are slower than one, and sums keep their order
 
 

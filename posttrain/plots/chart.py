@@ -72,8 +72,8 @@ class Axis:
         low, high = min(values), max(values)
         if log:
             low, high = math.log10(low), math.log10(high)
-        if low == high:
-            spread = abs(low) * 0.1 or 1.0
+        if high - low <= 1e-9 * (1.0 if log else max(abs(low), abs(high))):  # the same, up to rounding
+            spread = 0.1 if log else abs(high) * 0.1 or 1.0
             return Axis(low - spread, high + spread, log)
         extra = (high - low) * margin
         return Axis(low - extra, high + extra, log)

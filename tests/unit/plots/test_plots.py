@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -164,6 +164,8 @@ def drawn(panel, colours=False):
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), st.booleans())
+@example(1.0, 0.0001, True)
+@example(0.0, -1e-05, True)
 def test_ticks_are_inside_the_axis_and_few(a, b, log):
     low, high = sorted((a, b))
     if log:
