@@ -308,7 +308,7 @@ def test_later_turns_reuse_earlier_ones_with_the_same_result(name):
 
 
 def test_what_was_generated_is_found_by_the_next_turn_of_a_stream():
-    engine = engine_for(tiny_model("llama"), slots=2, block_size=8)
+    engine = engine_for(tiny_model("llama"), slots=2, block_size=8, frozen=True)
     first = GenerationRequest(prompt=conversations()[0].prompt, seed=1, reuse_prefix=True)
     with torch.inference_mode():
         session = engine.open_scheduler(128, 64, lambda _: None)
