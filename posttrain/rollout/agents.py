@@ -46,7 +46,7 @@ from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunSto
 from posttrain.sandbox.user_code import parse_location
 
 FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
-ATTEMPTS = 2  # a process that died may have been killed by somebody else
+ATTEMPTS = 2  # a process that died may have been killed from outside
 
 log = logging.getLogger("posttrain")
 
