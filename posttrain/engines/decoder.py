@@ -63,10 +63,11 @@ class FusedLinear:
         if any(stacks):
             self.stacks = JoinedStacks(stacks, self.sizes)
         if any(adapters):
-            join_adapters(modules)
             self.adapters = adapters
             if JoinedAdapters.supports(modules):
                 self.joined_adapters = JoinedAdapters(modules, kernels)
+            else:
+                join_adapters(modules)
         self.weight = join_storage([linear.weight for linear in linears])
         self.bias = join_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
 
