@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-TABLES = ("generate", "long", "sft", "dpo", "grpo")  # bench/<name>.py with a function measure_<name>(options)
+TABLES = ("generate", "long", "sft", "dpo", "grpo", "opd")  # bench/<name>.py with a function measure_<name>(options)
 CURVES = "curves"
 OTHERS = ("data", "convert", "serve", "scale")  # with a function measure_<name>()
 CHAOS = "chaos"  # the same; takes long

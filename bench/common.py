@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,8 @@ def text_of(tokens: np.ndarray) -> str:
     return "".join(f" w{token}" for token in tokens)
 
 
-def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner:
-    """Load a model to train; on a GPU with a smaller step if that of the options does not fit, as a run does."""
+def learner(folder: str, options: Options, *, trainable: bool = True, teacher: str = "") -> Learner:
+    """Load a model to train, with a teacher beside it; on a GPU with a smaller step if this one does not fit."""
     config = with_algorithm(ALGORITHMS["sft"])
     config.model = ModelConfig(path=folder, dtype="auto" if GPU else "float32")
     config.train = TrainConfig(micro_batch_tokens=options.micro_batch_tokens)
@@ -190,12 +190,13 @@ def learner(folder: str, options: Options, *, trainable: bool = True) -> Learner
             print("memory:", *found.options(config))
             config = found.applied(config)
     layout = ParallelLayout(offload=frozenset(config.cluster.offload))
-    return Learner(config.model, config.train, trainable=trainable, layout=layout)
+    beside = replace(config.model, path=teacher) if teacher else None
+    return Learner(config.model, config.train, trainable=trainable, teacher=beside, layout=layout)
 
 
-def objective(name: str) -> tuple[Any, Objective]:
-    """Return an algorithm with its defaults, and its objective for the learner."""
-    algo = ALGORITHMS[name](ALGORITHMS[name].Config())
+def objective(name: str, **options: Any) -> tuple[Any, Objective]:
+    """Return an algorithm with its defaults and these options, and its objective for the learner."""
+    algo = ALGORITHMS[name](ALGORITHMS[name].Config(**options))
     return algo, algo.objective(algo.forward_request(lambda _: 0))
 
 

@@ -29,7 +29,15 @@ from posttrain.api.tools import (
     select,
     split_data,
 )
-from posttrain.api.trainers import DPOTrainer, GRPOTrainer, KTOTrainer, PPOTrainer, RewardTrainer, SFTTrainer
+from posttrain.api.trainers import (
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    OPDTrainer,
+    PPOTrainer,
+    RewardTrainer,
+    SFTTrainer,
+)
 from posttrain.api.training import (
     cispo,
     conditional_sft,
@@ -68,6 +76,7 @@ __all__ = [
     "Evaluation",
     "GRPOTrainer",
     "KTOTrainer",
+    "OPDTrainer",
     "PPOTrainer",
     "PosttrainError",
     "RewardTrainer",

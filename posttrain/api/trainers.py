@@ -191,3 +191,9 @@ class PPOTrainer(OnlineTrainer):
     """Trains with a critic: `posttrain ppo`."""
 
     verb = "ppo"
+
+
+class OPDTrainer(OnlineTrainer):
+    """Trains a student on its own completions with a teacher's distribution: `posttrain opd`."""
+
+    verb = "opd"

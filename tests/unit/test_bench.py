@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import common, curves, dpo, generate, grpo, long, sft
+from bench import common, curves, dpo, generate, grpo, learn, long, opd, sft
 from bench.__main__ import main
 from bench.common import Options, Result, Shape, Times
 
@@ -26,6 +26,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(dpo, "PAIRS", 2)
     for name, value in {"PROMPTS": 2, "SAMPLES": 2, "PROMPT": 8, "COMPLETION": 4}.items():
         monkeypatch.setattr(grpo, name, value)
+    for name, value in {"PROMPTS": 2, "PROMPT": 8, "COMPLETION": 4}.items():
+        monkeypatch.setattr(opd, name, value)
     monkeypatch.setattr(curves, "BATCHES", (4, 1))
     monkeypatch.setattr(curves, "LENGTHS", (32,))
     threads = torch.get_num_threads()
@@ -44,6 +46,7 @@ def rows_of(page):
         ("sft", "SFT small, "),
         ("dpo", "DPO small, 2 pairs a step"),
         ("grpo", "GRPO small, 2 x 2, 8 + 4 tokens"),
+        ("opd", "OPD small, teacher twice as deep, 2 prompts, 8 + 4"),
         ("generate", "generation small, 8 sequences, groups of 8, 4 new tokens"),
     ],
 )
@@ -194,4 +197,21 @@ def test_curves_can_be_drawn_again_elsewhere(tmp_path):
 def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["grop"])
-    assert "there is generate, long, sft, dpo, grpo" in capsys.readouterr().err
+    assert "there is generate, long, sft, dpo, grpo, opd" in capsys.readouterr().err
+
+
+def test_a_level_is_reached_where_the_next_look_confirms_it():
+    course = learn.Course("opd", None)
+    course.looks = [(0.0, 9.0), (5.0, 12.5), (10.0, 11.0), (15.0, 12.0), (20.0, 13.0)]
+    assert course.reached(12.0) == 15.0  # not 5.0, which was chance
+    assert course.reached(13.0) is None and course.reached(9.0) == 0.0
+
+
+def test_rows_are_split_off_the_training_data(tmp_path):
+    for split, count in (("train", 5), ("test", 2)):
+        rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {i}"} for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    learn.write_rows(learn.gsm8k, tmp_path, tmp_path / "out", held_out=2)
+    lines = {s: (tmp_path / "out" / f"{s}-prompts.jsonl").read_text().splitlines() for s in ("train", "held-out", "test")}
+    assert {split: len(found) for split, found in lines.items()} == {"train": 3, "held-out": 2, "test": 2}
+    assert not set(lines["train"]) & set(lines["held-out"])
