@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--row", type=int, metavar="TOKENS", help="length of all SFT examples (on a GPU), in place of different ones")
     add("--lora_rank", type=int, metavar="N", help="generate with adapters of this rank (on a GPU)")
     add("--quantization", choices=("none", "fp8"), help="generate with 8-bit copies of the weights (on a GPU)")
+    add("--fp8", action="store_true", help="train with train.fp8 (on a GPU)")
     add("--sequences", type=int, metavar="N", help="completions generated together (on a GPU)")
     add("--adapters", type=int, metavar="N", help="with --lora_rank: N adapters mixed in one batch")
     add("--profile", action="store_true", help="print the kernels that take longest")

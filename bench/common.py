@@ -46,6 +46,7 @@ class Options:
     rounds: int = 0  # of generation; the fastest counts
     row: int = 0  # tokens of every SFT example on a GPU, instead of different lengths
     quantization: str = "none"  # of the weights that generate
+    fp8: bool = False  # train with linear layers in 8 bits
     sequences: int = 0  # completions generated together on a GPU; 0: those of the shape
     lora_rank: int = 0  # of adapters in generation
     adapters: int = 0  # of this rank, mixed in one batch; 0: one, which is part of the model
@@ -181,8 +182,8 @@ def learner(folder: str, options: Options, *, trainable: bool = True, teacher: s
     """Load a model to train, with a teacher beside it; on a GPU with a smaller step if this one does not fit."""
     config = with_algorithm(ALGORITHMS["sft"])
     config.model = ModelConfig(path=folder, dtype="auto" if GPU else "float32")
-    config.train = TrainConfig(micro_batch_tokens=options.micro_batch_tokens)
-    config.data.max_length = min(2048, options.micro_batch_tokens)
+    config.train = TrainConfig(micro_batch_tokens=options.micro_batch_tokens, fp8=options.fp8 and trainable)
+    config.data.max_length = options.row or min(2048, options.micro_batch_tokens)
     if GPU and trainable:
         algo, device = ALGORITHMS["sft"](config.algo), torch.device("cuda")
         largest, available = memory_plan.full_micro_batch(config, algo), device_memory(device)[1]
@@ -205,6 +206,8 @@ def update(policy: Learner, samples: list[Sample], wanted: Objective) -> float:
     denominator = count_units(samples, wanted.unit)
     sums = policy.forward_backward(samples, wanted, denominator, sum(map(len, samples)))
     policy.step(1e-6)
+    if "loss" not in sums:
+        raise SystemExit("out of memory: a step of this size does not fit; give less --micro_batch_tokens")
     return sums["loss"][0] / denominator
 
 

@@ -58,8 +58,9 @@ def compare(name: str, folder: str, options: Options) -> None:
     trl = (lambda callbacks: trl_trainer(folder, rows, options, callbacks)) if options.peer("trl") else None
     times = common.in_turns(options, ours, trl)
     size, seconds = typical_size(rows), times["ours"].typical
+    kind = f"{name} in fp8" if options.fp8 else name
     result = Result(
-        what=f"SFT {name}, {size:,.0f} tokens a step in rows of {options.row or 'different lengths'}",
+        what=f"SFT {kind}, {size:,.0f} tokens a step in rows of {options.row or 'different lengths'}",
         ours=f"{size / seconds:,.0f} tokens/s{times['ours'].memory}",
         limits=common.share_of_limits(float(np.median(flops)), 0.0, seconds),
     )

@@ -111,6 +111,14 @@ def check(config: Config, *, data: bool = True) -> Config:
         model.load_in_4bit and not model.lora_rank,
         "model.load_in_4bit freezes the weights, so there is nothing to train. Train adapters: --model.lora_rank 16",
     )
+    refuse(
+        train.fp8 and bool(model.lora_rank),
+        "train.fp8 is for layers without adapters, but model.lora_rank is set. Leave one of them out.",
+    )
+    refuse(
+        train.fp8 and config.cluster.devices > 1,
+        f"train.fp8 is for one device, but cluster.devices is {config.cluster.devices}. Leave train.fp8 out.",
+    )
     check_data(config, refuse)
     for key, low, high in BOUNDS:
         refuse(*outside(config, key, low, high))

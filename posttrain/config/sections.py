@@ -95,6 +95,9 @@ class TrainConfig:
     """Tokens per forward pass on one device; bounds memory and does not change the result."""
     fit_memory: bool = True
     """If a step would not fit into the accelerator's memory, use smaller micro-batches, then gradient checkpointing."""
+    fp8: bool = False
+    """Compute the linear layers in 8 bits while the model trains, but not the gradients of weights: faster for large
+    models on GPUs with fp8, less exact."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"

@@ -23,6 +23,7 @@ from posttrain.nn.experts import has_plain_experts, is_mixture, route_tokens, ru
 from posttrain.nn.kernels.reference import FP8
 from posttrain.nn.layers import head_norms, sliding_window_of, supports_fused_layers
 from posttrain.nn.lora import Adapter, JoinedAdapters, adapted_linear, adapter_of, base_linear, join_adapters
+from posttrain.nn.products import can_quantize
 from posttrain.nn.routing import LAYER, NOT_RECORDED
 from posttrain.nn.weights import join_storage
 
@@ -112,11 +113,6 @@ class FusedLinear:
 
     def unpack(self) -> None:
         self.packed = self.quantized = None
-
-
-def can_quantize(weight: torch.Tensor) -> bool:
-    """Whether the 8-bit product takes a weight of this shape: multiples of 16."""
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def fuses_adapters(device: torch.device) -> bool:

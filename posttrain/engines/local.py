@@ -35,6 +35,7 @@ from posttrain.engines.own_code import OwnCodeGenerator
 from posttrain.engines.scheduler import ActiveRequest, BatchScheduler, OnNewToken
 from posttrain.engines.slot_state import SlotState
 from posttrain.nn.forward import ModelRunner
+from posttrain.nn.products import has_fp8
 from posttrain.nn.routing import routers_of
 
 CACHE_SHARE = 0.8  # of the free memory of a GPU
@@ -51,7 +52,6 @@ logits to the system after every step and gets it back page by page, which takes
 MIN_PACKED_REQUESTS, MIN_PACKED_TOKENS = 4, 256
 PACKING_SHARE = 1 / 16  # of host memory at most; not of free memory, so that equal runs compute equally
 
-FP8_CAPABILITY = (8, 9)  # of a GPU: Ada and newer
 
 log = logging.getLogger("posttrain")
 
@@ -244,7 +244,7 @@ class LocalEngine:
             raise UsageError(f"{name} generates by its own code, which has no fp8: leave rollout.quantization out.")
         if self.device.type == "cuda" and next(self.runner.model.parameters()).dtype != torch.bfloat16:
             raise UsageError("rollout.quantization fp8 needs a model in bfloat16: set --model.dtype bfloat16.")
-        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < FP8_CAPABILITY:
+        if not has_fp8(self.device):
             raise UsageError("rollout.quantization fp8 needs a GPU with fp8 (compute capability 8.9 or newer).")
         if not (self.frozen and self.decoder.quantized):
             self.decoder.quantize()

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
@@ -26,14 +25,18 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLaye
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
+from posttrain.core.errors import UsageError
 from posttrain.nn import attention
 from posttrain.nn.experts import is_mixture, mixture_forward
 from posttrain.nn.kernels.reference import kernels_for
 from posttrain.nn.lora import adapter_of, base_linear, join_adapters, project_adapted
+from posttrain.nn.products import FP8_MULTIPLE, FULL, Fp8Products, Products, can_quantize, has_fp8
 from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
 
 DENSE_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 FAMILIES = (*DENSE_FAMILIES, MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
+PRODUCTS = "training_products"
+"""Attribute of a decoder layer: how its linear layers are computed while the model trains; products.FULL without it."""
 log = logging.getLogger("posttrain")
 
 
@@ -92,6 +95,32 @@ def use_fused_layers(model: Any, kernels: ModuleType | None = None, *, join_weig
     return True
 
 
+def use_fp8_products(model: Any) -> None:
+    """Compute the linear layers of all decoder layers in 8 bits from now on; raise UsageError if that is impossible.
+
+    The head and the gradients of weights keep their precision, see nn/products.py.
+    """
+    name, parameter = type(model).__name__, next(model.parameters())
+    decoder_layers = getattr(model, model.base_model_prefix).layers if supports_fused_layers(model) else []
+    if not decoder_layers or not isinstance(decoder_layers[0].forward, partial):
+        raise UsageError(f"train.fp8: {name} has no fused layers on this device; fp8 needs them. Leave it out.")
+    if not has_fp8(parameter.device):
+        raise UsageError("train.fp8 needs a GPU with fp8 (compute capability 8.9 or newer).")
+    if parameter.device.type == "cuda" and parameter.dtype != torch.bfloat16:
+        raise UsageError("train.fp8 needs a model in bfloat16: set --model.dtype bfloat16.")
+    for layer in decoder_layers:
+        if is_mixture(layer.mlp):
+            raise UsageError(f"train.fp8: the experts of {name} have no products in 8 bits. Leave it out.")
+        outputs = [layer.self_attn.o_proj, layer.mlp.down_proj]
+        for linear in (*qkv_projections(layer), *gate_up_projections(layer.mlp), *outputs):
+            if not is_plain_linear(linear) or not can_quantize(linear.weight):
+                raise UsageError(
+                    f"train.fp8: layers of {name} have adapters, or sizes that are not multiples of {FP8_MULTIPLE}. "
+                    "Leave it out."
+                )
+        setattr(layer, PRODUCTS, Fp8Products(kernels_for(parameter.device)))
+
+
 @cache
 def warn_unsupported(name: str) -> None:
     log.warning(
@@ -128,7 +157,8 @@ def fused_forward(
     own, norm, next_norm = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     x = hidden_states.squeeze(0)  # not [0], whose gradient is a copy
     cos, sin = (angle[0] for angle in kwargs["position_embeddings"])
-    qkv, x = norm_and_project(kernels, x, None, norm, qkv_projections(layer))
+    products: Products = getattr(layer, PRODUCTS, FULL)
+    qkv, x = norm_and_project(kernels, x, None, norm, qkv_projections(layer), products)
     q_norm, k_norm, eps = head_norms(layer)
     config, all_heads = own.config, qkv.shape[1] // own.head_dim
     total_heads = config.num_attention_heads + 2 * config.num_key_value_heads
@@ -137,21 +167,21 @@ def fused_forward(
     query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
     options = {"packing": packing, "scaling": own.scaling, "sliding_window": sliding_window_of(layer)}
     attended = attention.packed_attention(own, query, key, value, None, **options)[0].squeeze(0).flatten(1)
-    mixed = run_linear(own.o_proj, attended)
+    mixed = run_linear(own.o_proj, attended, products)
     if is_mixture(layer.mlp):
         normed, x = AddNorm.apply(mixed, x, next_norm.weight, next_norm.variance_epsilon, kernels)
         return (x + mixture_forward(layer.mlp, normed, kernels))[None]
-    gate_up, x = norm_and_project(kernels, mixed, x, next_norm, gate_up_projections(layer.mlp))
+    gate_up, x = norm_and_project(kernels, mixed, x, next_norm, gate_up_projections(layer.mlp), products)
     down = layer.mlp.down_proj
     if is_plain_linear(down) and down.bias is None:
-        return (x + SiluMulLinear.apply(gate_up, down.weight, kernels))[None]
-    return (x + run_linear(down, SiluMul.apply(gate_up, kernels)))[None]
+        return (x + SiluMulLinear.apply(gate_up, down.weight, kernels, products))[None]
+    return (x + run_linear(down, SiluMul.apply(gate_up, kernels), products))[None]
 
 
-def run_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+def run_linear(module: Any, x: torch.Tensor, products: Products) -> torch.Tensor:
     """Run one linear layer, which may have an adapter."""
     if is_plain_linear(module) and module.bias is None:
-        return MasterLinear.apply(x, module.weight)
+        return MasterLinear.apply(x, module.weight, products)
     linear = base_linear(module)
     if linear is None or adapter_of(module) is None:
         return module(x)
@@ -159,7 +189,12 @@ def run_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def norm_and_project(
-    kernels: ModuleType, x: torch.Tensor, residual: torch.Tensor | None, norm: Any, modules: Sequence[Any]
+    kernels: ModuleType,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Any,
+    modules: Sequence[Any],
+    products: Products,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm the sum of x and residual; returns the modules' outputs for it, concatenated, and the sum."""
     linears = [linear for linear in map(base_linear, modules) if linear is not None]
@@ -173,7 +208,7 @@ def norm_and_project(
     if any(adapter_of(module) is not None for module in modules):
         normed, total = AddNorm.apply(x, residual, norm.weight, norm.variance_epsilon, kernels)
         return project_adapted(normed, modules, joined, bias), total
-    options = (norm.variance_epsilon, kernels, joined, bias, len(weights))
+    options = (norm.variance_epsilon, kernels, joined, bias, len(weights), products)
     return NormLinear.apply(x, residual, norm.weight, options, *weights, *biases)
 
 
@@ -189,27 +224,27 @@ class NormLinear(torch.autograd.Function):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm: torch.Tensor,
-        options: tuple[float, ModuleType, torch.Tensor, torch.Tensor | None, int],
+        options: tuple[float, ModuleType, torch.Tensor, torch.Tensor | None, int, Products],
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        eps, kernels, weight, bias, _ = options
+        eps, kernels, weight, bias, _, products = options
         normed, total = kernels.add_norm(x, residual, norm, eps)
         ctx.save_for_backward(total, norm)
         ctx.options, ctx.parameters = options, parameters
-        return F.linear(normed, weight, bias), total
+        return products.output(normed, weight, bias), total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         d_out, d_total = gradients
         total, norm = ctx.saved_tensors
-        eps, kernels, weight, bias, maps = ctx.options
+        eps, kernels, weight, bias, maps, products = ctx.options
         grads: list[torch.Tensor | None] = [None] * len(ctx.parameters)
         if any(ctx.needs_input_grad[4:]):
             normed = kernels.add_norm(total, None, norm, eps)[0]
             grads[:maps] = weight_gradients(ctx.parameters[:maps], d_out, normed)
             if bias is not None:
                 grads[maps:] = d_out.sum(0).split([len(parameter) for parameter in ctx.parameters[maps:]])
-        d_total, d_norm = kernels.norm_backward(d_out @ weight, total, norm, eps, d_total)
+        d_total, d_norm = kernels.norm_backward(products.input_gradient(d_out, weight), total, norm, eps, d_total)
         return d_total, d_total if ctx.needs_input_grad[1] else None, d_norm, None, *grads
 
 
@@ -269,32 +304,36 @@ class SiluMulLinear(torch.autograd.Function):
     """silu(gate) * up and the linear layer after it; the product is recomputed, not saved."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+    def forward(
+        ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, kernels: ModuleType, products: Products
+    ) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.weight, ctx.kernels = weight, kernels
-        return kernels.silu_and_mul(gate_up) @ weight.t()
+        ctx.weight, ctx.kernels, ctx.products = weight, kernels, products
+        return products.output(kernels.silu_and_mul(gate_up), weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (d_out,) = gradients
-        out, d_gate_up = ctx.kernels.silu_and_mul_backward(d_out @ ctx.weight, *ctx.saved_tensors)
-        return d_gate_up, *(weight_gradients([ctx.weight], d_out, out) if ctx.needs_input_grad[1] else [None]), None
+        d_product = ctx.products.input_gradient(d_out, ctx.weight)
+        out, d_gate_up = ctx.kernels.silu_and_mul_backward(d_product, *ctx.saved_tensors)
+        grads = weight_gradients([ctx.weight], d_out, out) if ctx.needs_input_grad[1] else [None]
+        return d_gate_up, *grads, None, None
 
 
 class MasterLinear(torch.autograd.Function):
     """A linear layer whose weight gradient is added to the float32 master directly."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
+        ctx.weight, ctx.products = weight, products
+        return products.output(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (d_out,) = gradients
         grads = weight_gradients([ctx.weight], d_out, *ctx.saved_tensors) if ctx.needs_input_grad[1] else [None]
-        return d_out @ ctx.weight, *grads
+        return ctx.products.input_gradient(d_out, ctx.weight), *grads, None
 
 
 class SiluMul(torch.autograd.Function):
@@ -311,4 +350,4 @@ class SiluMul(torch.autograd.Function):
         return ctx.kernels.silu_and_mul_backward(gradients[0], *ctx.saved_tensors)[1], None
 
 
-__all__ = ["supports_fused_layers", "use_fused_layers"]
+__all__ = ["supports_fused_layers", "use_fp8_products", "use_fused_layers"]

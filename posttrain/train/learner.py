@@ -55,6 +55,7 @@ from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
 from posttrain.nn.forward import ModelRunner, check_router, forward, verify_against_stock
+from posttrain.nn.layers import use_fp8_products
 from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
 from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
@@ -118,6 +119,8 @@ class Learner:
             meta_model = meta_copy(self.model) if head == "token" else None
             self.shards.shard(self.model, [teacher_model, None if values is None else values.float()])
         self.runner = self.make_runner(self.model)
+        if trainable and train_config.fp8:
+            use_fp8_products(self.model)
         self.teacher = None if teacher_model is None else self.make_runner(teacher_model)
         if self.teacher is not None:
             check_teacher(self.runner, self.teacher)

@@ -148,7 +148,8 @@ COMMON: Table = {
     "use_reentrant_gc use_unsloth_gc": needless("model.gradient_checkpointing has one form"),
     "moe_aux_loss_coef": "model.router_aux_loss_coef",
     "flash_attn enable_liger_kernel use_unsloth use_v1_kernels low_cpu_mem_usage upcast_layernorm": KERNELS,
-    "fp8 fp8_* nvfp4*": absent("training is in float32, bfloat16 or float16"),
+    "fp8": "train.fp8",
+    "fp8_* nvfp4*": absent("train.fp8 has one form: a scale per row, gradients of weights in bfloat16"),
     "image_* video_* audio_* use_audio_in_video crop_to_patches": unrelated("models of text alone"),
     "predict_with_generate": needless("posttrain generate and posttrain eval do this"),
     "fsdp_*": by_hand(

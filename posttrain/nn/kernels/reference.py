@@ -260,11 +260,11 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, fast_sums: bool = True
 ) -> torch.Tensor:
     """Multiply x, quantized row by row, with a quantized weight: [n, in], [out, in] -> [n, out].
 
-    `scale`: of the weight's rows, [out, 1].
+    `scale`: of the weight's rows, [out, 1]. `fast_sums`: a GPU may add up in less than float32, which is faster.
     """
     rows, own_scale = quantize_rows(x)
     out = rows.float() @ weight.float().t() * own_scale * scale.t()

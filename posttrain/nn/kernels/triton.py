@@ -577,11 +577,11 @@ def quantize_rows_kernel(x, out, scale, width, stride, LARGEST: tl.constexpr, BL
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, fast_sums: bool = True
 ) -> torch.Tensor:
     rows, own_scale = quantize_rows(x)
     return torch._scaled_mm(
-        rows, weight.t(), scale_a=own_scale, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=True
+        rows, weight.t(), scale_a=own_scale, scale_b=scale.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=fast_sums
     )
 
 
