@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-TABLES = ("generate", "long", "sft", "dpo", "grpo", "opd")  # bench/<name>.py with a function measure_<name>(options)
+# bench/<name>.py with a function measure_<name>(options)
+TABLES = ("generate", "long", "sft", "dpo", "grpo", "opd", "agents")
 CURVES = "curves"
 OTHERS = ("data", "convert", "serve", "scale")  # with a function measure_<name>()
 CHAOS = "chaos"  # the same; takes long
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--lora_rank", type=int, metavar="N", help="generate with adapters of this rank (on a GPU)")
     add("--quantization", choices=("none", "fp8"), help="generate with 8-bit copies of the weights (on a GPU)")
     add("--fp8", action="store_true", help="train with train.fp8 (on a GPU)")
-    add("--sequences", type=int, metavar="N", help="completions generated together (on a GPU)")
+    add("--sequences", type=int, metavar="N", help="completions generated together (on a GPU), or episodes at a time")
     add("--adapters", type=int, metavar="N", help="with --lora_rank: N adapters mixed in one batch")
     add("--profile", action="store_true", help="print the kernels that take longest")
     add("--peers", type=listed, metavar="A,B", help="of trl, vllm, hf: those that may run, if they are installed")

@@ -330,6 +330,17 @@ class RolloutConfig:
     when it was used last."""
     environment: str = ""
     """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
+    environment_workers: int = 0
+    """Child processes of the environment; each runs one step at a time; 0: as many as reward.workers."""
+    environment_schedule: Literal["auto", "concurrent", "lock_step"] = "auto"
+    """concurrent: episodes advance independently; lock_step: turn by turn, all together; auto: concurrent where the
+    local engine generates on an accelerator."""
+    max_concurrent_episodes: int = 0
+    """Most episodes of the environment that go on at the same time; 0: all of a batch."""
+    max_turns: int = 0
+    """Most replies of the model in an episode, which then ends as truncated; 0: no limit but rollout.max_tokens."""
+    episode_timeout_seconds: float = 0.0
+    """Time limit for one episode, checked after each turn; beyond it the episode fails and is left out; 0: none."""
     agent: str = ""
     """Program that talks to the policy as to OpenAI's API: FILE.py:FUNCTION, or a command line."""
     agent_workers: int = 16

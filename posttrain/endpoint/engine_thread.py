@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -139,6 +141,7 @@ class EngineThread(CompletionThread):
         super().__init__()
         self.engine, self.max_length, self.max_tokens, self.max_slots = engine, max_length, max_tokens, max_slots
         self.steps = 0
+        self.busy_seconds = 0.0  # in which there were completions to compute
         self.running = 0  # completions in the engine's slots after the last step
         self.slots = 0
         self.reused_tokens = self.preemptions = self.draft_tokens = self.accepted_tokens = 0  # since the start
@@ -166,7 +169,9 @@ class EngineThread(CompletionThread):
                 if self.unscored:
                     self.score_prompt(scheduler)
                 self.steps += scheduler.busy
+                started = time.perf_counter()
                 ended = scheduler.step() if scheduler.busy else {}
+                self.busy_seconds += time.perf_counter() - started
                 self.running = len(scheduler.active)
                 self.reused_tokens, self.preemptions = scheduler.reused_tokens, scheduler.preemptions
                 self.draft_tokens, self.accepted_tokens = scheduler.draft_tokens, scheduler.accepted_tokens
@@ -257,3 +262,30 @@ class GeneratorThread(CompletionThread):
         assert sample.logprobs is not None, "a generator returns log-probabilities"
         tokens, logprobs = sample.tokens[start:].tolist(), sample.logprobs[start:].tolist()
         self.updates.append(Update(completion, tokens, logprobs, [], sample.finish, sample))
+
+
+@runtime_checkable
+class HasLocalEngine(Protocol):
+    """A generator whose engine may be in this process."""
+
+    def local_engine(self) -> LocalEngine | None:
+        """Return the engine, with the weights that `generate` would use; None if there is none in this process."""
+
+
+def shared_engine(generator: Generator) -> LocalEngine | None:
+    """Return the engine of a generator if it can take requests while others run; None: it takes whole batches."""
+    engine = generator.local_engine() if isinstance(generator, HasLocalEngine) else None
+    return None if engine is None or engine.own_code is not None else engine
+
+
+def completion_thread(generator: Generator, max_prompt: int, max_tokens: int) -> CompletionThread:
+    """Return what generates for many conversations: the local engine, which requests join at any time, or else batches.
+
+    `max_prompt`, `max_tokens`: longest first prompt of a conversation, and what may follow it.
+    """
+    engine = shared_engine(generator)
+    if engine is None:
+        return GeneratorThread(generator)
+    # On a CPU, equal runs compute equally: a completion is computed alone, since others round it differently.
+    slots = 1 if engine.device.type == "cpu" else None
+    return EngineThread(engine, max_length=max_prompt + max_tokens, max_tokens=max_tokens, max_slots=slots)

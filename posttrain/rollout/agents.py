@@ -26,17 +26,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Prompt, Sample
-from posttrain.endpoint.engine_thread import CompletionThread, EngineThread, GeneratorThread
+from posttrain.endpoint.engine_thread import completion_thread
 from posttrain.endpoint.http import address_of, listen
 from posttrain.engines.base import Generator, Sampling
-from posttrain.engines.local import LocalEngine
 from posttrain.rollout.agent_endpoint import HOST, MODEL, AgentConversation, AgentEndpoint, AgentSession
 from posttrain.rollout.conversations import Turn
 from posttrain.rollout.environments import check_failure_rate
@@ -49,14 +48,6 @@ FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
 ATTEMPTS = 2  # a process that died may have been killed from outside
 
 log = logging.getLogger("posttrain")
-
-
-@runtime_checkable
-class HasLocalEngine(Protocol):
-    """A generator whose engine may be in this process."""
-
-    def local_engine(self) -> LocalEngine | None:
-        """Return the engine, with the weights that `generate` would use; None if there is none in this process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -289,7 +280,8 @@ class AgentRunner:
         """Return the rollouts of a conversation for each prompt and seed; a RewardError if too many of them failed."""
         runs = [AgentRun(position, prompt, seed) for (position, prompt), seed in zip(prompts, seeds, strict=True)]
         sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
-        with self.endpoint.session(self.completion_thread(), sampling, self.max_prompt_length) as session:
+        thread = completion_thread(self.generator, self.max_prompt_length, self.sampling.max_tokens)
+        with self.endpoint.session(thread, sampling, self.max_prompt_length) as session:
             self.agents.run(runs, session, self.stop_seconds)
         for run in runs:
             run.check(self.needs_reward)
@@ -300,16 +292,6 @@ class AgentRunner:
         if greedy:  # a baseline per prompt
             return [run.rollouts()[0] for run in runs]
         return [rollout for run in runs for rollout in run.rollouts()]
-
-    def completion_thread(self) -> CompletionThread:
-        """Return what generates: the local engine, which requests can join at any time, or else whole batches."""
-        engine = self.generator.local_engine() if isinstance(self.generator, HasLocalEngine) else None
-        if engine is None or engine.own_code is not None:
-            return GeneratorThread(self.generator)
-        most = self.sampling.max_tokens
-        # On a CPU, equal runs compute equally: a completion is computed alone, since others round it differently.
-        slots = 1 if engine.device.type == "cpu" else None
-        return EngineThread(engine, max_length=self.max_prompt_length + most, max_tokens=most, max_slots=slots)
 
     def warn(self, runs: Sequence[AgentRun], session: AgentSession) -> None:
         """Log, once each, what was done otherwise than programs asked."""

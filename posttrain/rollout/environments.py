@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRe
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
 from posttrain.sandbox.user_code import CodeLocation, parse_location
 
+STOPPED = "the run was asked to stop while environments were running"
 SHOWN_FAILURES = 3  # different ones in a message
 
 
@@ -44,6 +46,7 @@ class Episode:
     results: list[StepResult] = field(default_factory=list)
     failure: str = ""
     number: int = -1
+    process: int = -1  # index of the process that has it
     processed: int = 0  # events that the current process has handled
 
     @property
@@ -192,31 +195,40 @@ class Environments:
 
         Once a stop is requested (`stop_when`), this ends after `stop_seconds` with a RunStoppedError.
         """
+        shares: dict[int, list[Episode]] = {}
         for episode in episodes:
-            episode.number = next(self.numbers) if episode.number < 0 else episode.number
-        shares = [[each for each in episodes if self._process_of(each) is process] for process in self.processes]
-        with (
-            self.lock,
-            ThreadPoolExecutor(len(self.processes), thread_name_prefix="environments") as threads,
-            self.stop_flag.work(stop_seconds),
-        ):
-            for future in [
-                threads.submit(process.advance, share)
-                for process, share in zip(self.processes, shares, strict=True)
-                if share
-            ]:
+            shares.setdefault(self.place(episode), []).append(episode)
+        with self.work(stop_seconds) as threads:
+            futures = [threads[index].submit(self.processes[index].advance, share) for index, share in shares.items()]
+            for future in futures:
                 future.result()
         if any(episode.waits for episode in episodes):
-            raise RunStoppedError("the run was asked to stop while environments were running")
+            raise RunStoppedError(STOPPED)
+
+    @contextmanager
+    def work(self, stop_seconds: float) -> Iterator[list[ThreadPoolExecutor]]:
+        """Provide a thread for each process, in which its calls are made one after the other."""
+        with (
+            self.lock,
+            ExitStack() as stack,
+            self.stop_flag.work(stop_seconds),
+        ):
+            yield [
+                stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="environments")) for _ in self.processes
+            ]
 
     def end(self, episodes: Sequence[Episode]) -> None:
         """Free the memory of episodes that are over."""
         with self.lock:
             for episode in episodes:
-                self._process_of(episode).end(episode)
+                self.processes[episode.process].end(episode)
 
-    def _process_of(self, episode: Episode) -> EnvironmentProcess:
-        return self.processes[episode.number % len(self.processes)]
+    def place(self, episode: Episode, process: int | None = None) -> int:
+        """Return the index of an episode's process; a new episode gets the given one, or the next."""
+        if episode.number < 0:
+            episode.number = next(self.numbers)
+            episode.process = episode.number % len(self.processes) if process is None else process
+        return episode.process
 
     def check_failures(self, episodes: Sequence[Episode]) -> None:
         """Raise a RewardError with the first messages if more than `max_failure_rate` of these failed."""

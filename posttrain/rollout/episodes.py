@@ -1,12 +1,19 @@
-"""Episodes of the policy with environments: all advance together, turn by turn, and tokens are only appended.
+"""Episodes of the policy with environments, in tokens that are only appended.
 
 tokens   prompt | reply 1 | environment | reply 2      the sampled tokens are the trained tokens
 mask        0   |    1    |      0      |    1         the environment's tokens are not trained on
+
+Concurrent episodes advance independently: each joins the batch of the local engine when its environment has returned,
+so a slow one delays no other. In lock step, all replies of a turn are generated in one call, then all environments
+advance. Seeds depend on the episode and the turn, so both give the same rollouts, up to rounding in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,10 +24,11 @@ from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Experts, Prompt, Sample
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
+from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion, completion_thread, shared_engine
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
-from posttrain.rollout.environments import Environments, Episode
+from posttrain.rollout.environments import STOPPED, Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
-from posttrain.sandbox.supervisor import STOP_SECONDS
+from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
 
 
 @dataclass(slots=True)
@@ -45,6 +53,9 @@ class TokenizedEpisode:
     accepted_tokens: int = 0
     prompt_tokens: int = 0  # of the prompts of all turns
     reused_tokens: float = 0.0  # of them, found in the engine's KV cache
+    turn_seconds: list[tuple[float, float]] = field(default_factory=list)  # per reply: of the environment before; model
+    environment_seconds: float = 0.0  # of its last start or step
+    started: float = field(default_factory=time.monotonic)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens; those with log-probabilities were sampled by the model."""
@@ -62,6 +73,11 @@ class TokenizedEpisode:
 
     def fail(self, reason: str) -> None:
         self.episode.failure, self.finish = reason, "error"
+
+    @property
+    def over(self) -> bool:
+        """Whether the last reply was answered by the environment, and no other will follow."""
+        return bool(self.finish) and not self.episode.waits
 
     @property
     def completion_length(self) -> int:
@@ -91,6 +107,7 @@ class TokenizedEpisode:
             text=self.text,
             messages=self.messages,
             turns=len(self.episode.replies),
+            turn_seconds=self.turn_seconds,
             rewards={"environment": sum(result.reward for result in self.episode.results)},
             failure=f"{ENVIRONMENT_FAILED}{failure}" if failure else "",
         )
@@ -111,17 +128,20 @@ class EpisodePlayer(Protocol):
 
 
 class EpisodeRunner:
-    """Runs episodes: in each turn one call of the generator for all replies, then one step of each environment."""
+    """Runs episodes: concurrently where the local engine generates on an accelerator, else in lock step."""
 
     def __init__(
         self, environments: Environments, policy: Generator, config: OnlineConfig, sampling: Sampling, tokenizer: Any
     ) -> None:
         self.environments, self.policy, self.sampling, self.tokenizer = environments, policy, sampling, tokenizer
         self.max_prompt_length = config.data.max_length
+        self.schedule, self.most = config.rollout.environment_schedule, config.rollout.max_concurrent_episodes
+        self.max_turns, self.max_seconds = config.rollout.max_turns, config.rollout.episode_timeout_seconds
         # Without batches ahead a stopped batch is made again with the same weights, so nothing is lost.
         self.stop_seconds = STOP_SECONDS if config.rollout.ahead else 0.0
         self.encoder = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.encoder)
+        self.engine_seconds = 0.0  # in which completions were computed, since the start
 
     def play(
         self, prompts: Sequence[tuple[int, Prompt]], seeds: Sequence[int], *, greedy: bool = False
@@ -131,20 +151,59 @@ class EpisodeRunner:
             TokenizedEpisode(position, prompt, seed, Episode(prompt.columns | {"messages": prompt.messages}))
             for (position, prompt), seed in zip(prompts, seeds, strict=True)
         ]
-        episodes = [each.episode for each in running]
-        self.environments.advance(episodes, self.stop_seconds)
+        sampling = replace(self.sampling, temperature=0.0) if greedy else self.sampling
+        if self.is_concurrent():
+            self.play_concurrently(running, sampling)
+        else:
+            size = self.most or len(running)
+            for first in range(0, len(running), size):
+                self.play_in_lock_step(running[first : first + size], sampling)
+        self.environments.check_failures([each.episode for each in running])
+        return [each.rollout() for each in running]
+
+    def is_concurrent(self) -> bool:
+        """Whether episodes advance independently: by default not on a CPU, which computes them one by one then."""
+        if self.schedule != "auto":
+            return self.schedule == "concurrent"
+        engine = shared_engine(self.policy)
+        return engine is not None and engine.device.type != "cpu"
+
+    def play_in_lock_step(self, running: Sequence[TokenizedEpisode], sampling: Sampling) -> None:
+        """Play episodes turn by turn: one call of the generator for all replies, then one step of each environment."""
+        self.advance(running)
         for each in running:
             self.start(each)
-        turn = 0
         while unfinished := [each for each in running if not each.finish]:
-            self.generate_replies(unfinished, turn, greedy)
-            self.environments.advance([each.episode for each in unfinished], self.stop_seconds)
+            limits = [self.room(each) for each in unfinished]
+            requests = [self.request(each) for each in unfinished]
+            began = time.monotonic()
+            samples = self.policy.generate(requests, replace(sampling, max_tokens=max(limits)))
+            seconds = time.monotonic() - began
+            self.engine_seconds += seconds
+            for each, sample in zip(unfinished, samples, strict=True):
+                self.add_reply(each, sample, seconds)
+            self.advance(unfinished)
             for each in unfinished:
                 self.append_environment_turn(each)
-            turn += 1
-        self.environments.end(episodes)
-        self.environments.check_failures(episodes)
-        return [each.rollout() for each in running]
+        self.environments.end([each.episode for each in running])
+
+    def advance(self, running: Sequence[TokenizedEpisode]) -> None:
+        """Run one step of each environment; all have its time, since they wait for each other."""
+        began = time.monotonic()
+        self.environments.advance([each.episode for each in running], self.stop_seconds)
+        for each in running:
+            each.environment_seconds = time.monotonic() - began
+
+    def play_concurrently(self, running: Sequence[TokenizedEpisode], sampling: Sampling) -> None:
+        """Play episodes independently of each other; RunStoppedError if the run was asked to stop."""
+        thread = completion_thread(self.policy, self.max_prompt_length, sampling.max_tokens)
+        episodes = ConcurrentEpisodes(self, thread, sampling)
+        with self.environments.work(self.stop_seconds) as processes, ThreadPoolExecutor(1) as loop:
+            # A thread of its own: the caller's may have an event loop already, as in a notebook.
+            loop.submit(asyncio.run, episodes.run(running, processes)).result()
+        self.engine_seconds += getattr(thread, "busy_seconds", 0.0)
+        if not all(each.over for each in running):
+            raise RunStoppedError(STOPPED)
 
     def start(self, tokenized: TokenizedEpisode) -> None:
         """Encode the messages that `start` returned; they replace the prompt."""
@@ -167,39 +226,39 @@ class EpisodeRunner:
         if episode.failure:
             tokenized.fail(episode.failure)
 
-    def generate_replies(self, unfinished: Sequence[TokenizedEpisode], turn: int, greedy: bool) -> None:
-        """Generate the next reply of each episode, within what is left of rollout.max_tokens."""
-        requests = [
-            GenerationRequest(
-                prompt=np.array(each.tokens, dtype=np.int32),
-                group=each.position,
-                seed=seed_for(each.seed, turn, 0) if turn else each.seed,  # first turn: as without an environment
-                reuse_prefix=True,
-            )
-            for each in unfinished
-        ]
-        limits = [self.sampling.max_tokens - each.completion_length for each in unfinished]
-        sampling = replace(self.sampling, max_tokens=max(limits))
-        if greedy:
-            sampling = replace(sampling, temperature=0.0)
-        for each, limit, sample in zip(unfinished, limits, self.policy.generate(requests, sampling), strict=True):
-            start = len(each.tokens)
-            tokens = sample.tokens[start:].tolist()
-            assert sample.logprobs is not None, "a generator returns log-probabilities"
-            each.versions += [sample.version, sample.newest]
-            each.preemptions += sample.preemptions
-            each.draft_tokens += sample.draft_tokens
-            each.accepted_tokens += sample.accepted_tokens
-            each.prompt_tokens += start
-            each.reused_tokens += sample.reused * start
-            each.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())
-            if sample.experts is not None:
-                each.add_experts(sample.experts)
-            each.finish = "length" if len(tokens) > limit else sample.finish
-            each.text = self.tokenizer.decode(tokens[:limit], skip_special_tokens=True)
-            each.reply_end = self.find_reply_end(tokens[:limit], each.text) if each.finish == "stop" else ""
-            each.messages.append({"role": "assistant", "content": each.text})
-            each.episode.replies.append(each.text)
+    def room(self, tokenized: TokenizedEpisode) -> int:
+        """Return what is left of rollout.max_tokens for the next reply."""
+        return self.sampling.max_tokens - tokenized.completion_length
+
+    def request(self, tokenized: TokenizedEpisode) -> GenerationRequest:
+        turn, seed = len(tokenized.episode.replies), tokenized.seed
+        return GenerationRequest(
+            prompt=np.array(tokenized.tokens, dtype=np.int32),
+            group=tokenized.position,
+            seed=seed_for(seed, turn, 0) if turn else seed,  # first turn: as without an environment
+            reuse_prefix=True,
+        )
+
+    def add_reply(self, tokenized: TokenizedEpisode, sample: Sample, seconds: float) -> None:
+        """Append what was sampled, as far as there is room, and pass its text to the environment."""
+        start, limit = len(tokenized.tokens), self.room(tokenized)
+        tokens = sample.tokens[start:].tolist()
+        assert sample.logprobs is not None, "a generator returns log-probabilities"
+        tokenized.versions += [sample.version, sample.newest]
+        tokenized.preemptions += sample.preemptions
+        tokenized.draft_tokens += sample.draft_tokens
+        tokenized.accepted_tokens += sample.accepted_tokens
+        tokenized.prompt_tokens += start
+        tokenized.reused_tokens += sample.reused * start
+        tokenized.turn_seconds.append((tokenized.environment_seconds, seconds))
+        tokenized.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())
+        if sample.experts is not None:
+            tokenized.add_experts(sample.experts)
+        tokenized.finish = "length" if len(tokens) > limit else sample.finish
+        tokenized.text = self.tokenizer.decode(tokens[:limit], skip_special_tokens=True)
+        tokenized.reply_end = self.find_reply_end(tokens[:limit], tokenized.text) if tokenized.finish == "stop" else ""
+        tokenized.messages.append({"role": "assistant", "content": tokenized.text})
+        tokenized.episode.replies.append(tokenized.text)
 
     def find_reply_end(self, tokens: list[int], text: str) -> str:
         """Return the stop token or the stop text that a reply ends with, as text."""
@@ -216,6 +275,12 @@ class EpisodeRunner:
         new_messages = episode.results[-1].messages
         if new_messages is None or tokenized.finish == "length":
             return
+        if self.max_turns and len(episode.replies) >= self.max_turns:
+            tokenized.finish = "length"
+            return
+        if self.max_seconds and time.monotonic() - tokenized.started > self.max_seconds:
+            tokenized.fail(f"the episode did not end within {self.max_seconds:g} s (rollout.episode_timeout_seconds)")
+            return
         messages = [*tokenized.messages, *new_messages]
         try:
             segment = self.chat.continuation(
@@ -230,3 +295,71 @@ class EpisodeRunner:
             return
         tokenized.append(tokens)
         tokenized.messages, tokenized.finish = messages, ""
+
+
+class ConcurrentEpisodes:
+    """Episodes that advance independently: a coroutine each, in one event loop; environments run in other threads."""
+
+    def __init__(self, runner: EpisodeRunner, engine: CompletionThread, sampling: Sampling) -> None:
+        self.runner, self.engine, self.sampling = runner, engine, sampling
+        self.open: list[int] = []  # episodes of each environment process
+
+    async def run(self, episodes: Sequence[TokenizedEpisode], processes: Sequence[ThreadPoolExecutor]) -> None:
+        """Play all episodes; after a stop of the run, those that are not over are left. `processes`: their threads."""
+        self.processes, self.open = processes, [0] * len(processes)
+        self.free = asyncio.Semaphore(self.runner.most or len(episodes) or 1)
+        ended = self.engine.start()
+        tasks = [asyncio.ensure_future(self.play(each)) for each in episodes]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.engine.close()
+            await ended  # raises the error of the engine, which is the first cause
+
+    async def play(self, tokenized: TokenizedEpisode) -> None:
+        runner, environments, episode = self.runner, self.runner.environments, tokenized.episode
+        async with self.free:
+            if environments.stop_flag.is_set():
+                return
+            environments.place(episode, self.open.index(min(self.open)))
+            self.open[episode.process] += 1
+            tokenized.started = time.monotonic()
+            if not await self.advance(tokenized):
+                return
+            runner.start(tokenized)
+            while not tokenized.finish:
+                began = time.monotonic()
+                sample = await self.reply(tokenized)
+                runner.add_reply(tokenized, sample, time.monotonic() - began)
+                if not await self.advance(tokenized):
+                    return
+                runner.append_environment_turn(tokenized)
+            await self.in_process(tokenized, environments.processes[episode.process].end, episode)
+            self.open[episode.process] -= 1
+
+    async def advance(self, tokenized: TokenizedEpisode) -> bool:
+        """Run the next step of the environment; False if the run was asked to stop before it ended."""
+        episode, began = tokenized.episode, time.monotonic()
+        await self.in_process(tokenized, self.runner.environments.processes[episode.process].advance, [episode])
+        tokenized.environment_seconds = time.monotonic() - began
+        return not episode.waits
+
+    async def in_process(self, tokenized: TokenizedEpisode, function: Callable[..., None], *args: Any) -> None:
+        thread = self.processes[tokenized.episode.process]
+        await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+    async def reply(self, tokenized: TokenizedEpisode) -> Sample:
+        """Generate the next reply."""
+        room = self.sampling.max_tokens  # of whole batches: equal for all, so that there is one call for them
+        if self.engine.has_top_logprobs:
+            room = self.runner.room(tokenized)
+        sampling = replace(self.sampling, max_tokens=room)
+        completion = PendingCompletion(self.runner.request(tokenized), sampling, asyncio.Event(), streamed=False)
+        self.engine.submit([completion])
+        await completion.changed.wait()
+        if completion.sample is None:
+            raise PosttrainError("the engine ended before all episodes were over")
+        return completion.sample

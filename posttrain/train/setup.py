@@ -281,9 +281,8 @@ def make_programs(config: OnlineConfig) -> Environments | Agents | None:
         "env": reward.env,
     }
     if rollout.environment:
-        return Environments(
-            rollout.environment, workers=reward.workers, timeout_seconds=reward.timeout_seconds, **common
-        )
+        workers = rollout.environment_workers or reward.workers
+        return Environments(rollout.environment, workers=workers, timeout_seconds=reward.timeout_seconds, **common)
     if rollout.agent:
         from posttrain.rollout.agents import Agents  # the HTTP server
 

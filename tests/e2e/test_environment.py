@@ -1,7 +1,11 @@
 """Training in episodes with an environment: the same twice, the same after a resume, and rewarded as it says."""
 
 import json
+import random
+import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,12 +59,14 @@ def numbers(run):
 
 
 def answers(run):
-    return [{**row, "seconds": 0} for row in rows_of(run / records.FILE)]
+    rows = rows_of(run / records.FILE)
+    assert all(len(row["turn_seconds"]) == row["turns"] for row in rows)
+    return [{**row, "seconds": 0, "turn_seconds": 0} for row in rows]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_resumed_run_is_the_uninterrupted_one(options, tmp_path, ahead):
-    options += ["--rollout.ahead", ahead]
+@pytest.mark.parametrize(("ahead", "schedule"), [(0, "auto"), (1, "auto"), (0, "concurrent"), (1, "concurrent")])
+def test_a_resumed_run_is_the_uninterrupted_one(options, tmp_path, ahead, schedule):
+    options += ["--rollout.ahead", ahead, "--rollout.environment_schedule", schedule]
     assert command("grpo", *options, "--out", "whole") == 0
     shutil.copytree("whole", "resumed")
     shutil.rmtree("resumed/checkpoints/step-00000004")  # as if killed before it was saved
@@ -113,3 +119,28 @@ def test_wrong_use_is_found_before_anything_is_loaded(options, capsys, spec, com
     assert command("grpo", *options, "--rollout.environment", spec, "--out", "run") == 2
     assert complaint in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "environment"), [("guess_number", "GuessNumber"), ("calculator_task", "CalculatorTask")]
+)
+def test_the_tasks_of_the_examples_are_trained_in_two_stages(task, environment, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    found = runpy.run_path(str(ROOT / "examples" / f"{task}.py"))
+    for seed in range(30):  # what demonstrations say is what the environment says
+        messages = found["demonstration"](random.Random(seed))["messages"]
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        played = found[environment]()
+        product = re.search(r"(\d+) \* (\d+)", messages[0]["content"])
+        answer = int(product[1]) * int(product[2]) if product else int(said[-1])
+        assert played.start({"messages": messages[:1], "secret": answer, "answer": str(answer)}) == messages[:1]
+        results = [played.step(reply) for reply in said]
+        if results[-1][1] and len(said) < found.get("GUESSES", 10):  # solved
+            replies = [message for result, _ in results[:-1] for message in result]
+            assert [message for message in messages[1:] if message["role"] == "user"] == replies
+            assert results[-1][1] > 0.5 and results[-1][0] is None
+    small = ["--demonstrations", "64", "--held_out", "2", "--steps", "1", "--prompts", "1", "--samples", "2"]
+    monkeypatch.setattr(sys, "argv", ["task", "--out", str(tmp_path), *small, "--workers", "1", "--max_tokens", "64"])
+    found["main"]()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("before training:", "after sft:", "after grpo, 1 steps:"))

@@ -1,11 +1,12 @@
 """The benchmarks run, measure what they say, and write down what they found. Peers are not installed here."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from bench import common, curves, dpo, generate, grpo, learn, long, opd, sft
+from bench import agents, common, curves, dpo, generate, grpo, learn, long, opd, sft
 from bench.__main__ import main
 from bench.common import Options, Result, Shape, Times
 
@@ -28,6 +29,8 @@ def tiny(monkeypatch):
         monkeypatch.setattr(grpo, name, value)
     for name, value in {"PROMPTS": 2, "PROMPT": 8, "COMPLETION": 4}.items():
         monkeypatch.setattr(opd, name, value)
+    for name, value in {"EPISODES": 8, "TOGETHER": 2, "TURNS": 2, "REPLY": 3, "MEAN_SECONDS": 0.001}.items():
+        monkeypatch.setattr(agents, name, value)
     monkeypatch.setattr(curves, "BATCHES", (4, 1))
     monkeypatch.setattr(curves, "LENGTHS", (32,))
     threads = torch.get_num_threads()
@@ -38,6 +41,15 @@ def tiny(monkeypatch):
 def rows_of(page):
     lines = page.read_text(encoding="utf-8").splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| 20")]
+
+
+def test_both_schedules_of_agents_are_in_one_row(tiny, tmp_path):
+    page = tmp_path / "results.md"
+    main(["agents", "--out", str(page)])
+    [row] = rows_of(page)
+    assert row[1] == "episodes small, 8, 2 at a time, 2 turns of 3 tokens, tools 0.001 s"
+    assert re.fullmatch(r"lock_step: 2 episodes in .* s, device busy .*%; concurrent: 8 episodes .*%", row[2])
+    assert row[4].endswith("x")
 
 
 @pytest.mark.parametrize(
