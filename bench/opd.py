@@ -89,9 +89,7 @@ def sampling_flops(shape: Shape) -> float:
     return 2.0 * (shape.layer_weights * (PROMPTS * PROMPT + made) + shape.head_weights * made)
 
 
-def trl_trainer(
-    student: str, teacher: str, prompts: list[np.ndarray], options: Options, callbacks: list[Any]
-) -> Any:
+def trl_trainer(student: str, teacher: str, prompts: list[np.ndarray], options: Options, callbacks: list[Any]) -> Any:
     from datasets import Dataset
     from trl import DistillationConfig, DistillationTrainer
 

@@ -174,17 +174,7 @@ def forward(
         assert teacher is not None, "a divergence needs a teacher model"
         with torch.no_grad():
             teacher_hidden = teacher.run_layers(batch).last_hidden_state[0]
-        divergence = chunked.token_divergence(
-            before().states,
-            teacher_hidden[before().local],
-            runner.logits,
-            teacher.logits,
-            runner.vocabulary_size,
-            request.divergence,
-            request.jsd_beta,
-            request.temperature,
-            request.divergence_top_k,
-        )
+        divergence = head_divergence(runner, teacher, before().states, teacher_hidden[before().local], request)
         out.divergence = to_stream(before().gather(divergence), batch)
     if "choices" in request.names:  # predictions of the token after a counted one
         at = SelectedStates.select(runner, hidden, batch.computed(batch.counted))
@@ -256,6 +246,30 @@ def head_logprobs(
         return head.logprobs(states, targets, distribution.temperature, **wanted, early=early)
     return chunked.token_logprobs(
         states, targets, runner.logits, runner.vocabulary_size, distribution, entropy_gradient=request.entropy_gradient
+    )
+
+
+def head_divergence(
+    runner: ModelRunner,
+    teacher: ModelRunner,
+    states: torch.Tensor,
+    teacher_states: torch.Tensor,
+    request: ForwardRequest,
+) -> torch.Tensor:
+    """Compute the divergence from the teacher at each position, by the fused heads on an accelerator if both exist."""
+    head, other = runner.fused_head, teacher.fused_head
+    if head is not None and other is not None and not request.divergence_top_k and states.device.type != "cpu":
+        return head.divergence(states, other, teacher_states, request.divergence, request.jsd_beta, request.temperature)
+    return chunked.token_divergence(
+        states,
+        teacher_states,
+        runner.logits,
+        teacher.logits,
+        runner.vocabulary_size,
+        request.divergence,
+        request.jsd_beta,
+        request.temperature,
+        request.divergence_top_k,
     )
 
 

@@ -35,7 +35,7 @@ chunk, which is small against a product with the head. Conditions, which the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from posttrain.core.types import MicroBatch, Objective, Outputs, SamplingDistribution
 from posttrain.nn import attention
 from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.logprobs import Divergence
 from posttrain.nn.weights import MASTER, add_product, is_plain_linear, weight_gradients
 
 LOGITS_PER_CHUNK = 2**29  # half precision: 1 GiB
@@ -95,6 +96,22 @@ class FusedHead:
         options = (temperature or 1.0, self.kernels, entropy, early)
         logprobs, entropies = HeadLogprobs.apply(hidden, self.head.weight, targets, *options)
         return logprobs[:count], entropies[:count] if entropy_gradient else entropies[:count].detach()
+
+    def divergence(
+        self,
+        hidden: torch.Tensor,
+        teacher: FusedHead,
+        teacher_hidden: torch.Tensor,
+        kind: Divergence,
+        jsd_beta: float,
+        temperature: float,
+    ) -> torch.Tensor:
+        """Return the divergence from the teacher at each position [n], as nn/logprobs.py defines it."""
+        count = len(hidden)
+        padding = -count % self.multiple
+        states = [F.pad(each, (0, 0, 0, padding)) if padding else each for each in (hidden, teacher_hidden)]
+        options = (teacher.head.weight.detach(), states[1], temperature, kind, jsd_beta, self.kernels)
+        return HeadDivergence.apply(states[0], self.head.weight, *options)[:count]
 
 
 class EarlyGradients:
@@ -165,20 +182,17 @@ class HeadLogprobs(torch.autograd.Function):
         with_entropy: bool,
         early: EarlyGradients | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_per_chunk = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
-        size = max(1, logits_per_chunk // len(weight))
-        size -= size % 128 if size > 128 else 0  # whole tiles of a matrix product
+        size = chunk_size(weight)
         back = HeadGradients(hidden, weight, ctx.needs_input_grad[1]) if early is not None else None
         parts = []
-        for start in range(0, max(1, len(hidden)), size):
-            rows = slice(start, start + size)
+        for rows in chunk_rows(len(hidden), size):
             logits = hidden[rows] @ weight.t()
             picked, entropy, normalizer = kernels.target_logprobs(
                 logits, targets[rows], temperature, with_entropy=with_entropy
             )
             parts.append((picked, entropy, normalizer))
             if back is not None and early is not None:
-                known = (normalizer, entropy, *early.chunk_gradients(start, picked, entropy))
+                known = (normalizer, entropy, *early.chunk_gradients(rows.start, picked, entropy))
                 back.add(rows, kernels.target_logprobs_backward(logits, targets[rows], temperature, *known))
             del logits  # free them before the next chunk's are allocated
         logprobs, entropy, normalizer = (torch.cat(streams) for streams in zip(*parts, strict=True))
@@ -197,8 +211,7 @@ class HeadLogprobs(torch.autograd.Function):
             if d_picked is None:
                 d_picked = torch.zeros_like(normalizer)
             back = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
-            for start in range(0, len(hidden), size):
-                rows = slice(start, start + size)
+            for rows in chunk_rows(len(hidden), size):
                 known = (normalizer[rows], entropy[rows], d_picked[rows].contiguous())
                 more = None if d_entropy is None else d_entropy[rows].contiguous()
                 logits = hidden[rows] @ weight.t()
@@ -207,6 +220,61 @@ class HeadLogprobs(torch.autograd.Function):
         elif d_picked is not None:
             ctx.early.compare(d_picked)
         return back.d_hidden, back.d_weight, None, None, None, None, None
+
+
+class HeadDivergence(torch.autograd.Function):
+    """Computes the divergence of each position with the logits of one chunk at a time; the backward pass repeats them.
+
+    Reading and writing logits takes most of the time, so one kernel reads both models' logits once (for jsd twice),
+    and one writes the gradient over the student's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        temperature: float,
+        kind: Divergence,
+        jsd_beta: float,
+        kernels: ModuleType,
+    ) -> torch.Tensor:
+        size = chunk_size(weight, heads=2)
+        options = temperature, kind, jsd_beta
+        parts = []
+        for rows in chunk_rows(len(hidden), size):
+            logits, teacher_logits = hidden[rows] @ weight.t(), teacher_hidden[rows] @ teacher_weight.t()
+            parts.append(kernels.divergence(logits, teacher_logits, *options))
+            del logits, teacher_logits  # free them before the next chunk's are allocated
+        divergence, *known = (torch.cat(streams) for streams in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, teacher_hidden, *known)
+        ctx.weight, ctx.teacher_weight = weight, teacher_weight
+        ctx.options, ctx.kernels, ctx.size = options, kernels, size
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hidden, teacher_hidden, *known = ctx.saved_tensors
+        back = HeadGradients(hidden, ctx.weight, ctx.needs_input_grad[1])
+        for rows in chunk_rows(len(hidden), ctx.size):
+            logits, teacher_logits = hidden[rows] @ ctx.weight.t(), teacher_hidden[rows] @ ctx.teacher_weight.t()
+            streams = [stream[rows] for stream in (*known, gradients[0].contiguous())]
+            back.add(rows, ctx.kernels.divergence_backward(logits, teacher_logits, *ctx.options, *streams))
+            del logits, teacher_logits
+        return back.d_hidden, back.d_weight, *[None] * 6
+
+
+def chunk_size(weight: torch.Tensor, heads: int = 1) -> int:
+    """Return the number of positions whose logits are held at once, of `heads` models."""
+    most = LOGITS_PER_CPU_CHUNK if weight.device.type == "cpu" else LOGITS_PER_CHUNK
+    size = max(1, most // (heads * len(weight)))
+    return size - (size % 128 if size > 128 else 0)  # whole tiles of a matrix product
+
+
+def chunk_rows(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, max(1, count), size))
 
 
 class HeadGradients:

@@ -224,6 +224,8 @@ def test_rows_are_split_off_the_training_data(tmp_path):
         rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {i}"} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     learn.write_rows(learn.gsm8k, tmp_path, tmp_path / "out", held_out=2)
-    lines = {s: (tmp_path / "out" / f"{s}-prompts.jsonl").read_text().splitlines() for s in ("train", "held-out", "test")}
+    lines = {
+        s: (tmp_path / "out" / f"{s}-prompts.jsonl").read_text().splitlines() for s in ("train", "held-out", "test")
+    }
     assert {split: len(found) for split, found in lines.items()} == {"train": 3, "held-out": 2, "test": 2}
     assert not set(lines["train"]) & set(lines["held-out"])

@@ -64,6 +64,14 @@ def target_logprobs_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
     return logits
 
 
+def divergence(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(4))  # type: ignore[return-value]
+
+
+def divergence_backward(logits: torch.Tensor, *known: Any) -> torch.Tensor:
+    return logits
+
+
 def sort_by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     place = torch.empty_like(chosen)
     return place.view(-1), place, chosen.new_empty(experts, dtype=torch.int32)

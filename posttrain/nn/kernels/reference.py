@@ -7,6 +7,7 @@ function returned, and some of its inputs or results.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -168,6 +169,52 @@ def target_logprobs_backward(
     if temperature != 1.0:
         gradient /= temperature
     return gradient if gradient.data_ptr() == logits.data_ptr() else logits.copy_(gradient)
+
+
+def divergence(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float, kind: str, jsd_beta: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the divergence of each row as nn/logprobs.py defines it, and what its gradient needs: float32 [n] each.
+
+    The others are the log-normalizers of student and teacher, and KL(student || q), where q is the teacher's
+    distribution, for jsd the mixture; 0 for forward_kl, whose gradient does not need it.
+    """
+    wide, teacher = (scale_by_temperature(each, temperature) for each in (logits, teacher_logits))
+    normalizers = wide.logsumexp(-1), teacher.logsumexp(-1)
+    logp, logq = wide - normalizers[0][:, None], teacher - normalizers[1][:, None]
+    if kind == "forward_kl":
+        found = (logq.exp() * (logq - logp)).sum(-1)
+        return found, *normalizers, torch.zeros_like(found)
+    if kind == "reverse_kl":
+        found = (logp.exp() * (logp - logq)).sum(-1)
+        return found, *normalizers, found
+    mixture = torch.logaddexp(logq + math.log(jsd_beta), logp + math.log1p(-jsd_beta))
+    own = (logp.exp() * (logp - mixture)).sum(-1)
+    return jsd_beta * (logq.exp() * (logq - mixture)).sum(-1) + (1 - jsd_beta) * own, *normalizers, own
+
+
+def divergence_backward(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    temperature: float,
+    kind: str,
+    jsd_beta: float,
+    normalizer: torch.Tensor,
+    teacher_normalizer: torch.Tensor,
+    own: torch.Tensor,
+    gradient: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient of the student's logits [n, V], written over them; `own`: the last result of `divergence`."""
+    logp = scale_by_temperature(logits, temperature) - normalizer[:, None]
+    logq = scale_by_temperature(teacher_logits, temperature) - teacher_normalizer[:, None]
+    if kind == "forward_kl":
+        by_logits = logp.exp() - logq.exp()
+    elif kind == "reverse_kl":
+        by_logits = logp.exp() * (logp - logq - own[:, None])
+    else:
+        mixture = torch.logaddexp(logq + math.log(jsd_beta), logp + math.log1p(-jsd_beta))
+        by_logits = (1 - jsd_beta) * logp.exp() * (logp - mixture - own[:, None])
+    return logits.copy_(by_logits * (gradient[:, None] / temperature))
 
 
 def scale_by_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""The fused head's divergence from a teacher equals the one that autograd computes from whole logits."""
+
+import pytest
+import torch
+
+from posttrain.nn import lm_head
+from posttrain.nn import logprobs as chunked
+from posttrain.nn.kernels import reference
+from posttrain.nn.lm_head import FusedHead
+
+KINDS = ["forward_kl", "reverse_kl", "jsd"]
+
+
+def heads(vocabulary: int = 37) -> tuple[torch.nn.Linear, torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """A student and a wider teacher, with hidden states of 9 positions."""
+    torch.manual_seed(0)
+    student, teacher = (torch.nn.Linear(size, vocabulary, bias=False) for size in (8, 12))
+    return student, teacher, torch.randn(9, 8), torch.randn(9, 12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergence_and_its_gradients(kind, temperature, monkeypatch):
+    monkeypatch.setattr(lm_head, "LOGITS_PER_CPU_CHUNK", 4 * 37)  # chunks of 2 positions
+    student, teacher, hidden, teacher_hidden = heads()
+    weights = torch.arange(9.0) - 3  # what the loss multiplies the positions with; 0 for one of them
+
+    def gradients(fused: bool) -> list[torch.Tensor]:
+        states = hidden.clone().requires_grad_()
+        student.weight.grad = None
+        if fused:
+            one, other = FusedHead(student, reference, 4), FusedHead(teacher, reference, 4)
+            found = one.divergence(states, other, teacher_hidden, kind, 0.3, temperature)
+        else:
+            found = chunked.token_divergence(states, teacher_hidden, student, teacher, 37, kind, 0.3, temperature)
+        (found * weights).sum().backward()
+        return [found.detach(), states.grad, student.weight.grad]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_the_gpu_equal_the_reference(kind):
+    from posttrain.nn.kernels import triton
+
+    torch.manual_seed(0)
+    logits, teacher = (3 * torch.randn(5, 10_007) for _ in range(2))
+    gradient = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0])
+    expected = reference.divergence(logits, teacher, 0.8, kind, 0.3)
+    found = triton.divergence(logits.cuda(), teacher.cuda(), 0.8, kind, 0.3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
+    by_logits = reference.divergence_backward(logits.clone(), teacher, 0.8, kind, 0.3, *expected[1:], gradient)
+    of_gpu = triton.divergence_backward(logits.cuda(), teacher.cuda(), 0.8, kind, 0.3, *found[1:], gradient.cuda())
+    torch.testing.assert_close(of_gpu.cpu(), by_logits, rtol=1e-3, atol=1e-7)
