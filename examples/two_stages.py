@@ -82,7 +82,6 @@ def train(
                     "learning_rate": chosen.grpo_rate,
                     "max_steps": chosen.steps,
                     "warmup_steps": 5,
-                    "micro_batch_tokens": 32768,
                 },
                 "eval": {"temperature": 1.0},
                 "save": {"every_steps": 0},
@@ -96,7 +95,7 @@ def train(
     first = sft(
         chosen.model,
         taught,
-        train={"batch_size": 64, "learning_rate": chosen.sft_rate, "warmup_steps": 5, "micro_batch_tokens": 32768},
+        train={"batch_size": 64, "learning_rate": chosen.sft_rate, "warmup_steps": 5},
         save={"every_steps": 0},
         output_dir=out / "sft",
         quiet=True,

@@ -278,10 +278,9 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     )
     rollout, reward, cluster = config.rollout, config.reward, config.cluster
     has_program = bool(rollout.environment or rollout.agent)
-    refuse(
-        bool(rollout.environment and rollout.agent),
-        f"rollout.environment is {rollout.environment} and rollout.agent is {rollout.agent}; set one of them.",
-    )
+    programs = {"environment": rollout.environment, "agent": rollout.agent, "tools": " ".join(rollout.tools)}
+    given = [f"rollout.{name} is {value}" for name, value in programs.items() if value]
+    refuse(len(given) > 1, f"{' and '.join(given)}; set one of them.")
     chooses = rollout.skip_epochs > 0 or rollout.prompt_sampling == "difficulty"
     named = "rollout.skip_epochs" if rollout.skip_epochs else "rollout.prompt_sampling difficulty"
     refuse(
@@ -302,9 +301,9 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} rewards. Give one each.",
     )
     refuse(
-        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or has_program)),
+        bool(rollout.replay and (rollout.ahead or rollout.dynamic_sampling or has_program or rollout.tools)),
         "rollout.replay takes recorded completions as they are: leave out rollout.ahead, rollout.dynamic_sampling, "
-        "rollout.environment and rollout.agent.",
+        "rollout.environment, rollout.tools and rollout.agent.",
     )
     refuse(
         bool(rollout.prompts_per_stage and (rollout.ahead or rollout.replay)),

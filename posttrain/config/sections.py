@@ -330,13 +330,16 @@ class RolloutConfig:
     when it was used last."""
     environment: str = ""
     """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call before its last reply: FILE.py:FUNCTION, mcp:COMMAND, mcp:http://..., or sandbox,
+    which runs Python programs."""
     environment_workers: int = 0
-    """Child processes of the environment; each runs one step at a time; 0: as many as reward.workers."""
+    """Child processes of the environment or the tools; each runs one step at a time; 0: as many as reward.workers."""
     environment_schedule: Literal["auto", "concurrent", "lock_step"] = "auto"
     """concurrent: episodes advance independently; lock_step: turn by turn, all together; auto: concurrent where the
     local engine generates on an accelerator."""
     max_concurrent_episodes: int = 0
-    """Most episodes of the environment that go on at the same time; 0: all of a batch."""
+    """Most episodes with an environment or tools that go on at the same time; 0: all of a batch."""
     max_turns: int = 0
     """Most replies of the model in an episode, which then ends as truncated; 0: no limit but rollout.max_tokens."""
     episode_timeout_seconds: float = 0.0

@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from posttrain.core.errors import RewardError, UsageError
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
-from posttrain.sandbox.user_code import CodeLocation, parse_location
+from posttrain.sandbox.user_code import parse_location
 
 STOPPED = "the run was asked to stop while environments were running"
 SHOWN_FAILURES = 3  # different ones in a message
@@ -33,7 +33,7 @@ SHOWN_FAILURES = 3  # different ones in a message
 class StepResult:
     """What an environment returned for one event: the next messages, or None at the end; and the reward of the step."""
 
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     reward: float
 
 
@@ -42,7 +42,7 @@ class Episode:
     """One episode from the environment's side: an example, then the model's replies; one result for each of them."""
 
     example: dict[str, Any]
-    replies: list[str] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)  # texts, or for tools the calls of each reply
     results: list[StepResult] = field(default_factory=list)
     failure: str = ""
     number: int = -1
@@ -80,15 +80,19 @@ class Episode:
 class EnvironmentProcess:
     """Runs the episodes of one child process; when it is lost, repeats them in a new one."""
 
-    def __init__(self, location: CodeLocation, name: str, limits: ProcessLimits, stop_flag: StopFlag) -> None:
-        """`name` is used in error messages."""
-        self.location, self.name, self.stop_flag = location, name, stop_flag
-        self.supervisor = ProcessSupervisor("posttrain.rollout.environment_child", limits, stop_flag)
+    module: ClassVar[str] = "posttrain.rollout.environment_child"
+    repeats: ClassVar[bool] = True  # whether a new process needs the earlier events of its episodes
+
+    def __init__(self, request: dict[str, Any], name: str, limits: ProcessLimits, stop_flag: StopFlag) -> None:
+        """`request`: loads what runs there; `name` is used in error messages."""
+        self.request, self.name, self.stop_flag = request, name, stop_flag
+        self.supervisor = ProcessSupervisor(self.module, limits, stop_flag)
+        self.loaded: dict[str, Any] = {}  # the reply to the request
         self.episodes: dict[int, Episode] = {}  # episodes whose objects the current process holds
         self.ended: list[int] = []  # numbers of episodes whose objects it can delete
 
     def load(self) -> None:
-        self.supervisor.load(self.name, asdict(self.location))
+        self.loaded = self.supervisor.load(self.name, self.request)
 
     def advance(self, episodes: Sequence[Episode]) -> None:
         """Send new events to the environments; in the end each episode has its next result, or has failed.
@@ -143,7 +147,7 @@ class EnvironmentProcess:
     def stop(self) -> None:
         """Kill the process; the next event of each episode repeats it from its start in a new one."""
         self.supervisor.stop()
-        for episode in self.episodes.values():
+        for episode in self.episodes.values() if self.repeats else ():
             episode.processed = 0
         self.episodes.clear()
         self.ended.clear()
@@ -152,9 +156,18 @@ class EnvironmentProcess:
 class Environments:
     """Runs episodes with a user's class in child processes; a context manager, which ends them."""
 
-    def __init__(
+    process_class: ClassVar[type[EnvironmentProcess]] = EnvironmentProcess
+    noun: ClassVar[str] = "episodes"
+
+    def __init__(self, spec: str, **limits: Any) -> None:
+        """`spec`: FILE.py:CLASS or package.module:CLASS; `limits`: as `start` has them."""
+        location = parse_location(spec, f"rollout.environment {spec!r}", "class")
+        self.start(f"rollout.environment {spec}", asdict(location), **limits)
+
+    def start(
         self,
-        spec: str,
+        name: str,
+        request: dict[str, Any],
         *,
         workers: int = 2,
         timeout_seconds: float = 10.0,
@@ -162,13 +175,12 @@ class Environments:
         max_failure_rate: float = 0.1,
         env: Sequence[str] = (),
     ) -> None:
-        """`spec`: FILE.py:CLASS or package.module:CLASS; `env`: environment variables that it may read."""
-        location = parse_location(spec, f"rollout.environment {spec!r}", "class")
-        self.name = f"rollout.environment {spec}"
+        """Make the processes; `request`: loads what runs there; `env`: environment variables that it may read."""
+        self.name = name
         self.max_failure_rate = max_failure_rate
         self.stop_flag = StopFlag()
         limits = ProcessLimits(seconds=timeout_seconds, memory_gib=memory_gib, env=tuple(env))
-        self.processes = [EnvironmentProcess(location, self.name, limits, self.stop_flag) for _ in range(workers)]
+        self.processes = [self.process_class(request, name, limits, self.stop_flag) for _ in range(workers)]
         self.numbers = itertools.count()
         self.lock = threading.Lock()  # an evaluation may run while the next batch is generated
 
@@ -233,7 +245,7 @@ class Environments:
     def check_failures(self, episodes: Sequence[Episode]) -> None:
         """Raise a RewardError with the first messages if more than `max_failure_rate` of these failed."""
         failures = [episode.failure for episode in episodes if episode.failure]
-        check_failure_rate(self.name, failures, len(episodes), self.max_failure_rate, "episodes")
+        check_failure_rate(self.name, failures, len(episodes), self.max_failure_rate, self.noun)
 
     def close(self) -> None:
         """End all processes."""

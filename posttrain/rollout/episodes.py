@@ -141,6 +141,7 @@ class EpisodeRunner:
         self.stop_seconds = STOP_SECONDS if config.rollout.ahead else 0.0
         self.encoder = TokenEncoder(tokenizer)
         self.chat = ChatRenderer(tokenizer, self.encoder)
+        self.tools: list[dict[str, Any]] | None = None  # that the chat template describes to the model
         self.engine_seconds = 0.0  # in which completions were computed, since the start
 
     def play(
@@ -159,7 +160,10 @@ class EpisodeRunner:
             for first in range(0, len(running), size):
                 self.play_in_lock_step(running[first : first + size], sampling)
         self.environments.check_failures([each.episode for each in running])
-        return [each.rollout() for each in running]
+        return [self.rollout(each) for each in running]
+
+    def rollout(self, tokenized: TokenizedEpisode) -> Rollout:
+        return tokenized.rollout()
 
     def is_concurrent(self) -> bool:
         """Whether episodes advance independently: by default not on a CPU, which computes them one by one then."""
@@ -212,7 +216,8 @@ class EpisodeRunner:
         if not episode.failure:
             tokenized.messages = list(episode.results[0].messages or [])
             try:
-                segments = self.chat.prompt(tokenized.messages, self.chat.is_plain, prompt.origin)
+                messages = self.for_template(tokenized.messages)
+                segments = self.chat.prompt(messages, self.chat.is_plain, prompt.origin, self.tools)
                 [encoded] = self.encoder.encode([segments])
                 tokens = np.array([token for ids in encoded for token in ids], dtype=np.int32)
             except PosttrainError as error:  # the chat template refuses these messages
@@ -257,8 +262,17 @@ class EpisodeRunner:
         tokenized.finish = "length" if len(tokens) > limit else sample.finish
         tokenized.text = self.tokenizer.decode(tokens[:limit], skip_special_tokens=True)
         tokenized.reply_end = self.find_reply_end(tokens[:limit], tokenized.text) if tokenized.finish == "stop" else ""
-        tokenized.messages.append({"role": "assistant", "content": tokenized.text})
-        tokenized.episode.replies.append(tokenized.text)
+        message, event = self.read_reply(tokenized, start)
+        tokenized.messages.append(message)
+        tokenized.episode.replies.append(event)
+
+    def read_reply(self, tokenized: TokenizedEpisode, start: int) -> tuple[dict[str, Any], Any]:
+        """Return the reply that begins at token `start` as a message, and as the environment gets it."""
+        return {"role": "assistant", "content": tokenized.text}, tokenized.text
+
+    def for_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages as the chat template takes them."""
+        return messages
 
     def find_reply_end(self, tokens: list[int], text: str) -> str:
         """Return the stop token or the stop text that a reply ends with, as text."""
@@ -283,8 +297,9 @@ class EpisodeRunner:
             return
         messages = [*tokenized.messages, *new_messages]
         try:
+            reply, origin = len(tokenized.messages) - 1, tokenized.prompt.origin
             segment = self.chat.continuation(
-                messages, len(tokenized.messages) - 1, tokenized.reply_end, tokenized.prompt.origin
+                self.for_template(messages), reply, tokenized.reply_end, origin, self.tools
             )
             [[_, tokens]] = self.encoder.encode([[Segment(()), segment]])  # not at the start of a text: no second BOS
         except PosttrainError as error:

@@ -21,7 +21,8 @@ from posttrain.rewards.verdict import Verdict
 
 FILE = "rollouts.jsonl"
 ENVIRONMENT, AGENT = "environment", "agent"  # rewards that are not computed by reward functions
-ENVIRONMENT_FAILED, AGENT_FAILED = "environment: ", "agent: "  # prefixes of failures that scoring again cannot fix
+ENVIRONMENT_FAILED, AGENT_FAILED, TOOLS_FAILED = "environment: ", "agent: ", "tools: "
+NOT_REPAIRABLE = (ENVIRONMENT_FAILED, AGENT_FAILED, TOOLS_FAILED)  # prefixes of failures that scoring again cannot fix
 STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
 SWITCH_SECONDS = 5e-4  # a thread yields the interpreter at least this often: generation needs it for every few tokens
@@ -164,7 +165,7 @@ def unscored(rollout: Rollout) -> Rollout:
 
     The reward and the failure of an environment or an agent are kept, since the episode cannot be run again.
     """
-    failed = rollout.failure.startswith((ENVIRONMENT_FAILED, AGENT_FAILED))
+    failed = rollout.failure.startswith(NOT_REPAIRABLE)
     kept = given_rewards(rollout)
     computed_later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
     sample = replace(rollout.sample, reward=0.0, **computed_later)

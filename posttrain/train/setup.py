@@ -27,6 +27,7 @@ from posttrain.rollout.overlap import OverlappingStages, PartStage
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
+from posttrain.rollout.tools import ToolRunner, Tools
 from posttrain.train.held_out_eval import HeldOutEval
 from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.layout_check import check_layouts
@@ -273,16 +274,22 @@ def make_rewards(config: OnlineConfig) -> Rewards:
 
 
 def make_programs(config: OnlineConfig) -> Environments | Agents | None:
-    """Returns the processes of the environment or of the agent; None if completions have one turn."""
+    """Returns the processes of the environment, the tools or the agent; None if completions have one turn."""
     reward, rollout = config.reward, config.rollout
     common: dict[str, Any] = {
         "memory_gib": reward.memory_gib,
         "max_failure_rate": reward.max_failure_rate,
         "env": reward.env,
     }
+    if rollout.environment or rollout.tools:
+        common |= {
+            "workers": rollout.environment_workers or reward.workers,
+            "timeout_seconds": reward.timeout_seconds,
+        }
     if rollout.environment:
-        workers = rollout.environment_workers or reward.workers
-        return Environments(rollout.environment, workers=workers, timeout_seconds=reward.timeout_seconds, **common)
+        return Environments(rollout.environment, **common)
+    if rollout.tools:
+        return Tools(rollout.tools, allow_unprotected=reward.allow_unprotected_code, **common)
     if rollout.agent:
         from posttrain.rollout.agents import Agents  # the HTTP server
 
@@ -298,6 +305,8 @@ def make_episodes(
     """Return what plays episodes of several turns; None without an environment or agent."""
     if programs is None:
         return None
+    if isinstance(programs, Tools):
+        return ToolRunner(programs, generator, config, sampling, run.tokenizer)
     if isinstance(programs, Environments):
         return EpisodeRunner(programs, generator, config, sampling, run.tokenizer)
     from posttrain.rollout.agents import AgentRunner

@@ -144,3 +144,19 @@ def test_the_tasks_of_the_examples_are_trained_in_two_stages(task, environment, 
     found["main"]()
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("before training:", "after sft:", "after grpo, 1 steps:"))
+
+
+def test_tools_are_called_and_rewards_see_the_conversation(options, capsys):
+    at = options.index("--rollout.environment")
+    options = [*options[:at], *options[at + 2 :]]
+    with Path("rows.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(6))
+    given = ["--rollout.tools", f"{ROOT}/examples/tools.py:calculate", "--rollout.environment_schedule", "concurrent"]
+    reward = ["--reward", f"{ROOT}/examples/tools.py:right_number"]
+    assert command("grpo", *options, *given, *reward, "--steps", 2, "--out", "run") == 0, capsys.readouterr().err
+    rows = rows_of(Path("run") / records.FILE)
+    assert all(set(row["rewards"]) == {"tools.right_number"} and row["messages"] for row in rows)
+    assert command("grpo", *options, *given, "--rollout.environment", "pair.py:Pair", *reward, "--out", "both") == 2
+    assert "set one of them" in capsys.readouterr().err
+    assert command("grpo", *options, *given, "--out", "none") == 2
+    assert "reward.functions is not set" in capsys.readouterr().err

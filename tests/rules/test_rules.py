@@ -44,6 +44,7 @@ HEAVY = {
     "math_verify",
     "flash_attn",
     "llguidance",
+    "mcp",
 }
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
