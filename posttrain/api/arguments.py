@@ -250,7 +250,15 @@ def check_model(model: Any) -> None:
             raise UsageError(f"the model has no weights in memory: {name} is on the meta device")
 
 
-LORA = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+LORA = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+}
+INITIAL = {True: "zeros", "pissa": "pissa", "pissa_niter_16": "pissa_niter_16"}
+"""peft's init_lora_weights -> model.lora_init."""
 NOT_SETTINGS = {
     "target_modules",
     "task_type",
@@ -271,7 +279,8 @@ def lora_options(peft_config: Any) -> dict[str, Any]:
     defaults = type(peft_config)()
     for entry in dataclasses.fields(peft_config):
         value = getattr(peft_config, entry.name)
-        if entry.name not in {*LORA, *NOT_SETTINGS} and value != getattr(defaults, entry.name):
+        initial = entry.name == "init_lora_weights" and value in INITIAL
+        if entry.name not in {*LORA, *NOT_SETTINGS} and not initial and value != getattr(defaults, entry.name):
             raise UsageError(f"peft_config.{entry.name} is {value!r}; it has no counterpart here: leave it out")
     modules = peft_config.target_modules
     if modules is None or (isinstance(modules, str) and modules != "all-linear"):
@@ -280,4 +289,5 @@ def lora_options(peft_config: Any) -> dict[str, Any]:
         )
     targets = [modules] if isinstance(modules, str) else sorted(modules)
     options = {f"model.{ours}": getattr(peft_config, theirs) for theirs, ours in LORA.items()}
-    return options | {"model.lora_target_modules": targets}
+    initial = INITIAL[peft_config.init_lora_weights]
+    return options | {"model.lora_init": initial, "model.lora_target_modules": targets}

@@ -33,6 +33,13 @@ GIB = 2**30
 
 Row = tuple[str, str, str]
 """A line of the plan: name, value, note."""
+OPTIMIZERS = {
+    "adamw": ("AdamW", "two float32 moments"),
+    "adamw_8bit": ("8-bit AdamW", "two moments of 8 bits; float32 for embeddings and small tensors"),
+    "muon": ("Muon", "a float32 momentum; two moments outside the layers' matrices"),
+    "adafactor": ("Adafactor", "float32, one number per row and per column"),
+}
+"""Name and states of an optimizer."""
 
 
 def plan_training(verb: str, config: Config, device_gib: float = 0.0) -> int:
@@ -145,8 +152,8 @@ def memory_rows(
     note = "float32, this device's part" if divided else "float32"
     yield "master weights", format_size(own.masters), note if own.masters else "none: the weights are float32"
     yield "gradients", format_size(own.gradients), "float32"
-    moments = "in host memory" if "moments" in config.cluster.offload else "two float32 moments"
-    yield "AdamW", format_size(own.optimizer), moments
+    name, states = OPTIMIZERS[config.train.optimizer]
+    yield name, format_size(own.optimizer), "in host memory" if "moments" in config.cluster.offload else states
     if own.average:
         yield "EMA", format_size(own.average), "float32"
     if needs.reference:
@@ -155,7 +162,7 @@ def memory_rows(
         yield (
             "critic",
             format_size(needs.critic),
-            "weights, master weights, gradients, AdamW, if as large as the policy",
+            "weights, master weights, gradients, optimizer, if as large as the policy",
         )
     if needs.teacher:
         yield "teacher", format_size(needs.teacher), ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,8 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("train.adam_beta2", 0, BELOW_ONE),
     ("train.max_grad_norm", 0, None),
     ("train.ema_decay", 0, 0.999999),
+    ("train.neftune_noise_alpha", 0, None),
+    ("model.freeze_layers", 0, None),
     ("data.max_length", 2, None),
     ("data.max_examples", 0, None),
     ("data.max_mixture_examples", 0, None),
@@ -123,6 +127,7 @@ def check(config: Config, *, data: bool = True) -> Config:
         train.fp8 and config.cluster.devices > 1,
         f"train.fp8 is for one device, but cluster.devices is {config.cluster.devices}. Leave train.fp8 out.",
     )
+    check_weights(config, refuse)
     check_data(config, refuse)
     for key, low, high in BOUNDS:
         refuse(*outside(config, key, low, high))
@@ -145,6 +150,7 @@ def check(config: Config, *, data: bool = True) -> Config:
         f"train.epochs is {train.epochs}; it must be above 0, and finite.",
     )
     check_cluster(config, refuse)
+    check_optimizer(config, refuse)
     idle = [] if isinstance(config, OnlineConfig) else [o for o in config.cluster.offload if o in ONLINE_PARTS]
     refuse(
         bool(idle),
@@ -154,6 +160,77 @@ def check(config: Config, *, data: bool = True) -> Config:
     if isinstance(config, OnlineConfig):
         check_online(config, refuse)
     return config
+
+
+def check_weights(config: Config, refuse: Refuse) -> None:
+    """Check what must hold between adapters and frozen weights."""
+    model = config.model
+    for name, default in (("use_dora", False), ("use_rslora", False), ("lora_init", "zeros")):
+        value = getattr(model, name)
+        refuse(
+            value != default and not model.lora_rank,
+            f"model.{name} is of adapters, but model.lora_rank is 0. Train adapters: --model.lora_rank 16",
+        )
+    refuse(
+        model.use_dora and model.lora_init != "zeros",
+        f"model.use_dora and model.lora_init {model.lora_init} both change how the weights begin; leave out one of them.",
+    )
+    refuse(
+        model.load_in_4bit and model.lora_init != "zeros",
+        f"model.lora_init {model.lora_init} needs the weights themselves, which model.load_in_4bit rounds; leave out one "
+        "of them.",
+    )
+    for name in ("freeze_layers", "trainable_layers", "frozen_parameters", "trainable_parameters"):
+        value = getattr(model, name)
+        refuse(
+            bool(value) and bool(model.lora_rank),
+            f"model.{name} chooses among the weights, but with model.lora_rank {model.lora_rank} only adapters are "
+            "trained, of the modules in model.lora_target_modules. Leave out one of them.",
+        )
+    for name in ("frozen_parameters", "trainable_parameters"):
+        for pattern in getattr(model, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                refuse(True, f"model.{name}: {pattern!r} is not a regular expression: {error}")
+
+
+def check_optimizer(config: Config, refuse: Refuse) -> None:
+    """Refuse optimizers, adapters and noise where they would not compute what they promise."""
+    model, train, cluster = config.model, config.train, config.cluster
+    divided = max(cluster.of(role).devices for role in ("actor", "critic")) > 1 or "parameters" in cluster.offload
+    refuse(
+        train.optimizer != "adamw" and divided,
+        f"train.optimizer is {train.optimizer}, whose states are of whole matrices, but the model is divided among "
+        "devices (cluster.devices, cluster.offload parameters). Use adamw, or one device.",
+    )
+    refuse(
+        train.optimizer != "adamw" and "moments" in cluster.offload,
+        f"train.optimizer is {train.optimizer}, but cluster.offload moments is of adamw; leave out one of them.",
+    )
+    refuse(
+        train.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None,
+        "train.optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes",
+    )
+    refuse(
+        model.use_dora and divided,
+        "model.use_dora needs the lengths of whole rows, but the model is divided among devices (cluster.devices, "
+        "cluster.offload parameters). Leave it out, or use one device.",
+    )
+    refuse(
+        model.lora_init != "zeros" and divided,
+        f"model.lora_init {model.lora_init} needs whole matrices, but the model is divided among devices "
+        "(cluster.devices, cluster.offload parameters). Leave it out, or use one device.",
+    )
+    refuse(
+        bool(train.neftune_noise_alpha) and isinstance(config, OnlineConfig),
+        f"train.neftune_noise_alpha is {train.neftune_noise_alpha}: noise would change the log-probabilities of "
+        "completions that were sampled without it. It is for offline trainers; leave it out.",
+    )
+    refuse(
+        bool(train.neftune_noise_alpha) and cluster.context_parallel_size > 1,
+        "train.neftune_noise_alpha does not combine with cluster.context_parallel_size; leave out one of them.",
+    )
 
 
 def check_data(config: Config, refuse: Refuse) -> None:
@@ -324,6 +401,10 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         rollout.router_replay and (rollout.engine == "vllm" or bool(rollout.replay)),
         "rollout.router_replay needs the experts that the local engine records while it samples: leave it out with "
         "rollout.engine vllm and with rollout.replay.",
+    )
+    refuse(
+        rollout.engine == "vllm" and config.model.use_dora,
+        "model.use_dora: vLLM has no DoRA adapters. Use rollout.engine local, or plain LoRA.",
     )
     refuse(
         rollout.engine == "vllm" and rollout.quantization != "none",

@@ -35,12 +35,27 @@ class ModelConfig:
     """Rank of LoRA adapters to train instead of the weights; 0 trains all weights."""
     lora_alpha: float = 16.0
     """Adapter outputs are scaled by lora_alpha / lora_rank."""
+    use_rslora: bool = False
+    """Scale adapter outputs by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
+    use_dora: bool = False
+    """Adapters also train the length of each row of the weights (DoRA); slower, on one device."""
+    lora_init: Literal["zeros", "pissa", "pissa_niter_16"] = "zeros"
+    """How adapters begin; zeros: B is 0. pissa: the largest singular values and vectors of the weights are trained
+    (PiSSA); pissa_niter_16: the same by a fast approximation. Saved adapters then have twice the rank."""
     lora_dropout: float = 0.0
     """Dropout in front of the adapters (the model's own dropout is always off)."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the modules that get an adapter; all-linear: every linear layer except the head."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (QLoRA); needs lora_rank and the package bitsandbytes."""
+    freeze_layers: int = 0
+    """Freeze the embeddings and this many of the first decoder layers."""
+    trainable_layers: int = 0
+    """Train only this many of the last decoder layers (below 0: of the first); everything else is frozen; 0: all."""
+    frozen_parameters: tuple[str, ...] = ()
+    """Freeze the weights whose names these regular expressions match from their beginning."""
+    trainable_parameters: tuple[str, ...] = ()
+    """Train only the weights whose names these match, besides model.trainable_layers."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of mixture-of-experts models."""
     gradient_checkpointing: bool = False
@@ -98,6 +113,9 @@ class TrainConfig:
     fp8: bool = False
     """Compute the linear layers in 8 bits while the model trains, but not the gradients of weights: faster for large
     models on GPUs with fp8, less exact."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
+    """adamw; adamw_8bit: AdamW with states of 8 bits (bitsandbytes); muon: orthogonalised updates of the layers'
+    matrices, AdamW for the rest; adafactor: squared gradients by row and column. Only adamw on several devices."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
@@ -118,6 +136,9 @@ class TrainConfig:
     """AdamW's decay rate of the average of squared gradients."""
     max_grad_norm: float = 1.0
     """Scale gradients down to this norm; 0: no clipping."""
+    neftune_noise_alpha: float = 0.0
+    """Add uniform noise of size alpha / sqrt(tokens * hidden size) to the embeddings of an example in training
+    (NEFTune), such as 5; offline trainers only."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights with this decay, such as 0.992; `posttrain export --ema`
     exports it."""

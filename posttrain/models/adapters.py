@@ -25,12 +25,15 @@ from posttrain.core.errors import CheckpointError, UsageError
 from posttrain.core.files import read_json
 from posttrain.core.model_limits import check_files
 from posttrain.core.types import Head
+from posttrain.nn.weights import FROZEN_PART
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's files name the layers from the outside of its own wrapper
 MAX_RANK = 2**14  # larger than any known model's layers need
 TASKS: dict[Head, str] = {"token": "CAUSAL_LM", "score": "SEQ_CLS"}
+
+log = logging.getLogger("posttrain")
 
 # peft imports bitsandbytes, which warns about kernels that are not used.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -52,6 +55,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> Non
     """Freeze the weights and add new adapters, which change nothing yet, to the modules of model.lora_target_modules.
 
     all-linear: every matrix except embeddings and heads; peft includes routers and fused experts of mixtures.
+    With PiSSA an adapter has twice the rank, see init_pissa.
     """
     require_packages("peft", option="model.lora_rank")
     from peft import LoraConfig
@@ -59,9 +63,12 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> Non
     every = config.lora_target_modules == ("all-linear",)
     if not every:
         check_targets(model, config.lora_target_modules)
+    twice = config.lora_init != "zeros"
     adapter = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        r=config.lora_rank * (1 + twice),
+        lora_alpha=config.lora_alpha * ((2**0.5 if config.use_rslora else 2) if twice else 1),  # the same scaling
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         lora_dropout=config.lora_dropout,
         target_modules="all-linear" if every else list(config.lora_target_modules),
         modules_to_save=["score"] if head == "score" else None,
@@ -70,6 +77,50 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> Non
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores W transposed
     )
     inject(model, adapter)
+    if twice:
+        init_pissa(model, config)
+    if config.use_dora:
+        log.info("model.use_dora: adapted layers run the code of peft, in training and in generation; not fused kernels")
+
+
+@torch.no_grad()
+def init_pissa(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Initialise adapters with the largest singular values and vectors of the weights (PiSSA, arXiv:2404.02948).
+
+        W + s (B A - B0 A0)      B = B0, A = A0 at first;  s B0 A0: the best approximation of W of this rank
+
+    B A is trained on top of the rest of W. As W itself is kept, this is one plain adapter of twice the rank, with the
+    matrices [A; A0] and [B, -B0], of which A0 and B0 are frozen: it is saved, merged and switched off like any other.
+    """
+    for name, layer in adapted_layers(model):
+        base, rank, scaling = layer.get_base_layer(), config.lora_rank, layer.scaling["default"]
+        if not isinstance(base, torch.nn.Linear | Conv1D):
+            raise UsageError(
+                f"model.lora_init {config.lora_init}: {name} is not a linear layer, but {type(base).__name__}. Name the "
+                "modules of linear layers in model.lora_target_modules, or leave lora_init out."
+            )
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        setattr(a, FROZEN_PART, (slice(rank, None), slice(None)))
+        setattr(b, FROZEN_PART, (slice(None), slice(rank, None)))
+        if base.weight.is_meta:
+            continue
+        weight = base.weight.float()
+        first_a, first_b = pissa_factors(weight.T if isinstance(base, Conv1D) else weight, rank, scaling, config.lora_init)
+        a.copy_(torch.cat([first_a, first_a]))
+        b.copy_(torch.cat([first_b, -first_b], dim=1))
+
+
+def pissa_factors(weight: torch.Tensor, rank: int, scaling: float, init: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A0 [r, in] and B0 [out, r] as peft computes them."""
+    if init == "pissa":
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        left, values, right = torch.svd_lowrank(weight, rank, niter=int(init.rpartition("_")[2]))
+        right = right.T
+    roots = (values[:rank] / scaling).sqrt()
+    if len(roots) < rank:
+        raise UsageError(f"model.lora_rank is {rank}, but a matrix of shape {tuple(weight.shape)} has no such rank")
+    return roots[:, None] * right[:rank], left[:, :rank] * roots
 
 
 def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
@@ -163,7 +214,8 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def is_adapter_tensor(name: str) -> bool:
     """Whether a tensor of an adapted model has no counterpart in the plain model, or is a frozen original."""
-    return any(part in name for part in (".lora_A.", ".lora_B.", ".original_module."))
+    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".original_module.")
+    return any(part in name for part in parts)
 
 
 def plain_name(name: str) -> str:
@@ -188,9 +240,15 @@ def merge_tensor(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tor
         @ full_tensor(local_shard(down), down).float()
         * layer.scaling["default"]
     )
-    if isinstance(layer.get_base_layer(), Conv1D):
+    transposed = isinstance(layer.get_base_layer(), Conv1D)
+    if transposed:
         product = product.T
-    return (weight.float() + product).to(weight.dtype)
+    merged = weight.float() + product
+    if "default" in layer.lora_magnitude_vector:  # DoRA: the rows have the trained lengths
+        lengths = layer.lora_magnitude_vector["default"].weight.float()
+        factors = lengths / torch.linalg.norm(merged.T if transposed else merged, dim=1)
+        merged = merged * (factors if transposed else factors[:, None])
+    return merged.to(weight.dtype)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, *, write: bool = True) -> None:

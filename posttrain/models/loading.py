@@ -26,6 +26,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.model_limits import check_files, check_generation_config, check_model_config, weight_file_bytes
 from posttrain.core.types import Head
 from posttrain.models import adapters, paths
+from posttrain.models.freezing import freeze_weights
 from posttrain.models.tensors import abbreviate, file_tensors, module_tensors, read_shards
 from posttrain.models.tokenizers import load_tokenizer, score_padding_id
 from posttrain.nn import attention
@@ -85,8 +86,10 @@ def load_model(
         if trainable and model.lora_rank:
             with meta_as_cpu(loaded):
                 adapters.add_adapters(loaded, model, head)
+        elif trainable:
+            freeze_weights(loaded, model, head)
         else:
-            loaded.requires_grad_(trainable)
+            loaded.requires_grad_(False)
     if shards is not None:
         for parameter in trainable_parameters(loaded).values():
             parameter.data = parameter.data.float()

@@ -5,7 +5,7 @@ Of P parameters A are trained (all of them without adapters); a weight has e byt
     weights      e P                           with model.load_in_4bit 4.13 bits per number in the linear layers
     masters      4 A                           if the trained weights are not float32 themselves
     gradients    4 A                           from the first backward pass of a step to the optimizer step
-    AdamW        8 A + 4 per trained tensor    two moments, and a step counter
+    AdamW        8 A + 4 per trained tensor    two moments, and a step counter; other optimizers: nn/optimizer_rules.py
     EMA          4 A                           with train.ema_decay
     helpers      e P                           a reference or a teacher
 
@@ -32,12 +32,14 @@ from posttrain.config.sections import ModelConfig
 from posttrain.core.types import ForwardRequest, Head, MicroBatch, Sample
 from posttrain.data.packing import collate
 from posttrain.models import adapters, loading, paths
+from posttrain.models.freezing import freeze_weights
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
 from posttrain.nn.layers import use_fused_layers
 from posttrain.nn.lm_head import FusedHead
 from posttrain.nn.optimizer import accumulate_into
+from posttrain.nn.optimizer_rules import embedding_names, layer_of, rule_for, state_bytes
 from posttrain.nn.weights import MASTER
 from posttrain.parallel.expert import experts_of
 
@@ -145,18 +147,26 @@ def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainabl
             adapters.add_adapters(model, config, head)
         for parameter in loading.trainable_parameters(model).values():
             parameter.data = parameter.data.to(dtype)  # as peft does on a real device
+    elif trainable:
+        freeze_weights(model, config, head)
     else:
-        model.requires_grad_(trainable)
+        model.requires_grad_(False)
     attention.use_packed(model)
     if trainable and config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(trainable)
 
 
-def model_memory(model: Any, *, average: bool, in_4bit: bool = False) -> ModelMemory:
+def model_memory(model: Any, *, average: bool, in_4bit: bool = False, optimizer: str = "adamw") -> ModelMemory:
     """Count what one device holds for a model that is not sharded; `requires_grad` marks what is trained."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    embeddings = embedding_names(model)
+    states = sum(
+        state_bytes(rule_for(optimizer, name, p.shape, embeddings), p.shape)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
     count = sum(p.numel() for p in trained)
     weights = sum(p.numel() * p.element_size() for p in parameters)
     if in_4bit:
@@ -168,7 +178,7 @@ def model_memory(model: Any, *, average: bool, in_4bit: bool = False) -> ModelMe
         weights=weights,
         masters=4 * sum(p.numel() for p in trained if p.dtype != torch.float32),
         gradients=4 * count,
-        optimizer=8 * count + 4 * len(trained),
+        optimizer=states,
         average=4 * count * average,
     )
 
@@ -236,13 +246,6 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
     layers = weights.total() if sharding.zero == 2 else 2 * max(weights.values(), default=0)
     held = gradients.total() if sharding.deferred else max(gradients.values(), default=0)
     return outside + layers + held + copies
-
-
-def layer_of(name: str) -> str:
-    """Return the decoder layer that a parameter belongs to: `model.layers.3` for model.layers.3.mlp.up_proj.weight."""
-    parts = name.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding) -> int:

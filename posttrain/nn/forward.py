@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from posttrain.core.types import ForwardRequest, Ints, MicroBatch, Outputs, Samp
 from posttrain.data.packing import collate
 from posttrain.nn import attention
 from posttrain.nn import logprobs as chunked
+from posttrain.nn.embedding_noise import EmbeddingNoise
 from posttrain.nn.layers import supports_fused_layers, use_fused_layers
 from posttrain.nn.lm_head import EarlyGradients, FusedHead, to_stream
 from posttrain.nn.routing import NOT_RECORDED, RecordedRouting, observe_routers
@@ -45,6 +47,7 @@ class ModelRunner:
     value_head: torch.nn.Linear | None = None  # of a language model that is also the critic
     fused_head: FusedHead | None = None  # set where there are kernels for the head's log-probabilities
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
+    noise: EmbeddingNoise | None = None  # set where training passes have noise on the embeddings
     context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
     test_max_tokens: int = 0  # tests set it: a training pass with more tokens raises OutOfMemoryError; 0: no limit
 
@@ -157,7 +160,9 @@ def forward(
     routing = None
     if batch.experts is not None and request.experts != "ignore":
         routing = RecordedRouting(batch.experts, request.experts == "replay")
-    result = runner.run_layers(batch, routing, **extra)
+    noisy = runner.noise is not None and torch.is_grad_enabled()
+    with runner.noise.added(batch) if runner.noise is not None and noisy else nullcontext():
+        result = runner.run_layers(batch, routing, **extra)
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted. Selected on first use only.

@@ -1,7 +1,10 @@
-"""AdamW over float32 masters, with clipping, a finiteness check and an average of the weights.
+"""The optimizer over float32 masters, with clipping, a finiteness check and an average of the weights.
+
+AdamW unless train.optimizer says otherwise; optimizer_rules.py has the other rules.
 
 Weights in half precision keep their addresses and are overwritten after each step; the masters, the accumulated
 gradients and Adam's state are float32. Weights in float32 are their own masters.
+A part of a weight may be frozen (see FROZEN_PART): it has no gradient and does not change.
 
 In float16, gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients are divided by it.
 The scale grows until gradients overflow; then it is halved and the step is repeated, so that no example is lost.
@@ -27,11 +30,13 @@ from torch.optim.adamw import adamw
 
 from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded, save_tensors
 from posttrain.config.sections import TrainConfig
-from posttrain.nn.weights import MASTER
+from posttrain.core.errors import CheckpointError
+from posttrain.nn.optimizer_rules import STATES, make_optimizer, restored_state, rule_for, saved_state, state_bytes
+from posttrain.nn.weights import FROZEN_PART, MASTER
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.shards import local_shard, shard_slices
 
-ADAM = ("step", "exp_avg", "exp_avg_sq")
+EVERY_STATE = tuple(dict.fromkeys(key for keys in STATES.values() for key in keys))
 FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**24
 SCALE_FILE = "loss-scale.json"
 STAGED_ELEMENTS = 2**26  # of a moment that is in host memory: copied to the device and updated at a time
@@ -66,7 +71,7 @@ class LossScale:
 
 
 class Optimizer:
-    """Holds the masters, Adam's state and the averaged weights, and updates the weights from their gradients."""
+    """Holds the masters, the optimizer's states and the averaged weights; updates the weights from their gradients."""
 
     def __init__(
         self,
@@ -75,9 +80,11 @@ class Optimizer:
         shards: ModelShards | None = None,
         *,
         host_moments: bool = False,
+        embeddings: frozenset[str] = frozenset(),
     ) -> None:
-        """`host_moments`: keep Adam's moments in host memory."""
+        """`host_moments`: keep Adam's moments in host memory; `embeddings`: names of weights of embeddings."""
         assert parameters, "nothing to train"
+        assert config.optimizer == "adamw" or (shards is None and not host_moments), "checks.py refuses it"
         self.host_moments = host_moments
         self.config = config
         self.parameters = parameters
@@ -93,20 +100,26 @@ class Optimizer:
                 self.masters[name] = parameter.detach().float()
                 setattr(parameter, MASTER, self.masters[name])
                 parameter.register_post_accumulate_grad_hook(accumulate_into(self.masters[name]))
-        matrices = [master for master in self.masters.values() if master.ndim >= 2]
-        others = [master for master in self.masters.values() if master.ndim < 2]  # norms and biases
-        self.adam = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            fused=True,
-        )
+        self.rules = {n: rule_for(config.optimizer, n, m.shape, embeddings) for n, m in self.masters.items()}
+        by_rule = {rule: [m for n, m in self.masters.items() if self.rules[n] == rule] for rule in self.rules.values()}
+        self.by_rule = {rule: make_optimizer(rule, masters, config) for rule, masters in by_rule.items()}
+        parts = {name: getattr(parameter, FROZEN_PART, None) for name, parameter in parameters.items()}
+        self.frozen_parts = {name: part for name, part in parts.items() if part is not None}
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
         self.steps = 0  # number of applied steps
         self.keep_gradients = False  # whether gradients have the same addresses in every step; see restore_gradients
         self.kept_gradients: dict[str, torch.Tensor] = {}  # their tensors, between steps
         types = {shards.dtype} if shards is not None else {parameter.dtype for parameter in parameters.values()}
         self.scale = LossScale(FIRST_SCALE) if torch.float16 in types else None
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        """AdamW, which updates all or some of the weights."""
+        return self.by_rule["adamw"]
+
+    def states_of(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's states of a weight; empty before its first step."""
+        return self.by_rule[self.rules[name]].state.get(self.masters[name], {})
 
     @property
     def loss_scale(self) -> float:
@@ -116,11 +129,12 @@ class Optimizer:
         """Return the bytes that a step still needs on the device: not allocated yet, or in host memory."""
         wanted = 0
         for name, master in self.masters.items():
-            state = self.adam.state.get(master, {})
             gradient = self.kept_gradients.get(name, master.grad)
-            moments = () if self.host_moments else (state.get("exp_avg"), state.get("exp_avg_sq"))
-            for tensor in (master, gradient, *moments):
+            for tensor in (master, gradient):
                 wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
+            states = [value for value in self.states_of(name).values() if isinstance(value, torch.Tensor) and value.ndim]
+            if not self.host_moments and not (states and all(value.device.type == device.type for value in states)):
+                wanted += state_bytes(self.rules[name], master.shape)
         return wanted
 
     @torch.no_grad()
@@ -131,6 +145,9 @@ class Optimizer:
         and the caller should repeat the step.
         """
         scale = self.loss_scale
+        for name, part in self.frozen_parts.items():
+            if (gradient := self.masters[name].grad) is not None:
+                gradient[part] = 0
         norm_value = float(self.gradient_norm()) / scale
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
         finite = math.isfinite(norm_value)
@@ -146,12 +163,16 @@ class Optimizer:
                 factor *= limit / (norm_value + 1e-6)
             if factor != 1.0:
                 torch._foreach_mul_(grads, factor)
-            for group in self.adam.param_groups:
-                group["lr"] = learning_rate
-            if self.host_moments:
-                self.step_with_host_moments()
-            else:
-                self.adam.step()
+            kept = {name: self.masters[name][part].clone() for name, part in self.frozen_parts.items()}
+            for optimizer in self.by_rule.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+                if self.host_moments:
+                    self.step_with_host_moments()
+                else:
+                    optimizer.step()
+            for name, values in kept.items():  # weight decay changed them
+                self.masters[name][self.frozen_parts[name]] = values
             self.steps += 1
             if self.scale is not None:
                 self.scale.count_good_step()
@@ -234,9 +255,10 @@ class Optimizer:
         for name, master in self.masters.items():
             if self.has_own_master(name):
                 master.data = master.data.to(device, non_blocking=True)
-            for key, value in self.adam.state[master].items():
-                if value.ndim and not self.host_moments:
-                    self.adam.state[master][key] = value.to(device, non_blocking=True)
+            states = self.states_of(name)
+            for key, value in states.items():
+                if isinstance(value, torch.Tensor) and value.ndim and not self.host_moments:
+                    states[key] = value.to(device, non_blocking=True)
         self.average = {name: tensor.to(device, non_blocking=True) for name, tensor in self.average.items()}
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -248,10 +270,10 @@ class Optimizer:
                 master.data = local_shard(self.parameters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return Adam's state and the masters as flat tensors by name."""
+        """Return the optimizer's states and the masters as flat tensors by name."""
         flat: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
-            for key, value in self.adam.state[master].items():
+            for key, value in saved_state(self.rules[name], self.states_of(name), self.steps).items():
                 flat[f"{key}/{name}"] = value
             if self.has_own_master(name):
                 flat[f"master/{name}"] = master
@@ -292,15 +314,22 @@ class Optimizer:
             part = shard_slices(self.parameters[name])
             if self.has_own_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
                 master.copy_(saved.read(f"master/{name}", part))
-            state = {
-                key: saved.read(f"{key}/{name}", part if key != "step" else None)
-                for key in ADAM
-                if f"{key}/{name}" in saved.places
-            }
-            self.adam.state.pop(master, None)
+            rule, optimizer = self.rules[name], self.by_rule[self.rules[name]]
+            written = [key for key in EVERY_STATE if f"{key}/{name}" in saved.places]
+            if not set(written) <= set(STATES[rule]):
+                raise CheckpointError(
+                    f"{folder}: the states of {name} ({', '.join(written)}) are not those of {rule}. Resume with the "
+                    "train.optimizer that the run began with."
+                )
+            like = part if rule == "adamw" else None  # other rules are of whole tensors
+            state = {key: saved.read(f"{key}/{name}", like if key != "step" else None) for key in written}
+            optimizer.state.pop(master, None)
             if state:  # absent before the first step
                 self.steps = max(self.steps, int(state["step"]))
-                self.adam.state[master] = {key: self.placed(value, master) for key, value in state.items()}
+                if self.host_moments:
+                    optimizer.state[master] = {key: self.placed(value, master) for key, value in state.items()}
+                else:
+                    optimizer.state[master] = restored_state(rule, optimizer, master, state)
         if self.average:
             saved = TensorFiles(folder, "ema")
             for name, tensor in self.average.items():

@@ -10,6 +10,9 @@ import torch
 MASTER = "float32_master"
 """Attribute of a half-precision weight: the float32 tensor that the optimizer updates; its `grad` accumulates."""
 
+FROZEN_PART = "frozen_part"
+"""Attribute of a trained weight: the indices of the part that the optimizer must not change."""
+
 
 def is_plain_linear(module: Any) -> bool:
     """Whether a module is a plain linear layer: adapted, quantized and sharded ones keep their own code."""
@@ -51,17 +54,20 @@ def weight_gradients(
     product itself: no rounding to half precision, and no extra pass over the weights. Autograd then gets None.
     """
     sizes = [len(parameter) for parameter in parameters]
-    masters = [getattr(parameter, MASTER) for parameter in parameters if hasattr(parameter, MASTER)]
-    if len(masters) < len(parameters):
+    masters = [getattr(parameter, MASTER, None) for parameter in parameters]
+    if not any(parameter.requires_grad for parameter in parameters):
+        return [None] * len(sizes)
+    if any(master is None and p.requires_grad for master, p in zip(masters, parameters, strict=True)):
         return list((d_out.t() @ x).split(sizes))
-    grads = [master.grad for master in masters]
-    joined = None if any(grad is None for grad in grads) else joined_view(grads)
+    grads = [None if master is None else master.grad for master in masters]
+    joined = None if any(grad is None for grad in grads) else joined_view([grad for grad in grads if grad is not None])
     if joined is not None:
         add_product(joined, d_out.t(), x)
         return [None] * len(sizes)
     parts = add_product(None, d_out.t(), x).split(sizes)
     for master, grad, part in zip(masters, grads, parts, strict=True):
-        master.grad = part if grad is None else grad.add_(part)
+        if master is not None:  # otherwise this weight is frozen
+            master.grad = part if grad is None else grad.add_(part)
     return [None] * len(sizes)
 
 

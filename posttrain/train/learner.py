@@ -54,10 +54,12 @@ from posttrain.models.stop_ids import stop_ids
 from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
+from posttrain.nn.embedding_noise import EmbeddingNoise
 from posttrain.nn.forward import ModelRunner, check_router, forward, verify_against_stock
 from posttrain.nn.layers import use_fp8_products
 from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
+from posttrain.nn.optimizer_rules import embedding_names
 from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
@@ -131,9 +133,18 @@ class Learner:
         self.optimizer = None
         if trainable:
             host_moments = "moments" in offload
-            self.optimizer = Optimizer(self.parameters(), train_config, self.shards, host_moments=host_moments)
+            self.optimizer = Optimizer(
+                self.parameters(),
+                train_config,
+                self.shards,
+                host_moments=host_moments,
+                embeddings=embedding_names(self.model),
+            )
+        if trainable and train_config.neftune_noise_alpha:
+            embedding = self.model.get_input_embeddings()
+            self.runner.noise = EmbeddingNoise(embedding, train_config.neftune_noise_alpha, seed)
         shares_memory = engine.name == "vllm" or bool(offload - {"moments"})  # CUDA graphs would keep theirs
-        if trainable and self.shards is None and not shares_memory:
+        if trainable and self.shards is None and not shares_memory and self.runner.noise is None:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, train_config.micro_batch_tokens)
         LEARNERS.add(self)
         self.dropout_seed = seed if model.lora_dropout and trainable else None
@@ -201,6 +212,8 @@ class Learner:
         self.generator.release_memory()
         self.optimizer.keep_gradients = self.runner.graphs is not None and self.runner.graphs.alive
         self.optimizer.restore_gradients()
+        if self.runner.noise is not None:
+            self.runner.noise.step = self.optimizer.steps
         metrics = MetricSums()
         with self.seeded_dropout():
             for batch, last in mark_last(self.micro_batches(samples, objective.group_size)):
@@ -397,6 +410,7 @@ class Learner:
     def min_shared_prefix(self) -> int:
         """Neighbours that share a prefix of at least this many tokens compute it once; 0: not with this model."""
         able = self.runner.shares_prefixes and (self.teacher is None or self.teacher.shares_prefixes)
+        able = able and self.runner.noise is None
         return MIN_SHARED_PREFIX if able else 0
 
     def dummy_batch(self) -> MicroBatch:

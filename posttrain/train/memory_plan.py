@@ -25,6 +25,7 @@ from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import default_slots
 from posttrain.engines.vllm.options import VLLM_SHARE_BESIDE
 from posttrain.models import memory
+from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import compute_dtype
 from posttrain.models.memory import MemoryEstimate, PassMemory, Sharding
 from posttrain.nn.optimizer import STAGED_BYTES
@@ -124,8 +125,8 @@ def with_host_moments(config: Config) -> Config:
 
 
 def can_offload_moments(config: Config, algo: Algorithm, device: torch.device) -> bool:
-    """Whether host memory holds the moments of every process on this machine."""
-    if device.type == "cpu" or "parameters" in config.cluster.offload:
+    """Whether the optimizer is AdamW, and host memory holds the moments of every process on this machine."""
+    if device.type == "cpu" or "parameters" in config.cluster.offload or config.train.optimizer != "adamw":
         return False
     moments = estimate_memory(
         replace(config, cluster=replace(config.cluster, offload=())), algo, device, []
@@ -214,7 +215,9 @@ def estimate_memory(
     sharding, average = sharding_of(config), bool(config.train.ema_decay)
     model = memory.empty_model(config.model, algo.head, dtype)
     teacher = teacher_model(config, algo, model, dtype)
-    whole = memory.model_memory(model, average=average, in_4bit=config.model.load_in_4bit)
+    whole = memory.model_memory(
+        model, average=average, in_4bit=config.model.load_in_4bit, optimizer=config.train.optimizer
+    )
     own = memory.sharded_memory(model, sharding, average=average) if sharding.devices > 1 else whole
     if sharding.devices > 1 and "parameters" in config.cluster.offload:
         own = replace(own, weights=0, masters=0, gradients=0, optimizer=0, average=0)
@@ -352,8 +355,9 @@ def critic_bytes(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
     """Return the memory of a critic, which is trained like the policy: weights, master weights, gradients, AdamW."""
     if not isinstance(algo, OnlineAlgorithm) or algo.critic() is None:
         return 0
-    model, sharding = memory.empty_model(config.model, "score", dtype), sharding_of(config, "critic")
-    whole = memory.model_memory(model, average=False)
+    model = memory.empty_model(without_freezing(config.model), "score", dtype)
+    sharding = sharding_of(config, "critic")
+    whole = memory.model_memory(model, average=False, optimizer=config.train.optimizer)
     own = memory.sharded_memory(model, sharding, average=False) if sharding.devices > 1 else whole
     return own.weights + own.masters + own.gradients + own.optimizer
 

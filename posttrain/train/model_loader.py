@@ -13,6 +13,7 @@ from posttrain.config.sections import DataConfig, ModelConfig, OnlineConfig
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.engines.base import EngineSpec, check_samples
+from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import read_config, vocabulary_size
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
@@ -88,7 +89,7 @@ class ModelLoader:
         path = settings.path or first_reward_model or self.run.model.path
         coef = self.run.model.router_aux_loss_coef
         router_loss = coef if coef and has_router(path) else 0.0
-        model = replace(self.run.model, path=path, router_aux_loss_coef=router_loss)
+        model = replace(without_freezing(self.run.model), path=path, router_aux_loss_coef=router_loss)
         learners = self.load(model, role="critic", head="score", trainable=True)
         return Critic(learners, settings, self.offloader, router_loss)
 

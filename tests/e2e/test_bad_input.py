@@ -294,6 +294,16 @@ CONFLICTS = [
     (sft("--train.epochs", "inf"), ["epochs is inf"]),
     (sft("--train.adam_beta2", 1.5), ["train.adam_beta2 is 1.5", "below 1"]),
     (sft("--data.max_examples", 1, "--data.eval_fraction", 0.5), ["data.eval_fraction: one example"]),
+    (sft("--train.optimizer", "muon", "--cluster.devices", 2), ["train.optimizer is muon", "Use adamw, or one device"]),
+    (sft("--train.optimizer", "adafactor", "--cluster.offload", "moments"), ["train.optimizer is adafactor", "moments"]),
+    (sft("--model.use_dora"), ["model.use_dora", "--model.lora_rank 16"]),
+    (sft("--model.use_dora", "--model.lora_rank", 4, "--cluster.devices", 2), ["model.use_dora", "one device"]),
+    (sft("--model.use_dora", "--model.lora_rank", 4, "--model.lora_init", "pissa"), ["use_dora", "lora_init pissa"]),
+    (sft("--model.lora_init", "pissa", "--model.lora_rank", 4, "--model.load_in_4bit"), ["lora_init pissa", "4bit"]),
+    (sft("--model.lora_init", "pissa", "--model.lora_rank", 4, "--cluster.devices", 2), ["lora_init pissa", "one device"]),
+    (sft("--model.freeze_layers", 1, "--model.lora_rank", 4), ["model.freeze_layers", "only adapters are trained"]),
+    (sft("--model.frozen_parameters", "("), ["model.frozen_parameters", "not a regular expression"]),
+    (sft("--train.neftune_noise_alpha", 5, "--cluster.devices", 2, "--cluster.context_parallel_size", 2), ["neftune"]),
 ]
 ALGORITHMS = [
     ("dpo", ("--algo.beta", 0), ["algo.beta is 0.0", "above 0"]),

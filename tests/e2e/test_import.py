@@ -191,9 +191,10 @@ def test_every_key_of_llama_factory_is_in_the_file(capsys):
         (("dataset: identity", "dataset: nobody"), (), "has no data set nobody"),
         (("dataset: identity", "dataset: pictures"), (), "pictures has images"),
         (("dataset: identity", "dataset: identity,dpo_en_demo"), (), "different data.map_keys"),
-        (("lora_target: all", "lora_target: all\nuse_dora: true"), (), "use_dora: true: no counterpart: adapters"),
-        (("lora_target: all", "lora_target: all\nneftune_noise_alpha: 5"), (), "no noise is added"),
-        (("lora_target: all", "lora_target: all\noptim: adafactor"), (), "the optimizer is AdamW"),
+        (("lora_target: all", "lora_target: all\noft_rank: 8"), (), "oft_rank: 8: no counterpart: this way of training"),
+        (("lora_target: all", "lora_target: all\npissa_init: true\npissa_iter: 4"), (), "pissa_init: true"),
+        (("lora_target: all", "lora_target: all\noptim: lion_32bit"), (), "optim: lion_32bit"),
+        (("lora_target: all", "lora_target: all\nfreeze_trainable_modules: mlp"), (), "freeze_trainable_modules: mlp"),
         (("lora_target: all", "lora_target: all\nlora_rnk: 8"), (), "lora_rnk: 8: no such option"),
         (("template: chatml", "template: nonsense"), (), "no template and no file 'nonsense'"),
         (("learning_rate", "lr"), ("--train.batch_size", 1), "lr: 1.0e-4: no such option"),
@@ -202,6 +203,37 @@ def test_every_key_of_llama_factory_is_in_the_file(capsys):
 def test_what_would_change_the_training_is_refused(change, words, reason, capsys):
     write("c.yaml", FACTORY.format(stage="sft", dataset="identity", more="").replace(*change))
     assert reason in refused("c.yaml", "--devices", 1, *words, capsys=capsys)
+
+
+@pytest.mark.usefixtures("factory")
+@pytest.mark.parametrize(
+    ("more", "devices", "expected"),
+    [
+        ("use_dora: true\nuse_rslora: true", 1, {"model.use_dora": True, "model.use_rslora": True}),
+        ("pissa_init: true", 1, {"model.lora_init": "pissa_niter_16"}),
+        ("pissa_init: true\npissa_iter: -1", 1, {"model.lora_init": "pissa"}),
+        ("neftune_noise_alpha: 5", 2, {"train.neftune_noise_alpha": 5.0}),
+        ("optim: adamw_bnb_8bit", 1, {"train.optimizer": "adamw_8bit"}),
+        ("optim: paged_adamw_8bit", 2, {"train.optimizer": "adamw"}),
+        ("optim: adafactor", 1, {"train.optimizer": "adafactor"}),
+        ("use_muon: true", 1, {"train.optimizer": "muon"}),
+        (
+            "finetuning_type: freeze\nfreeze_trainable_layers: 1\nfreeze_extra_modules: embed_tokens,norm",
+            1,
+            {
+                "model.trainable_layers": 1,
+                "model.trainable_parameters": [".*embed_tokens", ".*norm"],
+                "model.lora_rank": 0,
+            },
+        ),
+    ],
+)
+def test_optimizers_adapters_and_frozen_layers_are_taken_over(more, devices, expected, capsys):
+    text = FACTORY.format(stage="sft", dataset="identity", more=more)
+    write("c.yaml", text.replace("finetuning_type: lora\n", "") if "finetuning_type" in more else text)
+    config, _ = imported("c.yaml", "--devices", devices, capsys=capsys)
+    found = {key: config[key.split(".")[0]][key.split(".")[1]] for key in expected}
+    assert found == expected
 
 
 @pytest.mark.usefixtures("factory")
@@ -217,10 +249,10 @@ def test_sizes_per_device_need_the_number_of_devices(capsys):
 
 @pytest.mark.usefixtures("factory")
 def test_a_key_is_left_out_if_that_is_asked_for(capsys):
-    write("c.yaml", FACTORY.format(stage="sft", dataset="identity", more="neftune_noise_alpha: 5\nuse_dora: true"))
-    words = ("c.yaml", "--devices", 1, "--ignore", "neftune_noise_alpha,use_dora")
+    write("c.yaml", FACTORY.format(stage="sft", dataset="identity", more="use_badam: true\noft_rank: 8"))
+    words = ("c.yaml", "--devices", 1, "--ignore", "use_badam,oft_rank")
     _, text = imported(*words, capsys=capsys)
-    assert "# neftune_noise_alpha: 5: left out by --ignore (no counterpart: no noise is added to embeddings)" in text
+    assert "# oft_rank: 8: left out by --ignore (no counterpart: this way of training does not exist)" in text
     assert command("import", *words, "-o", "new.yaml") == 0
     assert "Start it with: posttrain sft new.yaml" in capsys.readouterr().out
     assert command("import", *words, "-o", "new.yaml") == 2

@@ -6,11 +6,11 @@ from typing import Any
 
 from posttrain.config.foreign.datasets import from_datasets
 from posttrain.config.foreign.huggingface import (
-    ADAMW,
     ADAPTERS,
     KERNELS,
     LOADER,
     NO_UPLOAD,
+    OPTIMIZER,
     PACKING,
     STEP_LOG,
     TRAINING,
@@ -67,6 +67,14 @@ def adapter(value: Any, given: Given) -> Found | None:
 def held_out(value: Any, given: Given) -> Found | None:
     size = number(value)
     return None if size is None or size >= 1 else {"data.eval_fraction": value} if size else {}
+
+
+def unfrozen(value: Any, given: Given) -> Found | None:
+    """A range of rows may follow a name there, as in weight$[:32000]."""
+    patterns = value if isinstance(value, list) else [str(value)]
+    return None if any("[:" in pattern or "$[" in pattern for pattern in patterns) else {
+        "model.trainable_parameters": patterns
+    }
 
 
 def template(value: Any, given: Given) -> Found | None:
@@ -134,19 +142,26 @@ COMMON: Table = {
     "lora_target_linear": chosen("model.lora_target_modules", {"true": ["all-linear"]}, note="all-linear"),
     "lora_model_dir": by_hand("model.path", note="a run directory, or a model merged by posttrain export"),
     "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel lora_fan_in_fan_out lora_on_cpu": KERNELS,
-    "peft peft.* peft_* loftq_config.* loraplus_* relora relora_*": absent("adapters are plain LoRA"),
+    "peft_use_dora": "model.use_dora",
+    "peft_use_rslora": "model.use_rslora",
+    "peft_init_lora_weights": chosen(
+        "model.lora_init", {"true": "zeros", "pissa": "pissa", "pissa_niter_16": "pissa_niter_16"}
+    ),
+    "peft peft.* peft_* loftq_config.* loraplus_* relora relora_*": absent("adapters have no further settings"),
     "gptq bnb_config_kwargs": absent("frozen weights have 4 bits, with model.load_in_4bit, or all of them"),
     "diffusion.* llmcompressor.* nvfp4_* reinit_weights": absent("this way of training does not exist"),
-    "unfrozen_parameters": absent("weights are trained whole or by LoRA adapters"),
+    "unfrozen_parameters": made(
+        "model.trainable_parameters", by=unfrozen, note="regular expressions; a weight is trained whole or not at all"
+    ),
     "micro_batch_size gradient_accumulation_steps": batch_of(
         "train.batch_size", WHOLE_BATCH, "micro_batch_size", "gradient_accumulation_steps"
     ),
     "batch_size": here("train.batch_size", "examples of an optimizer step"),
     "eval_batch_size": needless("train.micro_batch_tokens bounds every forward pass"),
     "num_epochs": "train.epochs",
-    "optimizer": ADAMW,
+    "optimizer": OPTIMIZER,
     "optim_args lr_groups embedding_lr embedding_lr_scale dion_* qgalore_*": absent(
-        "the optimizer is AdamW with float32 master weights"
+        "optimizers have no further settings"
     ),
     "lr_scheduler": made(
         "train.lr_scheduler", "train.min_lr_ratio", by=scheduler, note="cosine and linear end at 0 there"

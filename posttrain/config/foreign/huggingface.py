@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.foreign.meanings import (
+    CHOSEN,
+    DEVICES,
     DIRECTORY,
     Found,
     Given,
@@ -16,6 +18,7 @@ from posttrain.config.foreign.meanings import (
     batch_of,
     by_hand,
     chosen,
+    here,
     if_positive,
     if_true,
     is_off,
@@ -39,10 +42,25 @@ PACKING = needless("examples are always packed and never see each other")
 STEP_LOG = needless("every step is logged, in metrics.jsonl of the run directory")
 NO_UPLOAD = unrelated("nothing is uploaded; posttrain export writes a directory that can be")
 NO_REMOTE_CODE = unrelated("code from a model's repository is never run")
-ADAMW = absent(
-    "the optimizer is AdamW with float32 master weights and states",
-    *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_8bit", "adamw_8bit"),
-    *("adamw_bnb_8bit", "paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit"),
+ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+ADAMW_NAMES += ("paged_adamw", "paged_adamw_32bit")
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+
+
+def optimizer(value: Any, given: Given) -> Found | None:
+    """On several devices the states of AdamW are divided among them, and not of 8 bits."""
+    name = str(value).lower().removeprefix("optimizernames.")
+    devices = number(given.get(CHOSEN, given.get(DEVICES, "1"))) or 1
+    if name in ADAMW_NAMES or (name in ADAMW_8BIT_NAMES and devices > 1):
+        return {}
+    names = {**dict.fromkeys(ADAMW_8BIT_NAMES, "adamw_8bit"), "adafactor": "adafactor", "muon": "muon"}
+    return {"train.optimizer": names[name]} if name in names else None
+
+
+OPTIMIZER = made(
+    "train.optimizer",
+    by=optimizer,
+    note="adamw, adafactor, muon; 8-bit AdamW on one device; paged ones are adamw",
 )
 ONE_SEED = needless("seed sets data order, initialisation and sampling")
 LOADER = needless("examples are read and tokenised without worker processes to configure")
@@ -152,8 +170,8 @@ TRAINING: Table = {
     "adam_beta1": "train.adam_beta1",
     "adam_beta2": "train.adam_beta2",
     "max_grad_norm": "train.max_grad_norm",
-    "optim": ADAMW,
-    "optim_args optim_target_modules": absent("the optimizer is AdamW with float32 master weights"),
+    "optim": OPTIMIZER,
+    "optim_args optim_target_modules": absent("optimizers have no further settings"),
     "adam_epsilon": absent("AdamW's epsilon is fixed", "1e-8", "1e-08", "1.0e-8"),
     "num_train_epochs": "train.epochs",
     "max_steps": if_positive("train.max_steps"),
@@ -209,7 +227,7 @@ TRAINING: Table = {
     ),
     "do_train do_predict": needless("the verb says what is done"),
     "push_to_hub hub_model_id hub_strategy hub_token": NO_UPLOAD,
-    "neftune_noise_alpha": absent("no noise is added to embeddings"),
+    "neftune_noise_alpha": here("train.neftune_noise_alpha", "offline trainers only"),
     "label_names include_num_input_tokens_seen include_tokens_per_second": STEP_LOG,
     "trust_remote_code": NO_REMOTE_CODE,
 }
@@ -233,7 +251,8 @@ ADAPTERS: Table = {
     "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage use_bnb_nested_quant": needless(
         "model.load_in_4bit is NF4 with double quantisation"
     ),
-    "use_rslora use_dora": absent("adapters are plain LoRA, scaled by lora_alpha / lora_rank"),
+    "use_rslora": "model.use_rslora",
+    "use_dora": "model.use_dora",
     "lora_modules_to_save lora_target_parameters": absent("only adapters of linear layers are trained"),
     "lora_task_type": needless("it follows from the verb"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from posttrain.config.foreign.datasets import from_dataset_info
@@ -27,9 +28,11 @@ from posttrain.config.foreign.meanings import (
     made,
     needless,
     number,
+    part_of,
     positive_only,
     ratio,
     reward_model,
+    truth,
     unrelated,
 )
 
@@ -44,9 +47,11 @@ STAGES = {
 
 
 def adapter(value: Any, given: Given) -> Found | None:
-    """LoRA has rank 8 there unless it is given, and an alpha of twice the rank."""
+    """LoRA has rank 8 there unless it is given, and an alpha of twice the rank; `freeze` trains the last 2 layers."""
     if value == "full":
         return {}
+    if value == "freeze":
+        return {"model.trainable_layers": given.get("freeze_trainable_layers") or "2"}
     if value != "lora":
         return None
     rank = given.get("lora_rank") or "8"
@@ -65,6 +70,29 @@ def targets(value: Any, given: Given) -> Found:
     if given.get("finetuning_type", "lora") != "lora":
         return {}
     return {"model.lora_target_modules": ["all-linear"] if value in ("all", ["all"]) else items(value)}
+
+
+def pissa(value: Any, given: Given) -> Found | None:
+    """16 iterations are the default there; -1 is the exact decomposition."""
+    if not truth(value) or given.get("finetuning_type", "lora") != "lora":
+        return {}
+    names = {"16": "pissa_niter_16", "-1": "pissa"}
+    name = names.get(str(given.get("pissa_iter", "16")))
+    return None if name is None else {"model.lora_init": name}
+
+
+def with_freeze(option: str, note: str) -> Meaning:
+    """Counts only with finetuning_type freeze."""
+    return Meaning(
+        (option,), note, lambda value, given: {option: value} if given.get("finetuning_type") == "freeze" else {}
+    )
+
+
+def extra_modules(value: Any, given: Given) -> Found:
+    """A weight is trained if its name has the module's in it."""
+    if given.get("finetuning_type") != "freeze":
+        return {}
+    return {"model.trainable_parameters": [f".*{re.escape(name)}" for name in items(value)]}
 
 
 def held_out(value: Any, given: Given) -> Found | None:
@@ -115,7 +143,7 @@ PREFERENCES = Meaning(
     note="not an option: orpo and simpo are verbs",
     verbs={"orpo": ("orpo",), "simpo": ("simpo",), **dict.fromkeys(("sigmoid", "hinge", "ipo"), ("dpo",))},
 )
-OTHER_METHODS = absent("weights are trained whole or by LoRA adapters, with AdamW")
+OTHER_METHODS = absent("this way of training does not exist")
 
 COMMON: Table = {
     **TRAINING,
@@ -134,7 +162,9 @@ COMMON: Table = {
     ),
     "interleave_probs": listed("data.weights"),
     "finetuning_type": made(
-        "model.lora_rank", "model.lora_alpha", by=adapter, note="a rank above 0 is lora, 0 is full"
+        *("model.lora_rank", "model.lora_alpha", "model.trainable_layers"),
+        by=adapter,
+        note="a rank above 0 is lora, 0 is full; freeze is model.trainable_layers",
     ),
     "lora_rank": with_lora("model.lora_rank"),
     "lora_alpha": with_lora("model.lora_alpha", "16 by default, there twice the rank"),
@@ -177,10 +207,17 @@ COMMON: Table = {
         "the vocabulary is the model's"
     ),
     "rope_scaling shift_attn mixture_of_depths train_from_scratch": absent("the model is used as its directory says"),
-    "create_new_adapter additional_target loraplus_* pissa_* use_llama_pro freeze_* oft_* module_dropout": (
-        OTHER_METHODS
-    ),
-    "use_galore galore_* use_apollo apollo_* use_badam badam_* use_muon use_adam_mini use_mca": OTHER_METHODS,
+    "use_rslora": with_lora("model.use_rslora"),
+    "use_dora": with_lora("model.use_dora"),
+    "pissa_init": made("model.lora_init", by=pissa, note="pissa with pissa_iter -1, pissa_niter_16 with 16"),
+    "pissa_iter": part_of("model.lora_init", "16, or -1 for the exact decomposition"),
+    "pissa_convert": needless("adapters that began with PiSSA are always saved as plain LoRA of twice the rank"),
+    "freeze_trainable_layers": with_freeze("model.trainable_layers", "with finetuning_type freeze"),
+    "freeze_trainable_modules": absent("all weights of a layer are trained, or none", "all"),
+    "freeze_extra_modules": made("model.trainable_parameters", by=extra_modules, note="with finetuning_type freeze"),
+    "use_muon": if_true({"train.optimizer": "muon"}, note="muon"),
+    "create_new_adapter additional_target loraplus_* use_llama_pro freeze_* oft_* module_dropout": OTHER_METHODS,
+    "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_mca": OTHER_METHODS,
     "use_swanlab swanlab_*": unrelated("log.report_to takes tensorboard and wandb"),
     "use_dft_loss": absent("an option of posttrain sft alone: --algo.loss_type dft"),
     "use_asft_loss asft_alpha use_eaft_loss eaft_alpha": absent("the loss is the plain one"),

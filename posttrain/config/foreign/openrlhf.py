@@ -289,6 +289,7 @@ SAME: Table = {  # with these names in both
 }
 EMA = "train.ema_decay"
 
+MUON = absent("train.optimizer muon has the learning rate of AdamW, and no further settings", "adam", "adamw")
 FLAT: Table = {
     **SAME,
     "pretrain": "model.path",
@@ -842,7 +843,7 @@ DOTTED_OFFLINE: Table = {
     "model.aux_loss_coef": "model.router_aux_loss_coef",
     "model.gradient_checkpointing_enable": "model.gradient_checkpointing",
     "model.gradient_checkpointing_reentrant": FLAT["gradient_checkpointing_use_reentrant"],
-    "optim muon.*": absent("the optimizer is AdamW with float32 master weights", "adam", "adamw"),
+    "optim muon.*": MUON,
     "adam.lr": "train.learning_rate",
     "adam.betas": FLAT["adam_betas"],
     "adam.eps": absent("AdamW's epsilon is fixed", "1e-8", "1e-08"),
@@ -900,9 +901,7 @@ DOTTED_ONLINE: Table = {
     "actor.lr_warmup_ratio": WARMUP,
     "actor.min_lr_ratio": "train.min_lr_ratio",
     "actor.max_norm": "train.max_grad_norm",
-    "actor.optim actor.muon.* critic.optim critic.muon.*": absent(
-        "the optimizer is AdamW with float32 master weights", "adam", "adamw"
-    ),
+    "actor.optim actor.muon.* critic.optim critic.muon.*": MUON,
     "algo.advantage.estimator": FLAT_ONLINE["advantage_estimator"],
     "algo.kl.init_coef": "algo.kl_coef",
     "algo.kl.target": FLAT_ONLINE["kl_target"],

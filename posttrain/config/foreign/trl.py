@@ -101,6 +101,7 @@ def gkd_divergence(value: Any, given: Given) -> Found | None:
 
 
 LORA = {"lora_r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+LORA |= {name: name for name in ("use_rslora", "use_dora")}
 COMMON: Table = {
     **TRAINING,
     **ADAPTERS,

@@ -169,12 +169,18 @@ def test_lora_settings_of_peft():
         "model.lora_rank": 4,
         "model.lora_alpha": 8,
         "model.lora_dropout": 0.1,
+        "model.use_dora": False,
+        "model.use_rslora": False,
+        "model.lora_init": "zeros",
         "model.lora_target_modules": ["q_proj", "v_proj"],
     }
+    kinds = peft.LoraConfig(target_modules="all-linear", use_rslora=True, init_lora_weights="pissa")
+    found = collected(peft_config=kinds).options
+    assert found["model.use_rslora"] is True and found["model.lora_init"] == "pissa"
     everywhere = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     assert collected(peft_config=everywhere).options["model.lora_target_modules"] == ["all-linear"]
     for wrong, name in (
-        (peft.LoraConfig(target_modules="all-linear", use_rslora=True), "use_rslora"),
+        (peft.LoraConfig(target_modules="all-linear", init_lora_weights="olora"), "init_lora_weights"),
         (peft.LoraConfig(target_modules="all-linear", modules_to_save=["head"]), "modules_to_save"),
         (peft.LoraConfig(), "target_modules"),
         (peft.LoraConfig(target_modules=".*q_proj"), "target_modules"),

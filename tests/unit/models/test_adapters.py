@@ -325,3 +325,104 @@ def test_adapters_on_experts_are_not_left_out_in_silence(tmp_path):
         for name in module_tensors(train(adapted(folder)))
         if not adapters.is_adapter_tensor(name)
     } == set(module_tensors(load_tiny(folder, "token")))
+
+
+# Kinds of adapters
+
+KINDS = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "both": {"use_dora": True, "use_rslora": True},
+    "pissa": {"lora_init": "pissa"},
+    "pissa_rslora": {"lora_init": "pissa_niter_16", "use_rslora": True},
+}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@EACH_KIND
+@BOTH
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_each_kind_begins_with_the_base_model_and_merges_as_peft_does(name, head, kind, tmp_path):
+    from peft import PeftModel
+
+    folder = tiny_folder(name, tmp_path, head=head)
+    base, model = output(load_tiny(folder, head)), adapted(folder, head, **KINDS[kind])
+    assert torch.allclose(output(model), base, atol=2e-5)
+    train(model)
+    trained = output(model)
+    assert not torch.allclose(trained, base, atol=1e-3)
+    with adapters.disabled(model):
+        assert torch.equal(output(model), base), "the reference is the base model itself"
+    saving.save_model(model, tiny_tokenizer(), tmp_path / "saved")
+    theirs = PeftModel.from_pretrained(loading.AUTO_CLASSES[head].from_pretrained(folder), tmp_path / "saved")
+    assert torch.allclose(output(theirs.eval()), trained, atol=1e-5, rtol=1e-4)
+    stock = theirs.merge_and_unload().state_dict()
+    merged = load_tiny(tmp_path / "saved", head).state_dict()
+    exported = dict(export_tensors(model, torch.float32))  # what rollout workers get
+    for key, tensor in stock.items():
+        torch.testing.assert_close(merged[key], tensor, atol=1e-6, rtol=1e-5)
+        if key in exported:
+            torch.testing.assert_close(exported[key], tensor, atol=1e-6, rtol=1e-5)
+    assert exported.keys() == {n for n in module_tensors(load_tiny(folder, head))}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_pissa_trains_as_pefts_own(name, rslora, tmp_path):
+    """peft changes the base weights and trains A and B of rank r; here A and B are a half of an adapter of rank 2 r."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.config.sections import TrainConfig
+    from posttrain.nn.optimizer import Optimizer
+
+    folder = tiny_folder(name, tmp_path)
+    ours = adapted(folder, lora_init="pissa", use_rslora=rslora, lora_alpha=6)
+    ours.set_attn_implementation("sdpa")
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"fan_in_fan_out": name == "gpt2", "use_rslora": rslora, "init_lora_weights": "pissa"}
+    theirs = get_peft_model(stock, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", **options)).eval()
+    trained = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
+    config = TrainConfig(max_grad_norm=0.5, weight_decay=0.1)
+    optimizers = [Optimizer(loading.trainable_parameters(ours), config), Optimizer(trained, config)]
+    for _ in range(4):
+        norms = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            logits = model(input_ids=TOKENS).logits
+            logits.log_softmax(-1)[..., 3].sum().backward()
+            norms.append(optimizer.step(1e-2)["grad_norm"])
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    with torch.no_grad():
+        assert torch.allclose(ours(input_ids=TOKENS).logits, theirs(input_ids=TOKENS).logits, atol=2e-4)
+
+
+def test_kinds_that_cannot_be_are_refused(tmp_path):
+    folder = tiny_folder("mixtral", tmp_path)
+    for options in ({"lora_init": "pissa"}, {"use_dora": True}):
+        with pytest.raises(UsageError, match="lora_init pissa: .* is not a linear layer|does not support these adapters"):
+            adapted(folder, **options)
+    with pytest.raises(UsageError, match=r"model.lora_rank is 40, but a matrix of shape \(32, 32\)"):
+        adapted(tiny_folder("llama", tmp_path / "llama"), lora_init="pissa", lora_rank=40)
+
+
+@EACH_KIND
+def test_each_kind_is_generated_with_as_it_is_trained(kind, tmp_path, caplog):
+    """The engine's log-probabilities of its own greedy completions are the trainer's, and those of the merged model."""
+    from posttrain.config.sections import TrainConfig
+    from posttrain.engines.base import GenerationRequest, Sampling
+    from posttrain.train.learner import Learner
+
+    caplog.set_level("INFO", "posttrain")
+    model = ModelConfig(path=str(tiny_folder("qwen3", tmp_path)), lora_rank=4, **KINDS[kind])
+    learner = Learner(model, TrainConfig())
+    assert ("run the code of peft" in caplog.text) == bool(KINDS[kind].get("use_dora"))
+    train(learner.model)
+    learner.generator.weights_changed()
+    requests = [GenerationRequest(prompt=[4, 9, 17 + i], seed=i) for i in range(3)]
+    found = learner.generate(requests, Sampling(max_tokens=8, temperature=1.0))
+    for sample, stream in zip(found, learner.logprobs(found), strict=True):
+        assert sample.logprobs[sample.mask] == pytest.approx(stream[sample.mask], abs=1e-4)
+    saving.save_model(learner.model, tiny_tokenizer(), tmp_path / "saved")
+    merged = Learner(ModelConfig(path=str(tmp_path / "saved")), TrainConfig(), trainable=False)
+    for sample, stream in zip(found, merged.logprobs(found), strict=True):
+        assert sample.logprobs[sample.mask] == pytest.approx(stream[sample.mask], abs=1e-4)

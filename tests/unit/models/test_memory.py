@@ -18,6 +18,7 @@ from posttrain.nn import layers
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import reference
 from posttrain.nn.optimizer import Optimizer
+from posttrain.nn.optimizer_rules import embedding_names
 from tests.tiny import tiny_folder
 
 CPU = torch.device("cpu")
@@ -32,10 +33,11 @@ def size(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def measured(config: ModelConfig, head: str = "token") -> ModelMemory:
+def measured(config: ModelConfig, head: str = "token", name: str = "adamw") -> ModelMemory:
     """Bytes that a real model, its gradients and its optimizer hold."""
     model = load_model(config, head, device=CPU, trainable=True, seed=0)
-    optimizer = Optimizer(trainable_parameters(model), TrainConfig(ema_decay=0.9))
+    settings = TrainConfig(ema_decay=0.9, optimizer=name)
+    optimizer = Optimizer(trainable_parameters(model), settings, embeddings=embedding_names(model))
     out = forward(
         ModelRunner.from_model(model), collate([sample(8), sample(5)]), ForwardRequest(names=frozenset({NAMES[head]}))
     )
@@ -51,12 +53,29 @@ def measured(config: ModelConfig, head: str = "token") -> ModelMemory:
         weights=size(model.parameters()),
         masters=size(master for name, master in masters.items() if master is not optimizer.parameters[name]),
         gradients=held,
-        optimizer=sum(size(state.values()) for state in optimizer.adam.state.values()),
+        optimizer=sum(size(states(optimizer, name)) for name in masters),
         average=size(optimizer.average.values()),
     )
 
 
+def states(optimizer: Optimizer, name: str) -> list[torch.Tensor]:
+    """Tensors of the optimizer's states; the two quantization maps of bitsandbytes are one for all weights."""
+    found = {key: value for key, value in optimizer.states_of(name).items() if isinstance(value, torch.Tensor)}
+    return [value for key, value in found.items() if key not in ("qmap1", "qmap2", "RMS")]
+
+
 NAMES = {"token": "logprobs", "score": "scores"}
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon", "adafactor"])
+@pytest.mark.parametrize("options", [{}, {"freeze_layers": 1}, {"lora_rank": 4}, {"lora_rank": 4, "use_dora": True}])
+def test_states_of_every_optimizer_are_exact(name, options, tmp_path):
+    pytest.importorskip("bitsandbytes" if name == "adamw_8bit" else "peft")
+    config = ModelConfig(path="pico", **options)
+    counted = memory.model_memory(memory.empty_model(config, "token", torch.float32), average=True, optimizer=name)
+    assert counted == measured(config, name=name)
+    plain = memory.model_memory(memory.empty_model(config, "token", torch.float32), average=True)
+    assert counted.optimizer < plain.optimizer or (name == "adamw_8bit" and options.get("lora_rank"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,9 +261,10 @@ def test_what_an_optimizer_will_still_take(tmp_path):
     model = load_model(config, "token", device=CPU, trainable=True, seed=0)
     optimizer = Optimizer(trainable_parameters(model), TrainConfig())
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert optimizer.missing_bytes(CPU) == 12 * count, "gradients and two averages"
-    assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count, "and the masters, which are in host memory"
+    counters = 4 * len(optimizer.masters)
+    assert optimizer.missing_bytes(CPU) == 12 * count + counters, "gradients, two averages and step counters"
+    assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count + counters, "and the masters, which are in host memory"
     forward(ModelRunner.from_model(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
-    assert optimizer.missing_bytes(CPU) == 8 * count
+    assert optimizer.missing_bytes(CPU) == 8 * count + counters
     optimizer.step(1e-3)
     assert optimizer.missing_bytes(CPU) == 4 * count

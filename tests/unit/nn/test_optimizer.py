@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from posttrain.config.sections import TrainConfig
+from posttrain.core.errors import CheckpointError
 from posttrain.nn.optimizer import LossScale, Optimizer
+from posttrain.nn.weights import FROZEN_PART
 
 SIZES = {"matrix": (16, 17), "norm": (130,), "small": (3, 2)}
 
@@ -160,3 +162,123 @@ def test_what_stays_not_finite_is_skipped_in_float16_too():
         tries += 1
     assert found["skipped"] and tries == 16 and optimizer.steps == 0
     assert optimizer.scale == LossScale(2.0**16), "what no scale helps must not lower it for all that follows"
+
+
+LAYER = {"embed.weight": (40, 128), "layers.0.up.weight": (64, 80), "layers.0.norm.weight": (80,), "head.weight": (7, 9)}
+EMBEDDINGS = frozenset({"embed.weight"})
+RULES = {
+    "adamw": {},
+    "adamw_8bit": {"layers.0.up.weight": "adamw_8bit"},
+    "muon": {"layers.0.up.weight": "muon"},
+    "adafactor": dict.fromkeys(LAYER, "adafactor"),
+}
+EACH = pytest.mark.parametrize("name", RULES)
+
+
+def layer_weights(dtype=torch.float32):
+    torch.manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape, dtype=dtype) * 0.1) for name, shape in LAYER.items()}
+
+
+def library_optimizers(name, weights, config):
+    """The optimizers of the libraries, each over the weights that the documentation gives it."""
+    mine = [p for n, p in weights.items() if n in RULES[name]]
+    rest = [p for n, p in weights.items() if n not in RULES[name]]
+    decay, flat = [p for p in rest if p.ndim > 1], [p for p in rest if p.ndim == 1]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    betas = (config.adam_beta1, config.adam_beta2)
+    found = [torch.optim.AdamW(groups, lr=1e-2, betas=betas, fused=True)] if rest else []
+    if name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        found.append(AdamW8bit(mine, lr=1e-2, betas=betas, weight_decay=config.weight_decay))
+    if name == "muon":
+        kind = {"weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        found.append(torch.optim.Muon(mine, lr=1e-2, **kind))
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        groups = [{"params": [p for p in mine if (p.ndim > 1) == matrix]} for matrix in (True, False)]
+        groups[0]["weight_decay"], groups[1]["weight_decay"] = config.weight_decay, 0.0
+        found.append(Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False))
+    return found
+
+
+@EACH
+def test_each_optimizer_equals_its_library(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = TrainConfig(optimizer=name, weight_decay=0.1, max_grad_norm=0)
+    ours, theirs = layer_weights(), layer_weights()
+    optimizer = Optimizer(ours, config, embeddings=EMBEDDINGS)
+    assert {n: rule for n, rule in optimizer.rules.items() if rule != "adamw"} == RULES[name]
+    libraries = library_optimizers(name, theirs, config)
+    for step in range(4):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step(1e-2)
+        for library in libraries:
+            library.step()
+            library.zero_grad()
+    for n in ours:
+        assert torch.equal(ours[n], theirs[n]), n
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_optimizer_resumes_bit_for_bit(name, dtype, tmp_path):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = TrainConfig(optimizer=name, weight_decay=0.1, ema_decay=0.9)
+    first, second = layer_weights(dtype), layer_weights(dtype)
+    one = Optimizer(first, config, embeddings=EMBEDDINGS)
+    for step in range(3):
+        give_gradients(first, step)
+        one.step(0.01)
+    one.save(tmp_path)
+    for n in second:
+        second[n].data.copy_(first[n])
+    two = Optimizer(second, config, embeddings=EMBEDDINGS)
+    two.load(tmp_path)
+    assert two.steps == 3
+    for step in range(3, 6):
+        for params, optimizer in ((first, one), (second, two)):
+            give_gradients(params, step)
+            optimizer.step(0.01)
+    for n in first:
+        assert torch.equal(one.masters[n], two.masters[n]) and torch.equal(first[n], second[n]), n
+        assert torch.equal(one.average[n], two.average[n])
+    other = "muon" if name != "muon" else "adafactor"
+    with pytest.raises(CheckpointError, match="Resume with the train.optimizer that the run began with"):
+        Optimizer(layer_weights(dtype), TrainConfig(optimizer=other, ema_decay=0.9)).load(tmp_path)
+
+
+@EACH
+def test_a_frozen_part_never_changes_and_has_no_gradient(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    weights = layer_weights()
+    frozen = weights["layers.0.up.weight"]
+    setattr(frozen, FROZEN_PART, (slice(32, None), slice(None)))
+    before = frozen.detach().clone()
+    optimizer = Optimizer(weights, TrainConfig(optimizer=name, weight_decay=0.5, max_grad_norm=0))
+    for step in range(3):
+        give_gradients(weights, step)
+        gradients = [p.grad.clone() for p in weights.values()]
+        gradients[1][32:] = 0
+        assert optimizer.step(0.1)["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)))
+    assert torch.equal(frozen[32:], before[32:]) and (frozen[:32] != before[:32]).all()
+
+
+@EACH
+def test_bytes_that_a_step_still_needs(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    weights = layer_weights()
+    optimizer = Optimizer(weights, TrainConfig(optimizer=name), embeddings=EMBEDDINGS)
+    cpu, before = torch.device("cpu"), optimizer.missing_bytes(torch.device("cpu"))
+    give_gradients(weights, 0)
+    gradients = sum(4 * p.numel() for p in weights.values())
+    assert optimizer.missing_bytes(cpu) == before - gradients > 0
+    optimizer.step(0.01)
+    assert optimizer.missing_bytes(cpu) == gradients
