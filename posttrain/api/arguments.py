@@ -289,5 +289,5 @@ def lora_options(peft_config: Any) -> dict[str, Any]:
         )
     targets = [modules] if isinstance(modules, str) else sorted(modules)
     options = {f"model.{ours}": getattr(peft_config, theirs) for theirs, ours in LORA.items()}
-    initial = INITIAL[peft_config.init_lora_weights]
-    return options | {"model.lora_init": initial, "model.lora_target_modules": targets}
+    init = INITIAL[peft_config.init_lora_weights]
+    return options | {"model.lora_init": init, "model.lora_target_modules": targets}

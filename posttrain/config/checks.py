@@ -173,12 +173,13 @@ def check_weights(config: Config, refuse: Refuse) -> None:
         )
     refuse(
         model.use_dora and model.lora_init != "zeros",
-        f"model.use_dora and model.lora_init {model.lora_init} both change how the weights begin; leave out one of them.",
+        f"model.use_dora and model.lora_init {model.lora_init} both change how the weights begin; leave out "
+        "one of them.",
     )
     refuse(
         model.load_in_4bit and model.lora_init != "zeros",
-        f"model.lora_init {model.lora_init} needs the weights themselves, which model.load_in_4bit rounds; leave out one "
-        "of them.",
+        f"model.lora_init {model.lora_init} needs the weights themselves, which model.load_in_4bit rounds; leave out "
+        "one of them.",
     )
     for name in ("freeze_layers", "trainable_layers", "frozen_parameters", "trainable_parameters"):
         value = getattr(model, name)

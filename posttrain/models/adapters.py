@@ -80,7 +80,7 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, head: Head) -> Non
     if twice:
         init_pissa(model, config)
     if config.use_dora:
-        log.info("model.use_dora: adapted layers run the code of peft, in training and in generation; not fused kernels")
+        log.info("model.use_dora: adapted layers run the code of peft, not fused kernels, to train and to generate")
 
 
 @torch.no_grad()
@@ -96,8 +96,8 @@ def init_pissa(model: PreTrainedModel, config: ModelConfig) -> None:
         base, rank, scaling = layer.get_base_layer(), config.lora_rank, layer.scaling["default"]
         if not isinstance(base, torch.nn.Linear | Conv1D):
             raise UsageError(
-                f"model.lora_init {config.lora_init}: {name} is not a linear layer, but {type(base).__name__}. Name the "
-                "modules of linear layers in model.lora_target_modules, or leave lora_init out."
+                f"model.lora_init {config.lora_init}: {name} is not a linear layer, but {type(base).__name__}. Name "
+                "the modules of linear layers in model.lora_target_modules, or leave lora_init out."
             )
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         setattr(a, FROZEN_PART, (slice(rank, None), slice(None)))
@@ -105,7 +105,9 @@ def init_pissa(model: PreTrainedModel, config: ModelConfig) -> None:
         if base.weight.is_meta:
             continue
         weight = base.weight.float()
-        first_a, first_b = pissa_factors(weight.T if isinstance(base, Conv1D) else weight, rank, scaling, config.lora_init)
+        first_a, first_b = pissa_factors(
+            weight.T if isinstance(base, Conv1D) else weight, rank, scaling, config.lora_init
+        )
         a.copy_(torch.cat([first_a, first_a]))
         b.copy_(torch.cat([first_b, -first_b], dim=1))
 

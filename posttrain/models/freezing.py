@@ -37,7 +37,7 @@ def freeze_weights(model: PreTrainedModel, config: ModelConfig, head: Head) -> N
         frozen = first or (bool(config.freeze_layers) and id(parameter) in embeddings)
         parameter.requires_grad_(trained and not frozen and name not in named_out)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"{type(model).__name__}: every weight is frozen, so there is nothing to train (model.freeze_*)")
+        raise UsageError(f"{type(model).__name__}: every weight is frozen, so nothing can be trained (model.freeze_*)")
 
 
 def without_freezing(config: ModelConfig) -> ModelConfig:

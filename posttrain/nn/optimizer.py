@@ -132,7 +132,9 @@ class Optimizer:
             gradient = self.kept_gradients.get(name, master.grad)
             for tensor in (master, gradient):
                 wanted += 4 * master.numel() * (tensor is None or tensor.device.type != device.type)
-            states = [value for value in self.states_of(name).values() if isinstance(value, torch.Tensor) and value.ndim]
+            states = [
+                value for value in self.states_of(name).values() if isinstance(value, torch.Tensor) and value.ndim
+            ]
             if not self.host_moments and not (states and all(value.device.type == device.type for value in states)):
                 wanted += state_bytes(self.rules[name], master.shape)
         return wanted

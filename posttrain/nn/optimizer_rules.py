@@ -1,13 +1,13 @@
 """Which rule updates which weights with train.optimizer, the states that a rule keeps, and their size.
 
-    adamw        two moments of float32 for every weight
-    adamw_8bit   two moments of 8 bits with a float32 scale per 256 weights, by bitsandbytes (arXiv:2110.02861);
-                 embeddings, and tensors below 4,096 elements, have float32 moments as with adamw
-    muon         one momentum; the update of a matrix is orthogonalised (torch.optim.Muon). Its size is scaled to that
-                 of AdamW's updates (arXiv:2502.16982), so that one learning rate serves both; AdamW updates embeddings,
-                 heads, norms, biases and everything else that is not a matrix of a decoder layer
-    adafactor    means of squared gradients by row and by column, by transformers (arXiv:1804.04235), with the learning
-                 rate as given: no scaling by the weights, no relative steps, no momentum
+adamw        two moments of float32 for every weight
+adamw_8bit   two moments of 8 bits with a float32 scale per 256 weights, by bitsandbytes (arXiv:2110.02861);
+             embeddings, and tensors below 4,096 elements, have float32 moments as with adamw
+muon         one momentum; the update of a matrix is orthogonalised (torch.optim.Muon). Its size is scaled to that
+             of AdamW's updates (arXiv:2502.16982), so that one learning rate serves both; AdamW updates embeddings,
+             heads, norms, biases and everything else that is not a matrix of a decoder layer
+adafactor    means of squared gradients by row and by column, by transformers (arXiv:1804.04235), with the learning
+             rate as given: no scaling by the weights, no relative steps, no momentum
 """
 
 from __future__ import annotations

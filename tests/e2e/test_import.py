@@ -191,7 +191,11 @@ def test_every_key_of_llama_factory_is_in_the_file(capsys):
         (("dataset: identity", "dataset: nobody"), (), "has no data set nobody"),
         (("dataset: identity", "dataset: pictures"), (), "pictures has images"),
         (("dataset: identity", "dataset: identity,dpo_en_demo"), (), "different data.map_keys"),
-        (("lora_target: all", "lora_target: all\noft_rank: 8"), (), "oft_rank: 8: no counterpart: this way of training"),
+        (
+            ("lora_target: all", "lora_target: all\noft_rank: 8"),
+            (),
+            "oft_rank: 8: no counterpart: this way of training",
+        ),
         (("lora_target: all", "lora_target: all\npissa_init: true\npissa_iter: 4"), (), "pissa_init: true"),
         (("lora_target: all", "lora_target: all\noptim: lion_32bit"), (), "optim: lion_32bit"),
         (("lora_target: all", "lora_target: all\nfreeze_trainable_modules: mlp"), (), "freeze_trainable_modules: mlp"),
@@ -214,7 +218,7 @@ def test_what_would_change_the_training_is_refused(change, words, reason, capsys
         ("pissa_init: true\npissa_iter: -1", 1, {"model.lora_init": "pissa"}),
         ("neftune_noise_alpha: 5", 2, {"train.neftune_noise_alpha": 5.0}),
         ("optim: adamw_bnb_8bit", 1, {"train.optimizer": "adamw_8bit"}),
-        ("optim: paged_adamw_8bit", 2, {"train.optimizer": "adamw"}),
+        ("optim: paged_adamw_8bit", 2, {"train.optimizer": None}),
         ("optim: adafactor", 1, {"train.optimizer": "adafactor"}),
         ("use_muon: true", 1, {"train.optimizer": "muon"}),
         (
@@ -223,7 +227,7 @@ def test_what_would_change_the_training_is_refused(change, words, reason, capsys
             {
                 "model.trainable_layers": 1,
                 "model.trainable_parameters": [".*embed_tokens", ".*norm"],
-                "model.lora_rank": 0,
+                "model.lora_rank": None,
             },
         ),
     ],
@@ -232,7 +236,7 @@ def test_optimizers_adapters_and_frozen_layers_are_taken_over(more, devices, exp
     text = FACTORY.format(stage="sft", dataset="identity", more=more)
     write("c.yaml", text.replace("finetuning_type: lora\n", "") if "finetuning_type" in more else text)
     config, _ = imported("c.yaml", "--devices", devices, capsys=capsys)
-    found = {key: config[key.split(".")[0]][key.split(".")[1]] for key in expected}
+    found = {key: config.get(key.split(".")[0], {}).get(key.split(".")[1]) for key in expected}  # None: the default
     assert found == expected
 
 

@@ -31,7 +31,9 @@ def test_the_split_of_a_step_does_not_change_it(name, verb, tmp_path):
         model = learner(path, tokens)
         samples = prepared(algo, model, alike=20)  # a prefix that would be shared
         middle = len(samples) // 2 if parts == 2 else len(samples)
-        found.append(gradients(model, objective, [part for part in (samples[:middle], samples[middle:]) if part], samples))
+        found.append(
+            gradients(model, objective, [part for part in (samples[:middle], samples[middle:]) if part], samples)
+        )
     for sums, grads in found[1:]:
         assert sums["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-5)
         for key, gradient in grads.items():

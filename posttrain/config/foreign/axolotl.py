@@ -72,9 +72,11 @@ def held_out(value: Any, given: Given) -> Found | None:
 def unfrozen(value: Any, given: Given) -> Found | None:
     """A range of rows may follow a name there, as in weight$[:32000]."""
     patterns = value if isinstance(value, list) else [str(value)]
-    return None if any("[:" in pattern or "$[" in pattern for pattern in patterns) else {
-        "model.trainable_parameters": patterns
-    }
+    return (
+        None
+        if any("[:" in pattern or "$[" in pattern for pattern in patterns)
+        else {"model.trainable_parameters": patterns}
+    )
 
 
 def template(value: Any, given: Given) -> Found | None:

@@ -42,8 +42,9 @@ PACKING = needless("examples are always packed and never see each other")
 STEP_LOG = needless("every step is logged, in metrics.jsonl of the run directory")
 NO_UPLOAD = unrelated("nothing is uploaded; posttrain export writes a directory that can be")
 NO_REMOTE_CODE = unrelated("code from a model's repository is never run")
-ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-ADAMW_NAMES += ("paged_adamw", "paged_adamw_32bit")
+ADAMW_NAMES = (
+    *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"),
+)
 ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 
 

@@ -363,7 +363,7 @@ def test_each_kind_begins_with_the_base_model_and_merges_as_peft_does(name, head
         torch.testing.assert_close(merged[key], tensor, atol=1e-6, rtol=1e-5)
         if key in exported:
             torch.testing.assert_close(exported[key], tensor, atol=1e-6, rtol=1e-5)
-    assert exported.keys() == {n for n in module_tensors(load_tiny(folder, head))}
+    assert exported.keys() == set(module_tensors(load_tiny(folder, head)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -399,7 +399,9 @@ def test_pissa_trains_as_pefts_own(name, rslora, tmp_path):
 def test_kinds_that_cannot_be_are_refused(tmp_path):
     folder = tiny_folder("mixtral", tmp_path)
     for options in ({"lora_init": "pissa"}, {"use_dora": True}):
-        with pytest.raises(UsageError, match="lora_init pissa: .* is not a linear layer|does not support these adapters"):
+        with pytest.raises(
+            UsageError, match=r"lora_init pissa: .* is not a linear layer|does not support these adapters"
+        ):
             adapted(folder, **options)
     with pytest.raises(UsageError, match=r"model.lora_rank is 40, but a matrix of shape \(32, 32\)"):
         adapted(tiny_folder("llama", tmp_path / "llama"), lora_init="pissa", lora_rank=40)

@@ -31,16 +31,21 @@ def test_which_weights_are_trained(tmp_path):
     everything = trained(folder)
     first = {name for name in everything if ".layers.0." in name}
     last = {name for name in everything if ".layers.1." in name}
-    assert first and last and everything == first | last | {
-        *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    }
+    assert (
+        first
+        and last
+        and everything == first | last | {*("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")}
+    )
     assert trained(folder, freeze_layers=1) == everything - first - {"model.embed_tokens.weight"}
     assert trained(folder, trainable_layers=1) == last
     assert trained(folder, trainable_layers=-1) == first
     assert trained(folder, trainable_layers=1, trainable_parameters=("lm_head", r".*\.norm")) == last | {
         *("lm_head.weight", "model.norm.weight")
     }
-    assert trained(folder, frozen_parameters=(r"model\.layers", "model.embed")) == {"model.norm.weight", "lm_head.weight"}
+    assert trained(folder, frozen_parameters=(r"model\.layers", "model.embed")) == {
+        "model.norm.weight",
+        "lm_head.weight",
+    }
     assert trained(folder, trainable_layers=1, frozen_parameters=(".*mlp",)) == {n for n in last if ".mlp." not in n}
 
 
@@ -67,7 +72,8 @@ def test_what_makes_no_sense_is_refused(options, message, tmp_path):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options", [{"freeze_layers": 1}, {"trainable_layers": -1}, {"frozen_parameters": (".*k_proj", ".*norm", "lm_head")}]
+    "options",
+    [{"freeze_layers": 1}, {"trainable_layers": -1}, {"frozen_parameters": (".*k_proj", ".*norm", "lm_head")}],
 )
 def test_gradients_are_those_of_the_whole_model(options, dtype, fused, tmp_path):
     folder, found = tiny_folder("qwen3", tmp_path), []
@@ -79,7 +85,9 @@ def test_gradients_are_those_of_the_whole_model(options, dtype, fused, tmp_path)
         parameters = trainable_parameters(model)
         optimizer = Optimizer(parameters, TrainConfig(max_grad_norm=0))
         batch = collate([sample(8), sample(5)])
-        forward(ModelRunner(model, False), batch, ForwardRequest(names=frozenset({"logprobs"}))).logprobs.sum().backward()
+        forward(
+            ModelRunner(model, False), batch, ForwardRequest(names=frozenset({"logprobs"}))
+        ).logprobs.sum().backward()
         found.append({name: master.grad.clone() for name, master in optimizer.masters.items()})
         assert all(p.grad is None for name, p in model.named_parameters() if name not in parameters)
         optimizer.step(0.1)

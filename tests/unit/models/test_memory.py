@@ -263,7 +263,9 @@ def test_what_an_optimizer_will_still_take(tmp_path):
     count = sum(parameter.numel() for parameter in model.parameters())
     counters = 4 * len(optimizer.masters)
     assert optimizer.missing_bytes(CPU) == 12 * count + counters, "gradients, two averages and step counters"
-    assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count + counters, "and the masters, which are in host memory"
+    assert optimizer.missing_bytes(torch.device("cuda")) == 16 * count + counters, (
+        "and the masters, which are in host memory"
+    )
     forward(ModelRunner.from_model(model), collate([sample(8)]), ForwardRequest()).logprobs.sum().backward()
     assert optimizer.missing_bytes(CPU) == 8 * count + counters
     optimizer.step(1e-3)

@@ -164,7 +164,12 @@ def test_what_stays_not_finite_is_skipped_in_float16_too():
     assert optimizer.scale == LossScale(2.0**16), "what no scale helps must not lower it for all that follows"
 
 
-LAYER = {"embed.weight": (40, 128), "layers.0.up.weight": (64, 80), "layers.0.norm.weight": (80,), "head.weight": (7, 9)}
+LAYER = {
+    "embed.weight": (40, 128),
+    "layers.0.up.weight": (64, 80),
+    "layers.0.norm.weight": (80,),
+    "head.weight": (7, 9),
+}
 EMBEDDINGS = frozenset({"embed.weight"})
 RULES = {
     "adamw": {},
@@ -249,7 +254,7 @@ def test_each_optimizer_resumes_bit_for_bit(name, dtype, tmp_path):
         assert torch.equal(one.masters[n], two.masters[n]) and torch.equal(first[n], second[n]), n
         assert torch.equal(one.average[n], two.average[n])
     other = "muon" if name != "muon" else "adafactor"
-    with pytest.raises(CheckpointError, match="Resume with the train.optimizer that the run began with"):
+    with pytest.raises(CheckpointError, match=r"Resume with the train.optimizer that the run began with"):
         Optimizer(layer_weights(dtype), TrainConfig(optimizer=other, ema_decay=0.9)).load(tmp_path)
 
 
