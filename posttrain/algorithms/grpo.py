@@ -208,7 +208,14 @@ def decoupled_advantages(group: list[Sample], epsilon: float) -> Doubles:
     """Return the weighted sum of rewards that are standardised one by one within the group (arXiv:2601.05242)."""
     assert all(sample.reward_terms for sample in group), "rewards are not known one by one"
     weights, values = np.moveaxis(np.array([sample.reward_terms for sample in group]), 2, 0)
-    return np.sum([w * standardize(v, epsilon) for w, v in zip(weights[0], values.T, strict=True)], axis=0)
+    return np.sum([w * standardize_known(v, epsilon) for w, v in zip(weights[0], values.T, strict=True)], axis=0)
+
+
+def standardize_known(values: Doubles, epsilon: float) -> Doubles:
+    """Standardise the values of the completions that a reward applies to; 0 for others (NaN)."""
+    result, known = np.zeros(len(values)), ~np.isnan(values)
+    result[known] = standardize(values[known], epsilon)
+    return result
 
 
 def refuse_dual_clip(verb: str, dual_clip: float) -> None:

@@ -158,7 +158,7 @@ def check_completions(args: list[str]) -> int:
         show_rows(rewards, origins, verdicts, options.full, console)
         show_summary(rewards, origins, verdicts, console)
         trusted = show_trust(rewards, completions, labels, groups, verdicts, console)
-    return int(not trusted or any(verdict is not None and verdict.value is None for row in verdicts for verdict in row))
+    return int(not trusted or any(verdict is not None and verdict.failed for row in verdicts for verdict in row))
 
 
 def read_for_scoring(name: str, map_keys: Mapping[str, str], limit: int = 0) -> tuple[list[str], list[Completion]]:
@@ -220,12 +220,16 @@ def show_rows(
     for origin, row in zip(origins, verdicts, strict=True):
         for name, verdict in zip(rewards.names, row, strict=True):
             assert verdict is not None
-            shown = f"{verdict.value:8.4g}" if verdict.value is not None else f"{verdict.kind:>8}"
+            shown = (
+                f"{verdict.value:8.4g}"
+                if verdict.value is not None
+                else f"{verdict.kind if verdict.applies else '-':>8}"
+            )
             reason = verdict.reason.strip()
             if not full:
                 reason = reason.rpartition("\n")[2][:REASON_WIDTH]
             line = f"{origin:<{where}}  {name:<{width}}  {shown}  {verdict.seconds * 1000:9.2f} ms  {reason}"
-            console.print(f"[red]{escape(line)}[/]" if verdict.value is None else escape(line))
+            console.print(f"[red]{escape(line)}[/]" if verdict.failed else escape(line))
 
 
 def show_summary(
@@ -242,7 +246,8 @@ def show_summary(
         values = [verdict.value for verdict in found if verdict.value is not None]
         mean = f"{sum(values) / len(values):.4f}" if values else "-"
         slowest = max(range(len(found)), key=lambda index: found[index].seconds)
-        numbers = ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "error", "timeout"))
+        kinds = ("ok", "error", "timeout", *(["not_applicable"] if counts["not_applicable"] else []))
+        numbers = ", ".join(f"{counts[kind]} {kind.replace('_', ' ')}" for kind in kinds)
         time = f"slowest {found[slowest].seconds * 1000:.2f} ms ({origins[slowest]})"
         console.print(f"{name}: mean {mean}; {numbers}; {time}", markup=False)
     sums = [total for row in verdicts if (total := combine(row, rewards.weights)) is not None]

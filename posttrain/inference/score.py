@@ -21,6 +21,7 @@ from posttrain.data.reading.examples import LabelledExample
 from posttrain.inference.completion_files import CompletionExample, jsonl, read_completions, write_rows
 from posttrain.models.paths import model_fingerprint, resolve_path
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine, group_by_prompt
+from posttrain.rewards.verdict import NO_REWARD
 from posttrain.train.reward_model import RewardModel, check_reward_model
 
 BATCH_SIZE = 256  # completions that are scored, and saved for a resume, together
@@ -195,6 +196,8 @@ def score(
     rows, faults = [], dict[str, int]()
     for completion, total, of_completion in zip(completions, totals, verdicts, strict=True):
         parts, failure = reward_parts(rewards.names, of_completion)
+        if total is None and not failure:
+            failure = NO_REWARD
         if failure:
             last = failure.strip().rpartition("\n")[2]
             faults[last] = faults.get(last, 0) + 1
@@ -246,9 +249,9 @@ def reward_parts(names: Sequence[str], verdicts: Sequence[Verdict | None]) -> tu
     """Return each reward by name, and the reasons of those that failed."""
     parts, failures = {}, []
     for name, verdict in named_verdicts(names, verdicts):
-        if verdict.value is None:
+        if verdict.failed:
             failures.append(f"{name}: {verdict.kind}: {verdict.reason}")
-        else:
+        elif verdict.value is not None:
             parts[name] = verdict.value
     return parts, "; ".join(failures)
 

@@ -228,8 +228,9 @@ class Rewards:
             return
         complete, rows = [], []
         for completion, row in zip(completions, verdicts, strict=True):
-            values = {name: verdict.value for name, verdict in zip(self.names, row, strict=True) if verdict is not None}
-            if None in values.values():
+            others = {name: verdict for name, verdict in zip(self.names, row, strict=True) if verdict is not None}
+            values = {name: verdict.value for name, verdict in others.items()}  # None: it does not apply
+            if any(verdict.failed for verdict in others.values()):
                 row[-1] = Verdict(value=None, kind="error", reason="not scored: another reward failed")
             else:
                 complete.append(replace(completion, columns=completion.columns | {REWARDS: values}))
@@ -263,7 +264,7 @@ class Rewards:
         failures: dict[tuple[str, str], list[str]] = defaultdict(list)
         failed = 0
         for row in verdicts:
-            bad = [(i, verdict) for i, verdict in enumerate(row) if verdict is not None and verdict.value is None]
+            bad = [(i, verdict) for i, verdict in enumerate(row) if verdict is not None and verdict.failed]
             failed += bool(bad)
             for i, verdict in bad:
                 failures[self.specs[i].name, verdict.reason.strip().rpartition("\n")[2]].append(verdict.reason)

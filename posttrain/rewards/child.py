@@ -33,6 +33,7 @@ class LoadedReward:
     call: Callable[[Sequence[Completion]], Any]
     batch: bool  # takes several completions per call
     adapted: signatures.AdaptedFunction | None = None
+    may_abstain: bool = True  # None means that it does not apply; from a service it means that it failed
 
 
 class RewardRequestLoop(RequestLoop):
@@ -124,7 +125,7 @@ class RewardRequestLoop(RequestLoop):
         with CatchAll() as caught:
             results = signatures.many_results(reward.call(completions), len(completions))
             seconds = (time.perf_counter() - start) / len(completions)
-            return [success(result, seconds) for result in results]
+            return [success(result, seconds, reward) for result in results]
         if isinstance(caught.error, (RemoteError, signatures.ScalarForBatchError)):
             return [failure(caught, time.perf_counter() - start)] * len(completions)
         self.reply({"one_by_one": True})  # restarts the parent's deadline
@@ -136,7 +137,7 @@ class RewardRequestLoop(RequestLoop):
             result = reward.call([completion])
             if reward.batch:
                 (result,) = signatures.many_results(result, 1)
-            return success(result, time.perf_counter() - start)
+            return success(result, time.perf_counter() - start, reward)
         return failure(caught, time.perf_counter() - start)
 
 
@@ -148,7 +149,7 @@ def load_reward(spec: dict[str, Any], seconds: float) -> LoadedReward:
         verifier.prepare()
         return LoadedReward(lambda completions: verifier.score(completions[0]), batch=False)
     if spec["kind"] == "remote":  # less than the parent's deadline, so that the service's own error is reported
-        return LoadedReward(RewardService(place, seconds * 0.9).score, batch=True)
+        return LoadedReward(RewardService(place, seconds * 0.9).score, batch=True, may_abstain=False)
     if spec["packed"] is not None:
         function = unpack_function(spec["packed"])
     else:
@@ -157,11 +158,14 @@ def load_reward(spec: dict[str, Any], seconds: float) -> LoadedReward:
     return LoadedReward(adapted.call, adapted.form.batch, adapted)
 
 
-def success(result: Any, seconds: float) -> Reply:
-    """Return the reply for one result of a function; an error if the result is not a finite number."""
+def success(result: Any, seconds: float, reward: LoadedReward) -> Reply:
+    """Return the reply for one result of a function; an error if it is neither a finite number nor None."""
     with CatchAll() as caught:
         value, reason = signatures.one_result(result)
-        return {"kind": "ok", "value": value, "reason": reason[-REASON_LIMIT:], "seconds": seconds}
+        if value is None and not reward.may_abstain:
+            raise ValueError(f"the service has no reward for this completion: {reason}")
+        kind = "not_applicable" if value is None else "ok"
+        return {"kind": kind, "value": value, "reason": reason[-REASON_LIMIT:], "seconds": seconds}
     return failure(caught, seconds)
 
 

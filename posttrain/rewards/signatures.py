@@ -202,8 +202,6 @@ def finite_reward(value: Any) -> float:
     """Convert what a function returned, a number or a numpy or torch scalar, to a finite float."""
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         value = value.item()
-    if value is None:
-        raise ValueError("the reward function returned None; it must return a number for every completion")
     if not isinstance(value, bool | int | float):
         raise TypeError(f"the reward function returned a {type(value).__name__}, not a number")
     value = float(value)
@@ -214,15 +212,18 @@ def finite_reward(value: Any) -> float:
     return value
 
 
-def one_result(result: Any) -> tuple[float, str]:
-    """Read value and reason from a number, (number, reason), or a dictionary with the key `score` or `reward`."""
+def one_result(result: Any) -> tuple[float | None, str]:
+    """Read value and reason from a number, (number, reason), or a dictionary with the key `score` or `reward`.
+
+    None in the place of the number: the function does not apply to this completion.
+    """
     result = _unpack(result)
     reason = ""
     if isinstance(result, tuple) and len(result) == 2:
         result, reason = result[0], str(result[1])
     if isinstance(result, list) and len(result) == 1:
         result = result[0]
-    return finite_reward(result), reason
+    return None if result is None else finite_reward(result), reason
 
 
 def many_results(result: Any, expected: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -24,7 +24,11 @@ class PromptHistory:
     choice depends on the step only and not on timing. Prompts are identified by their origin, file:line.
     """
 
-    def __init__(self, config: RolloutConfig, seed: int) -> None:
+    def __init__(
+        self, config: RolloutConfig, seed: int, first_reward: Callable[[Rollout], float | None] | None = None
+    ) -> None:
+        """`first_reward`: returns the reward that decides whether a completion is correct; None: the first it has."""
+        self.first_reward = first_reward or (lambda rollout: next(iter(rollout.rewards.values()), 0.0))
         self.skip_epochs, self.by_difficulty, self.seed = (
             config.skip_epochs,
             config.prompt_sampling == "difficulty",
@@ -48,7 +52,8 @@ class PromptHistory:
 
     def add(self, group: Sequence[Rollout], epoch: int, has_signal: bool) -> None:
         """Remember a group; one of which nothing could be scored leaves no trace."""
-        scored = [next(iter(rollout.rewards.values()), 0.0) for rollout in group if not rollout.failure]
+        firsts = [self.first_reward(rollout) for rollout in group if not rollout.failure]
+        scored = [value for value in firsts if value is not None]
         if self.is_used and scored:
             share = sum(value > SOLVED_ABOVE for value in scored) / len(scored)
             self.visits[group[0].prompt.origin] = (epoch, share, has_signal)

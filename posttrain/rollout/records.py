@@ -42,6 +42,7 @@ class Rollout:
     turn_seconds: list[tuple[float, float]] = field(default_factory=list)  # of an agent: its own, and the model's
     branch: int = 0  # number among the samples of one conversation of an agent
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
+    not_applicable: list[str] = field(default_factory=list)  # rewards that returned None
     failure: str = ""  # why it could not be scored; it is then left out of training
     seconds: float = 0.0  # that its rewards took
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of judges: reason, counts, replies
@@ -89,6 +90,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         row["messages"] = rollout.messages
     if rollout.verdicts:
         row["verdicts"] = rollout.verdicts
+    if rollout.not_applicable:
+        row["not_applicable"] = rollout.not_applicable
     if rollout.turn_seconds:
         row["turn_seconds"] = [[round(program, 6), round(model, 6)] for program, model in rollout.turn_seconds]
     if rollout.branch:
@@ -149,6 +152,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         turn_seconds=[(program, model) for program, model in row.get("turn_seconds", [])],
         branch=row.get("branch", 0),
         rewards=row["rewards"],
+        not_applicable=row.get("not_applicable", []),
         failure=row["failure"],
         seconds=row["seconds"],
         verdicts=row.get("verdicts", {}),
@@ -170,7 +174,7 @@ def unscored(rollout: Rollout) -> Rollout:
     computed_later: dict[str, Any] = dict.fromkeys(name for name in STREAMS if name != "logprobs")
     sample = replace(rollout.sample, reward=0.0, **computed_later)
     failure = rollout.failure if failed else ""
-    return replace(rollout, sample=sample, rewards=kept, failure=failure, seconds=0.0)
+    return replace(rollout, sample=sample, rewards=kept, not_applicable=[], failure=failure, seconds=0.0)
 
 
 def read_steps(folder: Path) -> Iterator[tuple[int, list[Rollout]]]:

@@ -78,7 +78,7 @@ class Rollouts:
         self.recorded = recorded
         self.stages = stages
         self.update_weights = update_weights
-        self.history = PromptHistory(config.rollout, config.seed)
+        self.history = PromptHistory(config.rollout, config.seed, scorer.first_reward)
         self.skipped = 0  # prompts that the batch returned last has left out
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
         self.position = 0  # of the stream, after the batch that was returned last; batches ahead are not counted

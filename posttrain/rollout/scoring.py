@@ -17,6 +17,7 @@ from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import RewardError
 from posttrain.rewards.base import Completion, Rewards, Verdict, combine
 from posttrain.rewards.pool import TimeoutBudget
+from posttrain.rewards.verdict import NO_REWARD
 from posttrain.rollout.records import Rollout, given_rewards
 
 CACHED_PROMPTS = 4096  # prompts whose text is kept: completions of one prompt are finished one by one
@@ -34,6 +35,7 @@ class RolloutScorer:
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
         self.weights = list(config.reward.weights or rewards.weights)
         self.clip = config.reward.clip
+        self.needed = config.algo is None or config.algo.needs_reward()  # else completions without one are trained on
         self.statistics = RunningStatistics() if config.reward.normalize == "running" else None
         self.overlong = (config.reward.overlong_tokens, config.reward.overlong_penalty, config.rollout.max_tokens)
         self.decode = lru_cache(CACHED_PROMPTS)(lambda tokens: tokenizer.decode(np.frombuffer(tokens, dtype=np.int32)))
@@ -92,17 +94,21 @@ class RolloutScorer:
         known = [verdict for verdict in verdicts if verdict is not None]  # all of them: models have filled in theirs
         named = list(zip(self.rewards.names, known, strict=True))
         rollout.rewards |= {name: verdict.value for name, verdict in named if verdict.value is not None}
-        rollout.failure = "; ".join(f"{name}: {v.kind}: {v.reason}" for name, v in named if v.value is None)
+        rollout.not_applicable = [name for name, verdict in named if not verdict.applies]
+        rollout.failure = "; ".join(f"{name}: {v.kind}: {v.reason}" for name, v in named if v.failed)
         rollout.seconds = sum(verdict.seconds for verdict in known)
         rollout.verdicts = {
             name: {"reason": verdict.reason, "counts": verdict.counts, "replies": verdict.replies}
             for name, verdict in named
             if name in self.rewards.judges
         }
-        total = combine(known, self.weights)
-        if total is None:
+        if rollout.failure:
             return
-        total += sum(given_rewards(rollout).values())
+        total, given = combine(known, self.weights), given_rewards(rollout)
+        if total is None and not given and self.needed:
+            rollout.failure = NO_REWARD
+            return
+        total = (total or 0.0) + sum(given.values())
         if penalty := self.overlong_penalty(len(rollout.sample) - len(rollout.prompt.tokens)):
             rollout.rewards["overlong"] = -penalty
             total -= penalty
@@ -111,9 +117,15 @@ class RolloutScorer:
     def terms(self, rollout: Rollout) -> tuple[tuple[float, float], ...]:
         """Return weight and value of each part of a scored rollout's reward, in the same order for all rollouts."""
         named = zip(self.rewards.names, self.weights, strict=True)
-        own = [(weight, rollout.rewards[name]) for name, weight in named if weight]
+        own = [(weight, rollout.rewards.get(name, math.nan)) for name, weight in named if weight]  # NaN: not applicable
         given = sum(given_rewards(rollout).values())
         return (*own, (1.0, given), (1.0, rollout.rewards.get("overlong", 0.0)))
+
+    def first_reward(self, rollout: Rollout) -> float | None:
+        """Return the reward that decides whether a completion is correct; None if it does not apply."""
+        if self.rewards.names and self.rewards.names[0] in rollout.not_applicable and not given_rewards(rollout):
+            return None
+        return next(iter(rollout.rewards.values()), None)
 
     def normalize(self, rollouts: Sequence[Rollout]) -> None:
         """Divide by the deviation of all rewards so far, including these, if asked for; then clip."""

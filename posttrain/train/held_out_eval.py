@@ -60,11 +60,12 @@ class HeldOutEval:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return means over prompts; a completion that could not be scored is left out and counted as a failure."""
         scored = [rollout for rollout in rollouts if not rollout.failure]
-        groups = [[self.is_correct(rollout) for rollout in group] for group in by_group(scored)]
+        judged = [rollout for rollout in scored if self.scorer.first_reward(rollout) is not None]
+        groups = [[self.is_correct(rollout) for rollout in group] for group in by_group(judged)]
         accuracies = [sum(correct) / len(correct) for correct in groups]
         found = {
             "reward": float(np.mean([rollout.sample.reward for rollout in scored])),
-            "accuracy": float(np.mean(accuracies)),
+            "accuracy": float(np.mean(accuracies)) if accuracies else 0.0,
             "accuracy_interval": half_width(accuracies),
             "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
             "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
@@ -80,7 +81,8 @@ class HeldOutEval:
         return found
 
     def is_correct(self, rollout: Rollout) -> bool:
-        return next(iter(rollout.rewards.values())) > CORRECT_ABOVE
+        first = self.scorer.first_reward(rollout)
+        return first is not None and first > CORRECT_ABOVE
 
 
 def pass_at(k: int, n: int, correct: int) -> float:

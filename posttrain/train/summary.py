@@ -9,6 +9,7 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Sample, WeightVersion
+from posttrain.rewards.verdict import NO_REWARD
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
 from posttrain.train.run import Run
@@ -40,7 +41,7 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
         "length": float(np.mean([rollout.completion_tokens for rollout in scored])),
         "truncated": float(np.mean([rollout.sample.finish == "length" for rollout in scored])),
-        "failures": float(len(rollouts) - len(scored)),
+        "failures": float(sum(bool(rollout.failure) and rollout.failure != NO_REWARD for rollout in rollouts)),
         "staleness": float(np.mean([version - rollout.sample.version for rollout in scored])),
     }
     if groups:  # with one completion per prompt there is nothing to compare
@@ -53,9 +54,15 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
         metrics["prefix_hits"] = float(np.mean([rollout.sample.reused for rollout in rollouts]))
     if drafted := sum(rollout.sample.draft_tokens for rollout in rollouts):
         metrics["draft_acceptance"] = sum(rollout.sample.accepted_tokens for rollout in rollouts) / drafted
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        # A part that a completion does not have, such as the penalty of an overlong one, is 0 in its sum.
-        metrics[f"rewards/{name}"] = float(np.mean([rollout.rewards.get(name, 0.0) for rollout in scored]))
+    if unrewarded := sum(rollout.failure == NO_REWARD for rollout in rollouts):
+        metrics["no_reward"] = float(unrewarded)
+    for name in dict.fromkeys(name for rollout in scored for name in (*rollout.rewards, *rollout.not_applicable)):
+        applying = [rollout for rollout in scored if name not in rollout.not_applicable]
+        if len(applying) < len(scored):
+            metrics[f"rewards/{name}_applies"] = len(applying) / len(scored)
+        if applying:
+            # A part that a completion does not have, such as the penalty of an overlong one, is 0 in its sum.
+            metrics[f"rewards/{name}"] = float(np.mean([rollout.rewards.get(name, 0.0) for rollout in applying]))
     return metrics | judge_metrics(rollouts)
 
 

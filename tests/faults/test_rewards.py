@@ -110,7 +110,6 @@ FAULTS = textwrap.dedent(
         "full disk": full_disk,
         "nan": lambda: float("nan"),
         "inf": lambda: float("-inf"),
-        "none": lambda: None,
         "text": lambda: "1.0",
         "list": lambda: [1.0, 2.0],
         "huge": lambda: [0.5] * 10**7,
@@ -171,7 +170,6 @@ EXPECTED = {
     "full disk": ("File too large", "error"),
     "nan": ("returned nan", "error"),
     "inf": ("returned -inf", "error"),
-    "none": ("returned None", "error"),
     "text": ("returned a str", "error"),
     "list": ("returned a list", "error"),
     "huge": ("returned a list", "error"),
@@ -297,7 +295,7 @@ def test_functions_of_batches_are_repeated_one_by_one(file):
 
 def test_results_do_not_depend_on_the_number_of_workers(file):
     texts = [str(n) for n in range(150)]
-    for at, fault in ((3, "segfault"), (40, "exception"), (41, "_exit"), (90, "none"), (149, "exit")):
+    for at, fault in ((3, "segfault"), (40, "exception"), (41, "_exit"), (90, "nan"), (149, "exit")):
         texts[at] = fault
     found = []
     for workers in (1, 3):
@@ -384,7 +382,7 @@ def test_too_many_failures_stop_the_run_with_their_text(score):
         few = rewards.score(asked("1", "2", "3", "exception"))
         rewards.check_failures(few)
         assert [combine(row, rewards.weights) for row in few] == [1, 2, 3, None]
-        many = rewards.score(asked("1", "exception", "exception", "none"))
+        many = rewards.score(asked("1", "exception", "exception", "nan"))
         with pytest.raises(RewardError) as stopped:
             rewards.check_failures(many)
     text = str(stopped.value)

@@ -1,5 +1,7 @@
 """What each token is credited with, against slow loops; controllers; options that are refused."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -86,6 +88,26 @@ def test_rewards_normalised_one_by_one():
     algorithm("grpo", multi_objective_aggregation="normalize_then_sum", std_epsilon=0.01).assign_credit(rows)
     expected = {id(row): dict.fromkeys(slow_policy.counted(row), x) for row, x in zip(rows, final, strict=True)}
     same_credit(rows, expected)
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_its_mean_and_deviation():
+    """GDPO with None from a reward function: NaN in the terms; the completion gets 0 from that reward."""
+    rng = np.random.default_rng(3)
+    rows = drawn(rng)
+    for i, row in enumerate(rows):
+        row.reward_terms = ((1.0, math.nan if i % 3 == 1 else float(rng.normal())), (0.5, float(rng.normal())))
+    sums = {}
+    for group in slow_policy.groups_of(rows):
+        known = [row for row in group if not math.isnan(row.reward_terms[0][1])]
+        first = slow_policy.standardize([row.reward_terms[0][1] for row in known], 0.01) if known else []
+        second = slow_policy.standardize([row.reward_terms[1][1] for row in group], 0.01)
+        for row, x in zip(group, second, strict=True):
+            sums[id(row)] = 0.5 * x
+        for row, x in zip(known, first, strict=True):
+            sums[id(row)] += x
+    final = slow_policy.standardize([sums[id(row)] for row in rows], 0.01)
+    algorithm("grpo", multi_objective_aggregation="normalize_then_sum", std_epsilon=0.01).assign_credit(rows)
+    same_credit(rows, {id(r): dict.fromkeys(slow_policy.counted(r), x) for r, x in zip(rows, final, strict=True)})
 
 
 def test_leave_one_out_normalised():

@@ -54,6 +54,10 @@ def test_the_sum_of_a_failed_one_is_none():
     good, bad = Verdict(value=1.0, kind="ok"), Verdict(value=None, kind="error")
     assert combine([good, good], [0.5, -2]) == -1.5
     assert combine([good, bad], [1, 0]) is None and combine([good, None], [1, 1]) is None
+    other = Verdict(value=None, kind="not_applicable")
+    assert combine([good, other], [2, 1]) == 2.0 and combine([bad, other], [1, 1]) is None
+    assert combine([other, other], [1, 1]) is None and combine([good, other], [0, 1]) is None, "no reward applies"
+    assert combine([other, good], [0, 1]) == 1.0 and combine([], []) == 0.0
 
 
 @pytest.mark.parametrize(

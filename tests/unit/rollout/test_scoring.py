@@ -1,6 +1,7 @@
 """Rewards: weights, clipping, the overlong penalty; a failure is never reward 0."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from posttrain.core.errors import RewardError
 from posttrain.core.types import Sample
 from posttrain.rewards.base import Rewards, Verdict
-from posttrain.rollout.records import Rollout
+from posttrain.rewards.verdict import NO_REWARD
+from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
+from posttrain.train.summary import rollout_metrics
 from tests.unit.rollout.made import TOKENIZER, ids, online, prompt
 
 CODE = """
@@ -215,3 +218,42 @@ def test_early_scoring_ends_if_generation_fails(rewards):
         raise MemoryError("no room")
     early.thread.join(60)
     assert not early.thread.is_alive()
+
+
+def test_none_means_that_a_reward_does_not_apply(tmp_path):
+    """Sums have the other rewards; a completion without any has no signal; metrics are over those that have it."""
+    file = tmp_path / "r.py"
+    file.write_text(
+        CODE + "def long(text): return None if len(text) < 3 else 1.0\n"
+        "def many(completions): return [None if t == 'x' else 5.0 for t in completions]\n"
+    )
+    with Rewards([f"{file}:long", f"{file}:many"], workers=1, max_failure_rate=0.0) as rewards:
+        config = online(reward__functions=("long", "many"), reward__weights=(1.0, 2.0))
+        judge = RolloutScorer(rewards, {}, config, TOKENIZER)
+        rollouts = [rollout("abc"), rollout("ab"), rollout("x"), rollout("abcd")]
+        judge.score(rollouts)
+    assert [r.sample.reward for r in rollouts] == [11.0, 10.0, 0.0, 11.0]
+    assert [r.failure for r in rollouts] == ["", "", NO_REWARD, ""]
+    assert [r.not_applicable for r in rollouts] == [[], ["r.long"], ["r.long", "r.many"], []]
+    assert [judge.first_reward(r) for r in rollouts] == [1.0, None, None, 1.0]
+    again = from_row(json.loads(json.dumps(as_row(rollouts[1], 1))))
+    assert again.not_applicable == ["r.long"] and unscored(again).not_applicable == []
+    assert [value for _, value in judge.terms(rollouts[1])][1:] == [5.0, 0.0, 0.0]
+    assert math.isnan(judge.terms(rollouts[1])[0][1])
+    metrics = rollout_metrics(rollouts, 0)
+    assert metrics["failures"] == 0 and metrics["no_reward"] == 1
+    assert metrics["rewards/r.long"] == 1.0 and metrics["rewards/r.long_applies"] == pytest.approx(2 / 3)
+    assert metrics["rewards/r.many"] == 5.0 and "rewards/r.many_applies" not in metrics
+
+
+def test_a_combining_function_sees_none(tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def some(text): return None if text == 'b' else 3\n"
+        "def both(rewards): return -1 if rewards['r.some'] is None else rewards['r.some']\n"
+    )
+    specs = [f"{file}:some", f"combine:{file}:both"]
+    with Rewards(specs, workers=1) as rewards:
+        rollouts = [rollout("a"), rollout("b")]
+        RolloutScorer(rewards, {}, online(reward__functions=specs), TOKENIZER).score(rollouts)
+    assert [r.sample.reward for r in rollouts] == [3.0, -1.0] and not any(r.failure for r in rollouts)
