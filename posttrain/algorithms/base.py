@@ -172,6 +172,22 @@ class CriticSettings:
     loss: Callable[[Outputs, MicroBatch], Loss]  # a sum over tokens
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TeacherSettings:
+    """Teachers that are asked about completions before the update, and what they are asked."""
+
+    teachers: tuple[str, ...]  # paths, addresses of services, or `self`
+    names: tuple[str, ...] = ()  # values of `column` that select them; one teacher needs none
+    column: str = ""
+    context_column: str = ""  # of what teachers see in addition
+    tokenizer: str = ""  # path of the teachers' tokenizer, if it is not the student's
+    top_k: int = 0  # likeliest tokens to ask for; 0: the log-probability of the sampled token alone
+    temperature: float = 1.0  # of the likeliest tokens
+    service_model: str = ""  # name of the model behind an address
+    api_key_env: str = ""
+    timeout_seconds: float = 60.0
+
+
 class OnlineAlgorithm(Algorithm):
     """An algorithm that trains on completions of its own policy; adds the calls that the online loop makes."""
 
@@ -233,6 +249,18 @@ class OnlineAlgorithm(Algorithm):
     def critic(self) -> CriticSettings | None:
         """Return the settings of a separate critic; None: no critic, or a value head on the policy."""
         return None
+
+    def teachers(self) -> TeacherSettings | None:
+        """Return the settings of teachers that are asked before the update; None: there are none."""
+        return None
+
+    def completion_column(self) -> str:
+        """Return the column with the data's completions, which take the place of some generated ones; empty: none."""
+        return ""
+
+    def data_fraction(self) -> float:
+        """Return the share of prompts whose completion is the data's."""
+        return 0.0
 
     def policy_frozen(self, step: int) -> bool:
         """Whether only the critic is trained at this step (from 1)."""

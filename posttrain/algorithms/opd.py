@@ -15,14 +15,16 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from posttrain.algorithms.base import register
+from posttrain.algorithms.base import TeacherSettings, register
 from posttrain.algorithms.distill import check_divergence
 from posttrain.algorithms.grpo import GRPO
 from posttrain.algorithms.policy import as_stream, bounded_kl, check_bounds, token_kl, token_mean
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.ops import discounted, kl_estimate
-from posttrain.core.types import ForwardRequest, Loss, MicroBatch, Outputs, Sample
+from posttrain.core.types import ForwardRequest, Loss, MicroBatch, Outputs, Sample, SamplingDistribution
+
+SELF = "self"  # the policy as its own teacher
 
 
 @register("opd", help="on-policy distillation: the student generates, a teacher's distribution teaches every token")
@@ -32,7 +34,30 @@ class OPD(GRPO):
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
         teacher: str = ""
-        """Required. Path of the teacher model; it must have the student's vocabulary."""
+        """Path of the teacher model, the address of a service (http://HOST:PORT/v1), or `self`: the policy itself, with
+        algo.teacher_context_column. Required, unless algo.teachers is set."""
+        teachers: tuple[str, ...] = ()
+        """Several teachers instead of algo.teacher; each prompt's own is named in algo.teacher_column."""
+        teacher_names: tuple[str, ...] = ()
+        """Values of algo.teacher_column, one for each of algo.teachers."""
+        teacher_column: str = "teacher"
+        """Column of the data that names a prompt's teacher, with algo.teachers."""
+        teacher_context_column: str = ""
+        """Column with what the teacher sees and the student does not: a text, put before the last user message, or
+        messages that replace the prompt."""
+        teacher_tokenizer: str = ""
+        """Path of the teacher's tokenizer, if it is not the student's: both are aligned over the text."""
+        teacher_model: str = ""
+        """Name of the model behind an address; empty: the service has only one."""
+        teacher_api_key_env: str = ""
+        """Environment variable with the key of the service."""
+        teacher_timeout_seconds: float = 60.0
+        """Longest time for one request to the service, with its repetitions."""
+        student_fraction: float = 1.0
+        """Share of prompts that the student completes; for the others the completion of algo.completion_column is
+        learned (the mixture of GKD)."""
+        completion_column: str = ""
+        """Column with the data's completion of a prompt, a text."""
         objective: Literal["divergence", "policy_gradient"] = "divergence"
         """divergence: minimise the divergence over the vocabulary at every token; policy_gradient: give every token the
         reward log(teacher / student) of its own probability."""
@@ -67,7 +92,11 @@ class OPD(GRPO):
     def check(self) -> None:
         super().check()
         config = self.config
-        check_divergence(config.teacher, config.jsd_beta, config.temperature, config.divergence_top_k)
+        check_teachers(config)
+        check_divergence(
+            config.teacher or " ".join(config.teachers), config.jsd_beta, config.temperature, config.divergence_top_k
+        )
+        self.check_asked()
         check_bounds(0, distill_coef=config.distill_coef, reward_coef=config.reward_coef)
         check_bounds(0, divergence_clip=config.divergence_clip)
         check_bounds(0, 1, gamma=config.gamma)
@@ -97,11 +126,64 @@ class OPD(GRPO):
                 "or set algo.objective to policy_gradient"
             )
 
+    def check_asked(self) -> None:
+        """Raise UsageError if teachers cannot be asked what the objective needs."""
+        config = self.config
+        if not self.teachers():
+            return
+        asked = "several teachers, a service, `self`, algo.teacher_context_column and algo.teacher_tokenizer"
+        if config.objective == "divergence" and not config.divergence_top_k:
+            raise UsageError(
+                f"algo.divergence_top_k is 0, but {asked} are asked for their likeliest tokens before the update: set "
+                "algo.divergence_top_k, such as 20, or algo.objective to policy_gradient"
+            )
+        if config.teacher_tokenizer and config.objective == "divergence":
+            raise UsageError(
+                f"algo.teacher_tokenizer is {config.teacher_tokenizer}: distributions over different tokens cannot be "
+                "compared, only the probabilities of the same text: set algo.objective to policy_gradient"
+            )
+        remote = [path for path in (config.teacher, *config.teachers) if is_address(path)]
+        if remote and config.objective == "divergence" and config.temperature != 1.0:
+            raise UsageError(
+                f"algo.temperature is {config.temperature}, but {remote[0]} returns probabilities at temperature 1: "
+                "leave it out"
+            )
+        if remote and config.objective == "policy_gradient" and self.distribution != SamplingDistribution():
+            raise UsageError(
+                f"{remote[0]} returns probabilities of the model's own distribution, but rollout samples from another: "
+                "set rollout.temperature to 1, and leave out rollout.top_p, rollout.top_k and rollout.min_p"
+            )
+
     def min_samples_per_prompt(self) -> int:
         return 2 if self.config.reward_coef else 1
 
     def needs(self) -> set[str]:
-        return super().needs() | ({"ref_logprobs"} if self.by_policy_gradient else set())
+        asks_reference = self.by_policy_gradient and not self.teachers()
+        return super().needs() | ({"ref_logprobs"} if asks_reference else set())
+
+    def teachers(self) -> TeacherSettings | None:
+        config = self.config
+        special = is_address(config.teacher) or config.teacher == SELF
+        if not (special or config.teachers or config.teacher_context_column or config.teacher_tokenizer):
+            return None
+        return TeacherSettings(
+            teachers=config.teachers or (config.teacher,),
+            names=config.teacher_names,
+            column=config.teacher_column if config.teachers else "",
+            context_column=config.teacher_context_column,
+            tokenizer=config.teacher_tokenizer,
+            top_k=0 if self.by_policy_gradient else config.divergence_top_k,
+            temperature=config.temperature,
+            service_model=config.teacher_model,
+            api_key_env=config.teacher_api_key_env,
+            timeout_seconds=config.teacher_timeout_seconds,
+        )
+
+    def completion_column(self) -> str:
+        return self.config.completion_column
+
+    def data_fraction(self) -> float:
+        return 1.0 - self.config.student_fraction
 
     @property
     def by_policy_gradient(self) -> bool:
@@ -109,10 +191,10 @@ class OPD(GRPO):
 
     def reference_path(self) -> str:
         """Return the teacher, if only its log-probabilities of the sampled tokens are needed."""
-        return self.config.teacher if self.by_policy_gradient else ""
+        return self.config.teacher if self.by_policy_gradient and not self.teachers() else ""
 
     def teacher_path(self) -> str:
-        return "" if self.by_policy_gradient else self.config.teacher
+        return "" if self.by_policy_gradient or self.teachers() else self.config.teacher
 
     def outputs(self) -> set[str]:
         if self.by_policy_gradient:
@@ -157,3 +239,43 @@ class OPD(GRPO):
         loss.total = loss.total + total
         loss.metrics["divergence"] = token_mean(divergence.detach())
         return loss
+
+
+def is_address(path: str) -> bool:
+    """Whether a teacher is a service."""
+    return path.startswith(("http://", "https://"))
+
+
+def check_teachers(config: OPD.Config) -> None:
+    """Raise UsageError if options that select teachers or completions conflict."""
+    if config.teachers and config.teacher:
+        raise UsageError(f"algo.teacher is {config.teacher} and algo.teachers is set, too: leave one of them out")
+    if len(config.teachers) != len(config.teacher_names):
+        raise UsageError(
+            f"algo.teacher_names has {len(config.teacher_names)} names for {len(config.teachers)} algo.teachers. "
+            "Give one each."
+        )
+    if len(set(config.teacher_names)) < len(config.teacher_names):
+        raise UsageError(f"algo.teacher_names {' '.join(config.teacher_names)}: a name is given twice")
+    if SELF in (config.teacher, *config.teachers) and not config.teacher_context_column:
+        raise UsageError(
+            "algo.teacher is self, but without algo.teacher_context_column teacher and student would see the same: set "
+            "it to the column with what only the teacher sees"
+        )
+    addressed = any(is_address(path) for path in (config.teacher, *config.teachers))
+    for name in ("teacher_model", "teacher_api_key_env"):
+        if (value := getattr(config, name)) and not addressed:
+            raise UsageError(f"algo.{name} is {value}, but algo.teacher is not an address: leave it out")
+    check_bounds(0, 1, student_fraction=config.student_fraction)
+    check_bounds(0, teacher_timeout_seconds=config.teacher_timeout_seconds)
+    if (config.student_fraction < 1) != bool(config.completion_column):
+        raise UsageError(
+            f"algo.student_fraction is {config.student_fraction} and algo.completion_column is "
+            f"{config.completion_column!r}: the mixture needs both, a fraction below 1 and the data's completions"
+        )
+    if config.student_fraction < 1 and (config.objective == "policy_gradient" or config.reward_coef):
+        raise UsageError(
+            f"algo.student_fraction is {config.student_fraction}: the data's completions were not sampled from the "
+            "student, so a policy gradient on them would be wrong: set algo.objective to divergence and "
+            "algo.reward_coef to 0"
+        )

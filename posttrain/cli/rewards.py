@@ -246,8 +246,9 @@ def show_summary(
         values = [verdict.value for verdict in found if verdict.value is not None]
         mean = f"{sum(values) / len(values):.4f}" if values else "-"
         slowest = max(range(len(found)), key=lambda index: found[index].seconds)
-        kinds = ("ok", "error", "timeout", *(["not_applicable"] if counts["not_applicable"] else []))
-        numbers = ", ".join(f"{counts[kind]} {kind.replace('_', ' ')}" for kind in kinds)
+        numbers = ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "error", "timeout"))
+        if counts["not_applicable"]:
+            numbers += f", {counts['not_applicable']} not applicable"
         time = f"slowest {found[slowest].seconds * 1000:.2f} ms ({origins[slowest]})"
         console.print(f"{name}: mean {mean}; {numbers}; {time}", markup=False)
     sums = [total for row in verdicts if (total := combine(row, rewards.weights)) is not None]

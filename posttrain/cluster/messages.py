@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.core.types import STREAMS, Sample
+from posttrain.core.types import LISTED, STREAMS, Sample
 
-ARRAY_FIELDS = ("tokens", "mask", *STREAMS, "experts")
+ARRAY_FIELDS = ("tokens", "mask", *STREAMS, *LISTED, "experts")
 OTHER_FIELDS = tuple(name for name in Sample.__slots__ if name not in ARRAY_FIELDS)
 
 Buffers = list[npt.NDArray[Any]]

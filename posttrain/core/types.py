@@ -37,6 +37,7 @@ and record it in the samples that they generate with them.
 """
 
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
+LISTED = ("teacher_ids", "teacher_logprobs")  # several numbers per token
 SCALARS = ("reward", "label", "margin", "baseline", "staleness")
 
 
@@ -65,6 +66,8 @@ class Sample:
     returns: Floats | None = None
     targets: Floats | None = None  # process rewards: probability that the step ending here is correct
     experts: Experts | None = None  # those that the sampler's routers chose
+    teacher_ids: Ints | None = None  # [tokens, k]: a teacher's likeliest tokens at each place, 0 where none counts
+    teacher_logprobs: Floats | None = None  # [tokens, k]: the teacher's log-probabilities of them
     # Scalars: one number per sample.
     reward: float = 0.0
     reward_terms: tuple[tuple[float, float], ...] = ()  # weight and value of each reward that the sum has
@@ -101,6 +104,11 @@ class Sample:
             raise ValueError(
                 f"{self.origin or 'sample'}: experts has shape {self.experts.shape}, expected ({n}, .., ..)"
             )
+
+        for name in LISTED:
+            listed = getattr(self, name)
+            if listed is not None and (listed.ndim != 2 or len(listed) != n):
+                raise ValueError(f"{self.origin or 'sample'}: {name} has shape {listed.shape}, expected ({n}, ..)")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -149,6 +157,8 @@ class MicroBatch:
     staleness: torch.Tensor
     sharing: PrefixSharing | None = None  # None: no prefix is shared
     experts: torch.Tensor | None = None  # int16, as in Sample, of the tokens that the layers compute; None: no record
+    teacher_ids: torch.Tensor | None = None  # [T, k], as in Sample
+    teacher_logprobs: torch.Tensor | None = None  # [T, k]
 
     def computed(self, index: torch.Tensor) -> torch.Tensor:
         """Map indices of tokens to indices in the layers' output."""
@@ -180,6 +190,7 @@ class Outputs:
     divergence: torch.Tensor | None = None  # [T], from the teacher's distribution
     scores: torch.Tensor | None = None  # [B], at each sample's last token
     values: torch.Tensor | None = None  # [T], value of the state before tokens[i]
+    likeliest: tuple[torch.Tensor, torch.Tensor] | None = None  # [M, k], tokens and their log-probabilities
     choices: torch.Tensor | None = None  # [M, R], log-probabilities of R reward tokens after counted position m
     router_loss: torch.Tensor | None = None  # sum over tokens of the load-balancing loss
     rerouted: torch.Tensor | None = None  # [T], 1 where the token before has other experts than it had in the sampler
@@ -223,6 +234,7 @@ class ForwardRequest:
     jsd_beta: float = 0.5
     temperature: float = 1.0  # of the divergence
     divergence_top_k: int = 0  # likeliest tokens of the teacher that it distinguishes; 0: all
+    likeliest: int = 0  # number of tokens that `likeliest` has at each place, of the divergence's temperature
     distribution: SamplingDistribution = SamplingDistribution()  # of log-probabilities and entropy
     entropy_gradient: bool = False
     router_loss: float = 0.0  # weight of the mixture-of-experts balance

@@ -174,6 +174,11 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_s
         if all(getattr(sample, name) is not None for sample in samples)
     }
     scalars = {name: to_tensor([getattr(sample, name) for sample in samples], torch.float32) for name in SCALARS}
+
+    def listed(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        lists = [getattr(sample, name) for sample in samples]
+        return None if any(each is None for each in lists) else to_tensor(np.concatenate(lists), dtype)
+
     sharing = share_prefixes(samples, find_prefix_groups(samples, min_shared_prefix)) if min_shared_prefix else None
     batch = MicroBatch(
         tokens=to_tensor(np.concatenate([sample.tokens for sample in samples]), torch.long),
@@ -185,6 +190,8 @@ def collate(samples: Sequence[Sample], device: torch.device | str = "cpu", min_s
         counted=to_tensor(np.flatnonzero(mask), torch.long),
         sharing=sharing,
         experts=recorded_experts(samples, sharing),
+        teacher_ids=listed("teacher_ids", torch.long),
+        teacher_logprobs=listed("teacher_logprobs", torch.float32),
         **streams,
         **scalars,
     )

@@ -23,6 +23,7 @@ MAX_CHOICES = 128  # completions per request
 MAX_MESSAGES = 1024  # per conversation; the time to encode them grows with their square
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1024  # of each token of a prompt; for teachers of distillation
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n", "stop", "seed"}
 COMMON |= {"stream", "stream_options", "logprobs", "ignore_eos"}
@@ -59,6 +60,7 @@ class CompletionRequest:
     top_logprobs: int = 0
     ignore_eos: bool = False
     echo: bool = False  # the response begins with the prompt
+    prompt_logprobs: int | None = None  # likeliest tokens at each place of the prompt, besides its own; None: not asked
     generate: bool = True  # without it only the prompt's log-probabilities are computed
     output: Output = field(default_factory=Output)
     parsing: ParseOptions = field(default_factory=ParseOptions)  # of the model's chat template
@@ -88,14 +90,20 @@ def read_chat(body: dict[str, Any]) -> CompletionRequest:
 
 
 def read_completion(body: dict[str, Any]) -> CompletionRequest:
-    fields = RequestFields(body, COMMON | {"prompt", "echo"})
+    fields = RequestFields(body, COMMON | {"prompt", "echo", "prompt_logprobs"})
     logprobs = "logprobs" in fields.body and fields.body["logprobs"] is not False
     echo, generate = fields.flag("echo"), fields.body.get("max_tokens") != 0
     if echo and not generate:
         del fields.body["max_tokens"]
+    prompt_logprobs = None
+    if fields.body.get("prompt_logprobs") is not None:
+        prompt_logprobs = fields.integer("prompt_logprobs", 0, 0, MAX_PROMPT_LOGPROBS)
+        if fields.flag("stream") or (echo and logprobs):
+            raise ApiError(400, "prompt_logprobs: not with stream, nor with echo and logprobs", param="prompt_logprobs")
     return CompletionRequest(
         chat=False,
         echo=echo,
+        prompt_logprobs=prompt_logprobs,
         generate=generate,
         prompts=read_prompts(fields.body.get("prompt")),
         logprobs=logprobs,

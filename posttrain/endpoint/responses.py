@@ -64,7 +64,7 @@ def pending_completions(request: CompletionRequest, prompts: Sequence[Ints]) -> 
             sampling,
             changed,
             streamed=request.stream,
-            prompt_top=request.top_logprobs if request.echo and request.logprobs else None,
+            prompt_top=request.top_logprobs if request.echo and request.logprobs else request.prompt_logprobs,
             generate=request.generate,
         )
         for place, prompt in enumerate(prompts)
@@ -118,6 +118,8 @@ class CompletionResponse:
             text, logprobs = output.whole()
             shown = logprobs if self.request.logprobs else None
             choices.append(self.format.choice(index, text, shown, output.finish_reason, output.seed))
+            if self.request.prompt_logprobs is not None:
+                choices[-1]["prompt_logprobs"] = output.prompt_logprobs()
         await self.completed()
         return self.format.wrap(choices, usage=self.usage())
 
@@ -272,6 +274,15 @@ class ChoiceOutput:
         for token in tokens:
             token.start += self.offset
         return tokens
+
+    def prompt_logprobs(self) -> list[dict[str, dict[str, float]] | None]:
+        """Return log-probabilities by token id at each place of the prompt, as vLLM does; none at the first."""
+        prompt = self.completion.request.prompt.tolist()
+        logprobs, likeliest = self.completion.prompt_logprobs or ([], [])
+        found: list[dict[str, dict[str, float]] | None] = [None]
+        for token, own, others in zip(prompt[1:], logprobs, likeliest, strict=True):
+            found.append({str(t): {"logprob": value} for t, value in [(token, own), *others]})
+        return found
 
     def with_prompt(self, text: str, tokens: list[TokenLogprob]) -> tuple[str, list[TokenLogprob]]:
         """Put the prompt before the text; special tokens in it have log-probabilities and no text."""

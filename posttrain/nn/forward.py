@@ -175,8 +175,25 @@ def forward(
         out.logprobs, out.entropy = (to_stream(before().gather(values), batch) for values in (logprobs, entropy))
     if routing is not None and routing.differs:
         out.rerouted = to_stream(before().gather(routing.rerouted()[before().local]), batch)
-    if "divergence" in request.names:
-        assert teacher is not None, "a divergence needs a teacher model"
+    if "likeliest" in request.names:
+        out.likeliest = chunked.likeliest_tokens(
+            before().states, runner.logits, runner.vocabulary_size, request.likeliest, request.temperature
+        )
+    if "divergence" in request.names and teacher is None:
+        assert batch.teacher_ids is not None and batch.teacher_logprobs is not None, "a divergence needs a teacher"
+        divergence = chunked.listed_divergence(
+            before().states,
+            batch.teacher_ids[batch.counted],
+            batch.teacher_logprobs[batch.counted],
+            runner.logits,
+            runner.vocabulary_size,
+            request.divergence,
+            request.jsd_beta,
+            request.temperature,
+        )
+        out.divergence = to_stream(divergence, batch)
+    elif "divergence" in request.names:
+        assert teacher is not None
         with torch.no_grad():
             teacher_hidden = teacher.run_layers(batch).last_hidden_state[0]
         divergence = head_divergence(runner, teacher, before().states, teacher_hidden[before().local], request)

@@ -100,15 +100,55 @@ def token_divergence(
         if 0 < top_k < vocabulary:
             likeliest = teacher.topk(top_k, dim=-1).indices
             teacher, student = (with_rest(logp.gather(-1, likeliest)) for logp in (teacher, student))
-        if kind == "forward_kl":
-            return (kl(teacher, student),)
-        if kind == "reverse_kl":
-            return (kl(student, teacher),)
-        mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
-        return (jsd_beta * kl(teacher, mixture) + (1 - jsd_beta) * kl(student, mixture),)
+        return (divergence_of(teacher, student, kind, jsd_beta),)
 
     (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, teacher_hidden)
     return divergence
+
+
+def listed_divergence(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    head: LogitsHead,
+    vocabulary: int,
+    kind: Divergence,
+    jsd_beta: float,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the divergence as `token_divergence` with top_k does, from the teacher's likeliest tokens: ids [n, k]."""
+
+    def chunk(states: torch.Tensor, tokens: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor]:
+        student = (head(states) / temperature).log_softmax(-1).gather(-1, tokens)
+        if tokens.shape[-1] < vocabulary:
+            teacher, student = with_rest(teacher), with_rest(student)
+        return (divergence_of(teacher, student, kind, jsd_beta),)
+
+    (divergence,) = in_chunks(chunk, chunk_length(vocabulary), hidden, ids, logprobs)
+    return divergence
+
+
+def likeliest_tokens(
+    hidden: torch.Tensor, head: LogitsHead, vocabulary: int, count: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest tokens at each position, and their log-probabilities: both [n, count]."""
+
+    def chunk(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = (head(states) / temperature).log_softmax(-1).topk(min(count, vocabulary), dim=-1)
+        return best.indices, best.values
+
+    ids, logprobs = in_chunks(chunk, chunk_length(vocabulary), hidden)
+    return ids, logprobs
+
+
+def divergence_of(teacher: torch.Tensor, student: torch.Tensor, kind: Divergence, jsd_beta: float) -> torch.Tensor:
+    """Return the divergence of two distributions over the last axis, given their log-probabilities."""
+    if kind == "forward_kl":
+        return kl(teacher, student)
+    if kind == "reverse_kl":
+        return kl(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
+    return jsd_beta * kl(teacher, mixture) + (1 - jsd_beta) * kl(student, mixture)
 
 
 def with_rest(logp: torch.Tensor) -> torch.Tensor:

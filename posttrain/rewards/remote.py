@@ -48,6 +48,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class JsonService:
     """Posts JSON to one address and receives JSON; failed attempts are repeated within the time limit."""
 
+    response_limit = RESPONSE_LIMIT
+
     def __init__(self, address: str, seconds: float, *, token: str = "", attempts: int = ATTEMPTS) -> None:
         """`token`: sent as bearer token, unless it is empty."""
         self.address, self.seconds, self.token, self.attempts = address, seconds, token, attempts
@@ -81,7 +83,7 @@ class JsonService:
         request = urllib.request.Request(self.address, data=body, headers=headers)
         try:
             with self.opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
-                raw = response.read(RESPONSE_LIMIT + 1)
+                raw = response.read(self.response_limit + 1)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode("utf-8", "replace")
             message = f"{self.address} responded {error.code} {error.reason}: {text}"
@@ -96,8 +98,8 @@ class JsonService:
             raise RemoteError(f"{self.address} cannot be reached: {error.reason}") from None
         except (http.client.HTTPException, ConnectionError) as error:
             raise RemoteError(f"{self.address} closed the connection: {type(error).__name__}: {error}") from None
-        if len(raw) > RESPONSE_LIMIT:
-            raise RemoteError(f"{self.address} sent more than {RESPONSE_LIMIT // 2**20} MiB")
+        if len(raw) > self.response_limit:
+            raise RemoteError(f"{self.address} sent more than {self.response_limit // 2**20} MiB")
         try:
             return json.loads(raw)
         except (ValueError, RecursionError) as error:

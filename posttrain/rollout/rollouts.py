@@ -23,6 +23,7 @@ from posttrain.data.dataset import ExampleStream
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
 from posttrain.rewards.pool import TimeoutBudget
 from posttrain.rollout.curriculum import PromptHistory, Visits
+from posttrain.rollout.data_completions import DataCompletions
 from posttrain.rollout.episodes import EpisodePlayer
 from posttrain.rollout.overlap import OverlappingStages
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
@@ -65,10 +66,12 @@ class Rollouts:
         episodes: EpisodePlayer | None = None,
         recorded: Iterator[tuple[int, list[Rollout]]] | None = None,
         stages: OverlappingStages | None = None,
+        data_completions: DataCompletions | None = None,
     ) -> None:
         """`update_weights`: brings the policy's current weights to the generator, under the version it is given.
 
         `episodes`: generates in several turns, with an environment or agent; `recorded`: batches to replay;
+        `data_completions`: take the place of some generated ones;
         `stages`: what is computed for each part of a batch while the next one is generated (rollout.prompts_per_stage).
         """
         self.generator, self.scorer, self.stream, self.config = generator, scorer, stream, config
@@ -77,6 +80,7 @@ class Rollouts:
         self.episodes = episodes
         self.recorded = recorded
         self.stages = stages
+        self.data_completions = data_completions
         self.update_weights = update_weights
         self.history = PromptHistory(config.rollout, config.seed, scorer.first_reward)
         self.skipped = 0  # prompts that the batch returned last has left out
@@ -229,9 +233,17 @@ class Rollouts:
     ) -> list[Rollout]:
         """Generate samples_per_prompt completions of each prompt."""
         n, seed = self.config.rollout.samples_per_prompt, self.config.seed
-        repeated = [prompt for prompt in prompts for _ in range(n)]
-        seeds = [seed_for(seed, position, k) for position, _ in prompts for k in range(n)]
-        rollouts = self.generate(repeated, seeds, on_rollout=on_rollout)
+        repeated = [(position, prompt, k) for position, prompt in prompts for k in range(n)]
+        given = self.data_completions
+        taken = [given is not None and given.is_taken(position, k) for position, _, k in repeated]
+        asked = [each for each, from_data in zip(repeated, taken, strict=True) if not from_data]
+        seeds = [seed_for(seed, position, k) for position, _, k in asked]
+        own = [(position, prompt) for position, prompt, _ in asked]
+        generated = iter(self.generate(own, seeds, on_rollout=on_rollout) if own else [])
+        rollouts = [
+            given.rollout(position, prompt) if given is not None and from_data else next(generated)
+            for (position, prompt, _), from_data in zip(repeated, taken, strict=True)
+        ]
         if not self.config.rollout.inflight_updates:  # in-flight updates: the generator records the versions
             for rollout in rollouts:
                 rollout.sample.version = rollout.sample.newest = version

@@ -63,6 +63,9 @@ class PromptReader:
             raise ApiError(404, message, param="model", code="model_not_found")
         request = parse(body)
         request.adapter = "" if asked in (None, self.name) else asked
+        if request.adapter and request.prompt_logprobs is not None:
+            message = f"prompt_logprobs are those of {self.name}, not of its adapters"
+            raise ApiError(400, message, param="prompt_logprobs")
         if request.adapter and request.echo and request.logprobs:
             message = f"echo with logprobs: log-probabilities of prompts are those of {self.name}, not of its adapters"
             raise ApiError(400, message, param="echo")

@@ -33,6 +33,7 @@ from posttrain.core.types import (
     Floats,
     ForwardRequest,
     Head,
+    Ints,
     MicroBatch,
     Objective,
     Outputs,
@@ -342,6 +343,21 @@ class Learner:
         with nullcontext() if adapters else lora.disabled(self.model):
             return self.token_streams(samples, request, lambda out: out.logprobs)
 
+    def likeliest(self, samples: Sequence[Sample], count: int, temperature: float) -> list[tuple[Ints, Floats]]:
+        """Return the likeliest tokens and their log-probabilities, both [tokens, count]; 0 where no token counts."""
+        assert self.runner.context is None, "refused in the checks of the configuration"
+        request = ForwardRequest(names=frozenset({"likeliest"}), likeliest=count, temperature=temperature)
+        found: dict[int, tuple[Ints, Floats]] = {}
+        for indices, out, batch in self.forward_all(samples, request):
+            assert out.likeliest is not None
+            lists = []
+            for values, dtype in zip(out.likeliest, (np.int32, np.float32), strict=True):
+                whole = np.zeros((len(batch.tokens), values.shape[1]), dtype=dtype)
+                whole[batch.counted.cpu().numpy()] = values.cpu().numpy()
+                lists.append(np.split(whole, np.cumsum(batch.lengths)[:-1]))
+            found |= dict(zip(indices, zip(*lists, strict=True), strict=True))
+        return [found[i] for i in range(len(samples))]
+
     def probe_logprobs(self) -> list[Floats]:
         """Return log-probabilities of the probe, by which an engine's weights are compared with these."""
         return self.logprobs([probe_sample(self.model.config.get_text_config().vocab_size)])
@@ -416,6 +432,7 @@ class Learner:
     def dummy_batch(self) -> MicroBatch:
         """Return a batch for a rank without samples: it joins the collectives of a pass and contributes zero."""
         shortest = Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]))
+        shortest.teacher_ids, shortest.teacher_logprobs = np.zeros((2, 1), np.int32), np.full((2, 1), -1.0, np.float32)
         return collate([shortest], self.device)
 
     # Sharded models

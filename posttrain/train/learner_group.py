@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
-from posttrain.core.types import ExpertUse, Floats, Objective, Sample, SamplingDistribution, WeightVersion
+from posttrain.core.types import ExpertUse, Floats, Ints, Objective, Sample, SamplingDistribution, WeightVersion
 from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.train.learner import PLAIN, Part
@@ -61,6 +61,9 @@ class LearnerGroup:
     ) -> list[Floats]:
         how: dict[str, Any] = {"adapters": adapters, "distribution": distribution, "experts": experts}
         return concatenate(self.spread("logprobs", samples, **how))
+
+    def likeliest(self, samples: Sequence[Sample], count: int, temperature: float) -> list[tuple[Ints, Floats]]:
+        return concatenate(self.spread("likeliest", samples, 1, count, temperature))
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         return concatenate(self.spread("values", samples))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithms import Algorithm, OnlineAlgorithm
+from posttrain.algorithms.opd import SELF, is_address
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import Config, ModelConfig, OnlineConfig
 from posttrain.core.errors import UsageError
@@ -235,7 +236,7 @@ def estimate_memory(
         step=estimate_pass(config, algo, device, model, teacher, largest),
         reference=reference_bytes(config, algo, dtype),
         reference_stays=not algo.precompute_reference(),
-        teacher=0 if teacher is None else weight_bytes(config, teacher, "actor"),
+        teacher=asked_teacher_bytes(config, algo, dtype) if teacher is None else weight_bytes(config, teacher, "actor"),
         critic=critic_bytes(config, algo, dtype) if shares_learners(config, "critic") else 0,
         gathered=memory.gathered_bytes(model, sharding) if sharding.devices > 1 else 0,
         sampler=copy_bytes if keeps_weight_copy(config, sharding) else 0,
@@ -269,13 +270,34 @@ def estimate_pass(
     with suppress(RuntimeError, NotImplementedError):
         return memory.pass_memory(
             model,
-            context_slice(samples, sharding.context),
+            with_listed_tokens(context_slice(samples, sharding.context), algo),
             request,
             teacher,
             kernels=device.type == "cuda",
             sharded=sharding.devices > 1,
         )
     return PassMemory()
+
+
+def with_listed_tokens(samples: list[Sample], algo: Algorithm) -> list[Sample]:
+    """Add the likeliest tokens of a teacher, where the loss reads them."""
+    settings = algo.teachers() if isinstance(algo, OnlineAlgorithm) else None
+    if settings is None or not settings.top_k:
+        return samples
+    shapes = [(len(sample), settings.top_k) for sample in samples]
+    return [
+        replace(sample, teacher_ids=np.zeros(shape, np.int32), teacher_logprobs=np.full(shape, -9.0, np.float32))
+        for sample, shape in zip(samples, shapes, strict=True)
+    ]
+
+
+def asked_teacher_bytes(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
+    """Return the memory of the teachers that are asked before the update and are models to load."""
+    settings = algo.teachers() if isinstance(algo, OnlineAlgorithm) else None
+    if settings is None or not shares_learners(config, "reference") or "reference" in config.cluster.offload:
+        return 0
+    paths = [path for path in settings.teachers if path != SELF and not is_address(path)]
+    return sum(weight_bytes(config, frozen_model(config.model, path, dtype), "reference") for path in paths)
 
 
 def reference_bytes(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:

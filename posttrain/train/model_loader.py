@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from posttrain.algorithms import Algorithm, OnlineAlgorithm
-from posttrain.algorithms.base import CriticSettings
+from posttrain.algorithms.base import CriticSettings, TeacherSettings
+from posttrain.algorithms.opd import SELF, is_address
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import DataConfig, ModelConfig, OnlineConfig
 from posttrain.core.errors import UsageError
 from posttrain.data.encoding.encoder import Encoder
+from posttrain.data.encoding.templates import template_stop_ids
 from posttrain.engines.base import EngineSpec, check_samples
 from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import read_config, vocabulary_size
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tokenizers import load_tokenizer
+from posttrain.train.alignment import TextAlignment
 from posttrain.train.critic import Critic
 from posttrain.train.layout_check import layout_of
 from posttrain.train.learner import Learner
@@ -26,7 +30,9 @@ from posttrain.train.reference import ReferenceModel
 from posttrain.train.reward_model import RewardModel
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run import Run
+from posttrain.train.teachers import LocalTeacher, ServiceTeacher, Teacher, TeacherPrompts, Teachers
 
+TEACHER_LENGTH = 2**20  # of a prompt with a teacher's context or tokens
 REWARD_DATA = DataConfig(max_length=2**31 - 1)  # data.max_length and rollout.max_tokens limit rollouts already
 
 
@@ -74,15 +80,51 @@ class ModelLoader:
             load=self.frozen,
         )
 
-    def frozen(self, path: str) -> LearnerGroup:
+    def teachers(self, policy: LearnerGroup) -> Teachers | None:
+        """Load the teachers that are asked before the update, or connect to them, if the algorithm has any."""
+        settings = self.algorithm.teachers() if isinstance(self.algorithm, OnlineAlgorithm) else None
+        if settings is None:
+            return None
+        own, vocabulary = self.run.tokenizer, vocabulary_size(self.run.model)
+        prompts = alignment = None
+        if settings.context_column:
+            data = replace(self.config.data, max_length=TEACHER_LENGTH)
+            prompts = TeacherPrompts(Encoder(own, data, "prompt", vocabulary), settings.context_column)
+        if settings.tokenizer:
+            model = ModelConfig(path=settings.tokenizer)
+            tokenizer = load_tokenizer(model)
+            check_other_tokenizer(own, tokenizer, settings.tokenizer)
+            encoder = Encoder(tokenizer, DataConfig(max_length=TEACHER_LENGTH), "prompt", len(tokenizer))
+            alignment = TextAlignment(own, tokenizer, encoder, template_stop_ids(own))
+        loaded = [self.teacher(path, number, settings, policy) for number, path in enumerate(settings.teachers)]
+        found = Teachers(loaded, settings, prompts, alignment)
+        found.check([prompt for (prompt,) in self.run.data.train.prompts])
+        return found
+
+    def teacher(self, path: str, number: int, settings: TeacherSettings, policy: LearnerGroup) -> Teacher:
+        """Load one teacher, or connect to it."""
+        if is_address(path):
+            return ServiceTeacher(path, settings)
+        if path == SELF:
+            return LocalTeacher(policy, nullcontext, self.algorithm.distribution)
+        name = f"reference-{number}" if number else "reference"
+        model = self.frozen(path, name=name, other_vocabulary=bool(settings.tokenizer))
+        self.offloader.offload("reference", model)
+        on_device = partial(self.offloader.on_device, "reference", model)
+        return LocalTeacher(model, on_device, self.algorithm.distribution)
+
+    def frozen(self, path: str, *, name: str = "reference", other_vocabulary: bool = False) -> LearnerGroup:
         """Load a language model that is not trained; without a path, the initial policy."""
+        if other_vocabulary:
+            model = ModelConfig(path=resolve_path(path), dtype=self.run.model.dtype)
+            return self.load(model, role="reference", name=name, head="token", trainable=False)
         if path and (theirs := vocabulary_size(ModelConfig(path=path))) != (ours := vocabulary_size(self.run.model)):
             raise UsageError(
                 f"{path} has a vocabulary of {theirs:,} tokens, {self.run.model.path} of {ours:,}: probabilities of "
                 "the same tokens can only be compared in one vocabulary. Choose a model of the same family."
             )
         model = replace(self.run.model, path=path or self.run.model.path, lora_rank=0, router_aux_loss_coef=0.0)
-        return self.load(model, role="reference", head="token", trainable=False)
+        return self.load(model, role="reference", name=name, head="token", trainable=False)
 
     def critic(self, settings: CriticSettings, first_reward_model: str) -> Critic:
         """Load the critic: from its own path, else from the first reward model, else from the policy."""
@@ -127,16 +169,24 @@ class ModelLoader:
         check = partial(check_samples, vocabulary=vocabulary, engine="a rollout worker")
         return RolloutWorkers(slots, sender, placement.rendezvous, check)
 
-    def load(self, model: ModelConfig, *, role: str, **options: Any) -> LearnerGroup:
-        """Start a learner on every device of the role; `options`: of Learner."""
+    def load(self, model: ModelConfig, *, role: str, name: str = "", **options: Any) -> LearnerGroup:
+        """Start a learner on every device of the role; `name`: if a role has several; `options`: of Learner."""
         layout = layout_of(self.config, role)
         pool = self.run.placement.pool(role)
         self.run.log.message(f"loading {model.path}" + f" ({role})" * (role != "actor"))
         with self.run.log.phase("load"):
             workers = pool.start(
-                role, Learner, model, self.config.train, seed=self.config.seed, layout=layout, **options
+                name or role, Learner, model, self.config.train, seed=self.config.seed, layout=layout, **options
             )
         return LearnerGroup(workers, layout.ranks_per_sample)
+
+
+def check_other_tokenizer(own: Any, other: Any, path: str) -> None:
+    """Raise UsageError if a teacher's tokenizer is the student's own: tokens can be compared then."""
+    if own.get_vocab() == other.get_vocab():
+        raise UsageError(
+            f"algo.teacher_tokenizer {path} has the student's vocabulary: leave it out; tokens are compared one by one"
+        )
 
 
 def rollout_engine(config: OnlineConfig) -> EngineSpec:

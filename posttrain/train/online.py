@@ -31,6 +31,7 @@ from posttrain.train.rollout_workers import RolloutWorkers
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import average_updates, closing_message, mixed_versions, rollout_metrics
+from posttrain.train.teachers import Teachers
 from posttrain.train.update import stop_if_diverged, update
 
 MISMATCHES_ALLOWED = 3
@@ -51,6 +52,7 @@ class OnlineLoop:
     reference: ReferenceModel | None
     critic: Critic | None
     streams: StreamFiller
+    teachers: Teachers | None
     offloader: Offloader
     scorer: RolloutScorer
     rollouts: Rollouts
@@ -119,6 +121,9 @@ class OnlineLoop:
         if self.rollouts.stages is None:  # else they are filled while the batch is generated
             with self.run.log.phase("logprobs"):
                 self.streams.fill(samples)
+        if self.teachers is not None:
+            with self.run.log.phase("teachers"):
+                self.teachers.fill([rollout for rollout in rollouts if not rollout.failure])
         self.algorithm.assign_credit(samples)
         return rollouts
 
@@ -154,6 +159,8 @@ class OnlineLoop:
         if self.rollout_workers is not None:
             transfer = self.rollout_workers.last_transfer
             metrics |= {"sync_bytes": float(transfer.bytes), "sync_seconds": transfer.seconds}
+        if self.teachers is not None:
+            metrics |= self.teachers.metrics
         if self.rollouts.history.is_used:
             metrics["prompts_skipped"] = float(self.rollouts.skipped)
         add_custom_metrics(self.run.metric_functions, [r for r in rollouts if not r.failure], metrics)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from posttrain.algorithms import Algorithm
+from posttrain.algorithms import Algorithm, OnlineAlgorithm
+from posttrain.algorithms.opd import SELF, is_address
 from posttrain.checkpoints import checkpoint, random_state
 from posttrain.cluster.placement import Placement
 from posttrain.config import sections as configs
@@ -158,7 +159,7 @@ class Run:
             model = config.model if config.model.path == "pico" else replace(config.model, path=models["model"])
             tokenizer = load_tokenizer(model)
             folder = folder or stack.enter_context(RunDirectory.open(config.output_dir, verb, config.resume))
-            vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in models.values())
+            vocabulary = min(vocabulary_size(ModelConfig(path=path)) for path in with_own_tokens(models, algorithm))
             data = load_data(config, algorithm, tokenizer, vocabulary, folder.path)
             too_long = check_lengths(models["model"], data, config)
             fingerprints = {"verb": verb, "data": data.train.fingerprint}
@@ -415,15 +416,28 @@ class Run:
 def helper_model_paths(algorithm: Algorithm) -> dict[str, str]:
     """Return where the reference and the teacher are, if the algorithm has them at a path of their own."""
     found: dict[str, str] = {}
-    for name, path in (("reference", algorithm.reference_path()), ("teacher", algorithm.teacher_path())):
+    paths = {"reference": algorithm.reference_path(), "teacher": algorithm.teacher_path()}
+    settings = algorithm.teachers() if isinstance(algorithm, OnlineAlgorithm) else None
+    if settings is not None:
+        asked = [path for path in settings.teachers if path != SELF and not is_address(path)]
+        paths |= {f"teacher-{number}": path for number, path in enumerate(asked)}
+    for name, path in paths.items():
         if not path:
             continue
         try:
             found[name] = resolve_path(path)
             vocabulary_size(ModelConfig(path=found[name]))  # reads its configuration, so that it must exist
         except UsageError as error:
-            raise UsageError(str(error).replace("model.path", f"algo.{name}", 1)) from error
+            option = "algo.teachers" if len(paths) > 3 else f"algo.{name.partition('-')[0]}"
+            raise UsageError(str(error).replace("model.path", option, 1)) from error
     return found
+
+
+def with_own_tokens(models: dict[str, str], algorithm: Algorithm) -> list[str]:
+    """Return the paths of the models that read the policy's tokens: all but teachers with another tokenizer."""
+    settings = algorithm.teachers() if isinstance(algorithm, OnlineAlgorithm) else None
+    others = settings is not None and bool(settings.tokenizer)
+    return [path for name, path in models.items() if not (others and name.startswith("teacher"))]
 
 
 def due(step: int, every: int, last: int) -> bool:

@@ -18,9 +18,12 @@ from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import UsageError
 from posttrain.core.types import Objective, Sample, SamplingDistribution
+from posttrain.data.encoding.encoder import Encoder
 from posttrain.engines.base import Generator, Sampling
+from posttrain.models.loading import vocabulary_size
 from posttrain.rewards.base import Rewards
 from posttrain.rollout import records
+from posttrain.rollout.data_completions import DataCompletions
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodePlayer, EpisodeRunner
 from posttrain.rollout.overlap import OverlappingStages, PartStage
@@ -109,6 +112,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
         first_reward_model = next((path for _, path in rewards.models), "")
         critic = models.critic(settings, first_reward_model) if settings is not None else None
         streams = StreamFiller(algorithm, policy, reference, critic)
+        teachers = models.teachers(policy)
 
         rollout_workers = models.rollout_workers()  # before a call of the policy, which waits until it is loaded
         sampling = Sampling.of(config.rollout, policy.stop_ids())
@@ -130,6 +134,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             stages=overlapping_stages(config, scorer, streams) if config.rollout.prompts_per_stage else None,
             recorded=records.read_steps(Path(config.rollout.replay)) if config.rollout.replay else None,
             update_weights=rollout_workers.update if rollout_workers else policy.update_generator,
+            data_completions=make_data_completions(run, config, algorithm),
         )
         held_out = None
         if run.data.eval is not None:
@@ -145,6 +150,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             reference=reference,
             critic=critic,
             streams=streams,
+            teachers=teachers,
             offloader=models.offloader,
             scorer=scorer,
             rollouts=rollouts,
@@ -193,12 +199,34 @@ def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
             f"rollout.samples_per_prompt is {rollout.samples_per_prompt}, but {verb} compares the completions of a "
             f"prompt: set it to at least {algorithm.min_samples_per_prompt()}"
         )
+    check_teachers(algorithm, config)
     if algorithm.reference_sync_steps() and config.model.lora_rank:
         raise UsageError(
             f"algo.reference_sync_steps is {algorithm.reference_sync_steps()}, but with model.lora_rank the reference "
             "is the policy without its adapters, which does not change: leave one of them out"
         )
     return algorithm
+
+
+def check_teachers(algorithm: OnlineAlgorithm, config: OnlineConfig) -> None:
+    """Raise UsageError if teachers, or completions of the data, do not go with other settings of the run."""
+    settings, rollout, parallel = algorithm.teachers(), config.rollout, config.cluster.context_parallel_size
+    program = rollout.environment or rollout.agent
+    if settings is not None and program and (settings.context_column or settings.tokenizer):
+        raise UsageError(
+            "algo.teacher_context_column and algo.teacher_tokenizer are for completions of one turn: leave them out "
+            f"with {program}"
+        )
+    if settings is not None and settings.top_k and parallel > 1:
+        raise UsageError(
+            f"cluster.context_parallel_size is {parallel}, but a teacher's likeliest tokens are compared on one "
+            "device: set it to 1, or algo.objective to policy_gradient"
+        )
+    if algorithm.data_fraction() and (program or rollout.replay):
+        raise UsageError(
+            "algo.student_fraction mixes in completions of one turn: leave out rollout.environment, rollout.agent and "
+            "rollout.replay"
+        )
 
 
 def make_objective(run: Run, algorithm: Algorithm) -> Objective:
@@ -220,6 +248,19 @@ def make_objective(run: Run, algorithm: Algorithm) -> Objective:
     return algorithm.objective(
         replace(algorithm.forward_request(token_id), router_loss=run.config.model.router_aux_loss_coef)
     )
+
+
+def make_data_completions(run: Run, config: OnlineConfig, algorithm: OnlineAlgorithm) -> DataCompletions | None:
+    """Return the data's completions that take the place of generated ones, if the algorithm mixes them in."""
+    if not algorithm.data_fraction():
+        return None
+    data = replace(config.data, max_length=2**31 - 1)
+    encoder = Encoder(run.tokenizer, data, "labelled", vocabulary_size(run.model))
+    given = DataCompletions(
+        encoder, algorithm.completion_column(), algorithm.data_fraction(), config.seed, config.rollout.max_tokens
+    )
+    given.check([prompt for (prompt,) in run.data.train.prompts])
+    return given
 
 
 def engine_has_copy(config: OnlineConfig) -> bool:

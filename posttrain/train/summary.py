@@ -10,6 +10,7 @@ import numpy as np
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.types import Sample, WeightVersion
 from posttrain.rewards.verdict import NO_REWARD
+from posttrain.rollout.data_completions import FROM_DATA
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import by_group, has_signal
 from posttrain.train.run import Run
@@ -34,6 +35,9 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
     """Return metrics of a batch of rollouts; `version`: of the weights that train on it."""
     scored = [rollout for rollout in rollouts if not rollout.failure]
     forks = sum(rollout.branch > 0 for rollout in rollouts)
+    given = [rollout for rollout in scored if rollout.sample.finish == FROM_DATA]
+    if len(given) < len(scored):
+        scored = [rollout for rollout in scored if rollout.sample.finish != FROM_DATA]  # what the policy generated
     rewards = np.array([rollout.sample.reward for rollout in scored])
     groups = [group for group in by_group(rollouts) if len(group) > 1]
     metrics = {
@@ -46,6 +50,8 @@ def rollout_metrics(rollouts: list[Rollout], version: WeightVersion) -> dict[str
     }
     if groups:  # with one completion per prompt there is nothing to compare
         metrics["no_signal"] = sum(not has_signal(group) for group in groups) / len(groups)
+    if given:
+        metrics["data_completions"] = float(len(given))
     if forks:
         metrics["forks"] = float(forks)
     if preemptions := sum(rollout.sample.preemptions for rollout in rollouts):

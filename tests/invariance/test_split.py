@@ -31,6 +31,7 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("grpo", {"importance_mode": "geometric_mask", "importance_cap": 1.02, "off_policy_mask_threshold": 0.01}),
     ("distill", {"divergence": "reverse_kl", "divergence_top_k": 5}),
     ("opd", {"divergence": "jsd", "divergence_top_k": 5, "reward_coef": 0.5, "loss_aggregation": "sample_mean"}),
+    ("opd", {"teacher_context_column": "hint", "divergence_top_k": 4}),
     ("opd", {"objective": "policy_gradient", "gamma": 0.5, "mini_batch_size": 4, "reward_coef": 0.5}),
     ("gspo", {"clip_low": 0.05, "clip_high": 0.05, "mini_batch_size": 4}),
     ("cispo", {"clip_high": 0.05, "mini_batch_size": 4, "kl_coef": 0.1}),
@@ -96,6 +97,10 @@ def prepared(algo, learner=None, alike=0):
         ):
             for name in ("logprobs", "ref_logprobs", *(["old_logprobs"] if algo.several_updates() else [])):
                 setattr(sample, name, (stream + rng.normal(0, 0.1, len(sample)) * sample.mask).astype(np.float32))
+        if (settings := algo.teachers()) is not None and settings.top_k:
+            lists = learner.likeliest(samples, settings.top_k, settings.temperature)
+            for sample, (tokens, logprobs) in zip(samples, lists, strict=True):  # of a teacher that is flatter
+                sample.teacher_ids, sample.teacher_logprobs = tokens, (logprobs - 0.5).astype(np.float32)
     for sample in samples:
         if sample.ref_logprobs is None:
             sample.ref_logprobs = -0.1 * sample.mask.astype(np.float32)

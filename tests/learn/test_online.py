@@ -58,7 +58,12 @@ def teacher(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "algo",
-    [{"divergence": "reverse_kl"}, {"divergence": "jsd", "divergence_top_k": 20}, {"objective": "policy_gradient"}],
+    [
+        {"divergence": "reverse_kl"},
+        {"divergence": "jsd", "divergence_top_k": 20},
+        {"objective": "policy_gradient"},
+        {"divergence_top_k": 20, "teacher_context_column": "prompt"},
+    ],
     ids=lambda algo: "-".join(map(str, algo.values())),
 )
 def test_a_student_approaches_its_teacher(teacher, algo, tmp_path):
