@@ -490,20 +490,38 @@ def plot(
     return None
 
 
-def export(source: PathLike, output_dir: PathLike, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
-    """Write the model of a run, checkpoint or directory as a plain Hugging Face directory; return a report.
+def export(
+    source: PathLike,
+    output_dir: PathLike,
+    *,
+    target_format: Literal["hf", "gguf", "fp8", "awq", "gptq"] = "hf",
+    gguf_type: Literal["f16", "q8_0", "q4_k_m"] = "q8_0",
+    merge: bool = True,
+    use_ema: bool = False,
+) -> dict[str, Any]:
+    """Write the model of a run, checkpoint or directory for Hugging Face's libraries or another runtime.
 
-    Like `posttrain export`: the result is read back and compared with its source.
+    Like `posttrain export`: the result is read back and compared with its source. Returns a report; of formats other
+    than hf it has `kl`, the KL divergence per token from the original.
 
     Arguments:
+        target_format: hf (Hugging Face directory), gguf (llama.cpp, Ollama) or fp8 (vLLM); awq and gptq are refused
+        gguf_type: type of the weights in a GGUF file
         merge: merge LoRA adapters into their base; False keeps them as adapters
         use_ema: export the moving average of the weights (train.ema_decay)
     """
     from posttrain.core.logging import quiet_libraries
-    from posttrain.models.export import export as write
+    from posttrain.publish.formats import export as write
 
     quiet_libraries()
-    return write(os.fspath(source), Path(output_dir), merge=merge, use_ema=use_ema)
+    return write(
+        os.fspath(source),
+        Path(output_dir),
+        target_format=target_format,
+        gguf_type=gguf_type,
+        merge=merge,
+        use_ema=use_ema,
+    )
 
 
 def convert(

@@ -17,7 +17,13 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.files import read_json, write_json
 from posttrain.core.lazy import torch
 
-KINDS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int64": "I64"}
+KINDS = {
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.int64": "I64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+}
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

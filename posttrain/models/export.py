@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.config.sections import ModelConfig
@@ -24,40 +25,67 @@ PROBE_LENGTH = 24  # tokens
 TOLERANCE = 1e-4  # relative difference of outputs, larger than rounding
 
 
-def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
-    """Write the model of a run, checkpoint or folder to `out`: weights, tokenizer, chat template, generation config.
+@dataclass(slots=True)
+class ExportSource:
+    """The model to be exported, loaded, with its adapters merged unless they are to be kept."""
 
-    Adapters are merged into their base, in float32, unless `merge` is False. The result is read back with stock
-    classes; if its weights or its logits differ from the source's, nothing is left at `out`.
-    """
-    check_new_folder(out)
+    folder: str
+    head: Head
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    merged: bool
+    averaged: bool
+    rounding: float
+    """Relative difference of outputs from rounding the float32 merge to the type of the base."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def report(self, out: Path) -> dict[str, Any]:
+        """Return what is reported about every export."""
+        return {
+            "source": self.folder,
+            "out": str(out),
+            "architecture": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "merged": self.merged,
+            "averaged": self.averaged,
+            "rounding": self.rounding,
+        }
+
+
+def load_source(source: str, *, merge: bool = True, use_ema: bool = False) -> ExportSource:
+    """Load the model of a run, checkpoint or folder; adapters are merged in float32, unless `merge` is False."""
     folder = resolve_path(source)
     head = head_of(folder)
     merging = merge and is_adapter(folder)
     model = read_model(folder, head, torch.float32 if merging else "auto").eval()
     if use_ema:
         use_average(model, Path(folder).parent)
-    rounding = 0.0  # relative difference from rounding the float32 merge to the type of the base
+    rounding = 0.0
     if merging:
         before = probe(model)
         check_equal_outputs(before, probe(adapters.merge(model)), "the merged model differs from the one with adapters")
         model = in_dtype_of_base(model, folder, head)
         rounding = relative_difference(before, probe(model))
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    with new_folder(out, lambda: size) as unfinished:
-        save_model(model, load_tokenizer(ModelConfig(path=folder)), unfinished)
-        difference = check_copy(model, unfinished, head)
-    return {
-        "source": folder,
-        "out": str(out),
-        "architecture": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "merged": merging,
-        "averaged": use_ema,
-        "difference": difference,
-        "rounding": rounding,
-    }
+    return ExportSource(folder, head, model, load_tokenizer(ModelConfig(path=folder)), merging, use_ema, rounding)
+
+
+def export(source: str, out: Path, *, merge: bool = True, use_ema: bool = False) -> dict[str, Any]:
+    """Write the model of a run, checkpoint or folder to `out`: weights, tokenizer, chat template, generation config.
+
+    The result is read back with stock classes; if its weights or its logits differ from the source's, nothing is left
+    at `out`.
+    """
+    check_new_folder(out)
+    loaded = load_source(source, merge=merge, use_ema=use_ema)
+    with new_folder(out, lambda: loaded.size) as unfinished:
+        save_model(loaded.model, loaded.tokenizer, unfinished)
+        difference = check_copy(loaded.model, unfinished, loaded.head)
+    return loaded.report(out) | {"difference": difference}
 
 
 def load_trained_model(source: str) -> PreTrainedModel:

@@ -176,3 +176,24 @@ def test_adapters_on_a_run_of_adapters():
     assert rows_of(Path("second/metrics.jsonl"))[0]["margin"] == pytest.approx(0, abs=1e-6)
     assert command("export", "second", "out") == 0
     assert_same_language_model("out", "second")
+
+
+def test_files_for_other_runtimes(tmp_path, capsys):
+    """The adapters of a run in a GGUF file and in FP8, through the command; what is not possible is refused."""
+    train("sft", "run", "--model.lora_rank", 4)
+    assert command("export", "run", "plain") == 0
+    capsys.readouterr()
+    assert command("export", "run", "llama", "--format", "gguf", "--gguf_type", "f16") == 0
+    said = capsys.readouterr().out
+    assert ", adapters merged" in said and "KL per token from the original" in said and "ollama create" in said
+    assert sorted(file.name for file in (tmp_path / "llama").iterdir()) == ["Modelfile", "llama-f16.gguf"]
+    plain = AutoModelForCausalLM.from_pretrained("plain")
+    copy = AutoModelForCausalLM.from_pretrained("llama", gguf_file="llama-f16.gguf", config=plain.config)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(copy.state_dict()[name].float(), tensor.float(), atol=1e-3, rtol=1e-3)
+    assert command("export", "run", "eight", "--format", "fp8") == 0
+    assert "same most likely token" in capsys.readouterr().out
+    assert command("export", "run", "apart", "--no_merge", "--format", "gguf") == 2
+    assert "--no_merge" in capsys.readouterr().err and not (tmp_path / "apart").exists()
+    assert command("export", "run", "four", "--format", "awq") == 2
+    assert "pip install llmcompressor" in capsys.readouterr().err

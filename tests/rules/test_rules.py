@@ -20,7 +20,7 @@ LAYERS = [
     {"rewards", "algorithms", "parallel"},
     {"nn"},
     {"models"},
-    {"engines", "convert"},
+    {"engines", "convert", "publish"},
     {"endpoint"},
     {"rollout", "cluster"},
     {"train"},
@@ -45,6 +45,7 @@ HEAVY = {
     "flash_attn",
     "llguidance",
     "mcp",
+    "gguf",
 }
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -1,0 +1,97 @@
+"""Exports the model of a run in a format of another runtime, reads it back, and compares it with the original."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.core.errors import UsageError
+from posttrain.core.files import check_new_folder, new_folder
+from posttrain.models.export import ExportSource, load_source
+from posttrain.models.export import export as export_hf
+from posttrain.models.paths import is_adapter, resolve_path
+from posttrain.models.stop_ids import stop_ids
+from posttrain.publish import fp8, gguf_file
+from posttrain.publish.divergence import Original
+from posttrain.publish.gguf_model import context_length, family_of
+from posttrain.publish.gguf_tokenizer import describe_tokenizer
+from posttrain.publish.ollama import UnknownTemplateError, modelfile
+
+ExportFormat = Literal["hf", "gguf", "fp8", "awq", "gptq"]
+CALIBRATED = (
+    "--format {}: 4-bit weights need calibration data and a library that is not part of posttrain. Export as hf, then "
+    "run llm-compressor (pip install llmcompressor) or GPTQModel (pip install gptqmodel) on that directory, in an "
+    "environment of its own. docs/export.md"
+)
+
+
+def export(
+    source: str,
+    out: Path,
+    *,
+    target_format: ExportFormat = "hf",
+    gguf_type: gguf_file.GgufType = "q8_0",
+    merge: bool = True,
+    use_ema: bool = False,
+) -> dict[str, Any]:
+    """Write the model of a run, checkpoint or folder to the new folder `out`, and return a report.
+
+    hf: as `posttrain.models.export`, equal bit for bit. Others are read back, each weight must be within what its type
+    can hold, and the report has the KL divergence per token from the original. On an error nothing is left at `out`.
+    """
+    check_new_folder(out)
+    if target_format in ("awq", "gptq"):
+        raise UsageError(CALIBRATED.format(target_format))
+    if target_format == "hf":
+        return export_hf(source, out, merge=merge, use_ema=use_ema) | {"format": "hf", "remarks": []}
+    if not merge and is_adapter(resolve_path(source)):
+        raise UsageError(f"adapters alone cannot be written as {target_format}: leave out --no_merge")
+    if target_format == "gguf":
+        gguf_file.require_gguf()
+    loaded = load_source(source, use_ema=use_ema)
+    if loaded.head != "token":
+        raise UsageError(f"{source} is a reward model, which cannot be written as {target_format}. Export as hf.")
+    report = loaded.report(out) | {"format": target_format}
+    with new_folder(out, lambda: loaded.size) as unfinished:
+        if target_format == "gguf":
+            report |= write_gguf(loaded, unfinished, gguf_type, out.name)
+        else:
+            fp8.write_fp8(loaded.model, loaded.tokenizer, unfinished)
+            original = Original(loaded.model, loaded.tokenizer)
+            fp8.load_fp8(unfinished, loaded.model)
+            report |= asdict(original.measure(loaded.model)) | {"remarks": []}
+        report["bytes"] = sum(file.stat().st_size for file in unfinished.iterdir())
+    return report
+
+
+def write_gguf(loaded: ExportSource, folder: Path, kind: gguf_file.GgufType, name: str) -> dict[str, Any]:
+    """Write the GGUF file and the Modelfile of Ollama; return what is reported about them."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    family = family_of(model.config)
+    stops = stop_ids(tokenizer, model.generation_config)
+    vocabulary = describe_tokenizer(tokenizer, model.config.vocab_size, stops)
+    file = folder / f"{name}-{kind}.gguf"
+    remarks = []
+    context = context_length(model.config, family)
+    if context < model.config.max_position_embeddings:
+        remarks.append(
+            f"llama.cpp has no attention window for this model: the context is {context} tokens, which fit in it"
+        )
+    has_modelfile = True
+    try:
+        text, more = modelfile(tokenizer, file.name, stops)
+        (folder / "Modelfile").write_text(text, encoding="utf-8")
+        remarks += more
+    except UnknownTemplateError as error:
+        has_modelfile = False
+        remarks.append(f"no Modelfile for Ollama was written: {error}")
+    gguf_file.write_gguf(model, vocabulary, file, kind, name)
+    original = Original(model, tokenizer)
+    gguf_file.load_gguf(file, model, kind)
+    return asdict(original.measure(model)) | {
+        "file": file.name,
+        "type": kind,
+        "modelfile": has_modelfile,
+        "remarks": remarks,
+    }
