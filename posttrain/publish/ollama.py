@@ -1,8 +1,8 @@
 """Writes an Ollama Modelfile whose Go template renders conversations as the model's chat template does.
 
 Chat templates are Jinja programs, which Ollama does not run. Most have a simple form: a text before and after the
-content of each role. This form is found by rendering conversations, and then checked on other conversations: a template that
-does not have it gets no Modelfile.
+content of each role. This form is found by rendering conversations, and then checked on other conversations: a
+template that does not have it gets no Modelfile.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_a_sentencepiece_vocabulary_with_a_token_that_is_never_merged_is_refused
     parts["model"]["merges"] = [pair for pair in merges if "".join(pair) != token]
     broken = type(tokenizer.backend_tokenizer).from_str(json.dumps(parts))
     tokenizer._tokenizer = broken
-    with pytest.raises(UsageError, match="llama.cpp has no equal"):
+    with pytest.raises(UsageError, match=r"llama\.cpp has no equal"):
         describe_tokenizer(tokenizer, VOCABULARY, [])
 
 
