@@ -18,19 +18,66 @@ from posttrain.algorithms.base import groups, register
 from posttrain.algorithms.policy import PolicyGradient, as_stream, completion_means, standardize
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
-from posttrain.core.ops import Doubles, bounded_exp
-from posttrain.core.types import MicroBatch, Sample
+from posttrain.core.ops import Doubles, bounded_exp, discounted
+from posttrain.core.types import Ints, MicroBatch, Sample
 
 
 class Grouped(PolicyGradient):
-    """Compares the completions of one prompt (`group_advantages`); all tokens of a completion get one advantage."""
+    """Compares the completions of one prompt (`group_advantages`); all tokens of a completion get one advantage.
+
+    With `credit` by turns, all tokens of a turn get one: rewards from this turn on are compared with those of the same
+    turn of other conversations, or with those of replies to the same state (GiGPO, arXiv:2505.10978, eq. 6-8).
+    """
+
+    compares_turns = True
 
     def min_samples_per_prompt(self) -> int:
         return 2
 
+    def check(self) -> None:
+        super().check()
+        if self.config.step_group_weight != 1 and self.config.credit != "step_group":
+            raise UsageError(
+                f"algo.step_group_weight is {self.config.step_group_weight}, but algo.credit is {self.config.credit}: "
+                "set algo.credit to step_group, or leave it out"
+            )
+
     def compute_advantages(self, samples: list[Sample]) -> None:
-        for sample, advantage in zip(samples, self.completion_advantages(samples), strict=True):
+        credit = self.config.credit
+        whole = np.zeros(len(samples)) if credit == "turn" else self.completion_advantages(samples)
+        for sample, advantage in zip(samples, whole, strict=True):
             sample.advantages = as_stream(sample, advantage)
+        if credit != "conversation":
+            for group in groups(samples):
+                self.add_turn_advantages(group)
+
+    def add_turn_advantages(self, group: list[Sample]) -> None:
+        """Add to each turn's tokens how its rewards from there on compare with those of the turns like it."""
+        by_turn = self.config.credit == "turn"
+        alike: dict[object, list[tuple[Sample, Ints, float]]] = {}
+        for sample in group:
+            for number, (tokens, earned, state) in enumerate(self.turn_returns(sample)):
+                alike.setdefault(number if by_turn else state, []).append((sample, tokens, earned))
+        weight = 1.0 if by_turn else self.config.step_group_weight
+        for turns in alike.values():
+            gains = self.group_advantages(np.array([earned for _, _, earned in turns]))
+            for (sample, tokens, _), gain in zip(turns, gains, strict=True):
+                assert sample.advantages is not None
+                sample.advantages[tokens] += np.float32(weight * gain)
+
+    def turn_returns(self, sample: Sample) -> list[tuple[Ints, float, object]]:
+        """Return the tokens of each turn, the discounted rewards from it on, and the state that it replied to."""
+        per_token = self.token_rewards(sample, 0.0)  # the KL, if it is in the reward
+        places = np.flatnonzero(sample.mask).astype(np.int32)
+        first_of_all = int(places[0]) if len(places) else len(sample)
+        turns = sample.turns or ((first_of_all, len(sample), 0.0, ""),)
+        own = [reward for _, _, reward, _ in turns]
+        own[-1] += sample.reward - sum(own)  # what no turn earned alone: of reward functions, for example
+        inside = [places[(places >= first) & (places < end)] for first, end, _, _ in turns]
+        kl = [float(per_token[np.searchsorted(places, tokens)].sum()) for tokens in inside]
+        returns = discounted(np.array(own) + kl, self.config.turn_discount)
+        states = [state or sample.tokens[:first].tobytes() for first, _, _, state in turns]
+        return [(tokens, float(earned), state) for tokens, earned, state in zip(inside, returns, states, strict=True)]
 
     def completion_advantages(self, samples: list[Sample]) -> Doubles:
         """Return the advantage of each completion of the batch."""
@@ -63,6 +110,12 @@ class GRPO(Grouped):
     def check(self) -> None:
         super().check()
         config = self.config
+        by_batch = config.std_over == "batch" or config.multi_objective_aggregation == "normalize_then_sum"
+        if by_batch and config.credit != "conversation":
+            raise UsageError(
+                f"algo.credit {config.credit} compares turns within a group: leave out algo.std_over batch and "
+                "algo.multi_objective_aggregation normalize_then_sum"
+            )
         if config.multi_objective_aggregation == "normalize_then_sum" and (
             not config.scale_by_std or config.std_over == "batch" or (config.kl_coef and config.kl_in == "reward")
         ):

@@ -20,7 +20,7 @@ from posttrain.algorithms.base import OnlineAlgorithm, RolloutSettings
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp, kl_estimate
-from posttrain.core.types import Floats, ForwardRequest, Loss, Metrics, MicroBatch, Outputs, Sample, Unit
+from posttrain.core.types import Floats, ForwardRequest, Ints, Loss, Metrics, MicroBatch, Outputs, Sample, Unit
 
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 
@@ -69,6 +69,13 @@ class PolicyGradient(OnlineAlgorithm):
         """By how much the weight of the entropy bonus is raised or lowered per step, with algo.entropy_target."""
         entropy_coef_max: float = 1.0
         """Largest weight of the entropy bonus, with algo.entropy_target."""
+        credit: Literal["conversation", "turn", "step_group"] = "conversation"
+        """What a turn is credited with: conversation: the whole reward; turn: the rewards from this turn on;
+        step_group: the whole reward, and those from this turn on compared with replies to the same state (GiGPO)."""
+        turn_discount: float = 1.0
+        """Discount factor per turn of the rewards of later turns, where algo.credit compares turns (GiGPO: 0.95)."""
+        step_group_weight: float = 1.0
+        """Weight of the comparison of replies to the same state, with algo.credit step_group."""
         loss_aggregation: Literal["token_mean", "sample_mean", "fixed_length"] = "token_mean"
         """token_mean: mean over all tokens; sample_mean: mean over each completion's tokens, then over completions;
         fixed_length: sum over each completion's tokens divided by rollout.max_tokens, then mean over completions."""
@@ -85,6 +92,7 @@ class PolicyGradient(OnlineAlgorithm):
     config: Config
 
     separable = True
+    compares_turns: ClassVar[bool] = False  # whether replies of one prompt's conversations can be compared
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 1e-6, "train.lr_scheduler": "constant"}
 
     def __init__(self, config: Config, rollout: RolloutSettings = RolloutSettings()) -> None:  # noqa: B008  frozen
@@ -106,6 +114,14 @@ class PolicyGradient(OnlineAlgorithm):
         check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
         check_bounds(0, reference_sync_steps=config.reference_sync_steps)
         check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
+        check_bounds(0, 1, turn_discount=config.turn_discount)
+        check_bounds(0, step_group_weight=config.step_group_weight)
+        if not self.compares_turns and (config.credit == "step_group" or config.turn_discount != 1):
+            given = "credit is step_group" if config.credit == "step_group" else "turn_discount is set"
+            raise UsageError(
+                f"algo.{given}, but {self.name} does not compare the turns of a prompt's conversations: leave it out, "
+                "or choose grpo, gspo, gmpo, cispo, sapo or rloo"
+            )
         if config.dual_clip and not 1 + config.clip_high < config.dual_clip < math.inf:
             raise UsageError(
                 f"algo.dual_clip is {config.dual_clip}: it must be above 1 + algo.clip_high, {1 + config.clip_high:g}, "
@@ -183,11 +199,19 @@ class PolicyGradient(OnlineAlgorithm):
         raise NotImplementedError
 
     def token_rewards(self, sample: Sample, reward: float) -> Doubles:
-        """Return the reward of each token that counts: `reward` at the last; with kl_in: reward minus its KL."""
+        """Return the reward of each token that counts: `reward` at the last; with kl_in: reward minus its KL.
+
+        With `credit: turn` the reward of a turn is at its last token, and what is left of `reward` at the last of all;
+        where turns are compared, that is done instead.
+        """
         rewards = np.zeros(int(sample.mask.sum()))
         if self.config.kl_coef and self.config.kl_in == "reward":
             rewards -= self.kl_weight * bounded_kl(token_kl(sample, self.estimator()), self.config.kl_clip)
         if len(rewards):
+            by_turn = self.config.credit == "turn" and not self.compares_turns
+            for tokens, earned in turn_rewards(sample) if by_turn else ():
+                rewards[tokens[-1]] += earned
+                reward -= earned
             rewards[-1] += reward
         return rewards
 
@@ -318,6 +342,14 @@ class PolicyGradient(OnlineAlgorithm):
         self.kl_weight = state["kl_weight"]
         self.entropy_weight = state.get("entropy_weight", self.entropy_weight)
         self.entropy_is_low = bool(state.get("entropy_is_low", self.entropy_is_low))
+
+
+def turn_rewards(sample: Sample) -> list[tuple[Ints, float]]:
+    """Return, for each turn with tokens that count, their indices among all that count, and the turn's own reward."""
+    places = np.flatnonzero(sample.mask)
+    inside = [np.flatnonzero((places >= first) & (places < end)) for first, end, _, _ in sample.turns]
+    rewards = [reward for _, _, reward, _ in sample.turns]
+    return [(tokens.astype(np.int32), reward) for tokens, reward in zip(inside, rewards, strict=True) if len(tokens)]
 
 
 def completion_sums(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

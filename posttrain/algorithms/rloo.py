@@ -10,6 +10,7 @@ import numpy as np
 from posttrain.algorithms.base import register
 from posttrain.algorithms.grpo import Grouped
 from posttrain.algorithms.policy import standardize
+from posttrain.core.errors import UsageError
 from posttrain.core.ops import Doubles
 from posttrain.core.types import Sample
 
@@ -31,6 +32,14 @@ class RLOO(Grouped):
         """Standardise the advantages over all completions of the batch."""
 
     config: Config
+
+    def check(self) -> None:
+        super().check()
+        if self.config.normalize_advantages and self.config.credit != "conversation":
+            raise UsageError(
+                f"algo.normalize_advantages standardises one advantage per completion, and algo.credit is "
+                f"{self.config.credit}: leave out one of them"
+            )
 
     def completion_advantages(self, samples: list[Sample]) -> Doubles:
         advantages = super().completion_advantages(samples)

@@ -108,7 +108,10 @@ def without_tokens(row: Row) -> Row:
     for name in ("messages", "turn_seconds", "branch"):
         if name in row:
             kept[name] = row[name]
-    if "messages" in row:
+    if "turn_credits" in row:
+        kept["turn_tokens"] = [row["mask"][first:end].count("1") for first, end, _, _ in row["turn_credits"]]
+        kept["turn_rewards"] = [reward for _, _, reward, _ in row["turn_credits"]]
+    elif "messages" in row:  # of earlier versions
         kept["turn_tokens"] = [len(ones) for ones in re.findall("1+", row["mask"])]
     return kept
 
@@ -212,16 +215,18 @@ def completion_text(row: Row, full: bool = False) -> str:
 
 
 def transcript(row: Row) -> Iterator[str]:
-    """Yield the messages after the prompt; of each reply its trained tokens, and the time of program and model."""
-    counts = row["turn_tokens"] if len(row["turn_tokens"]) == row["turns"] else ()  # others are trained in a branch
-    tokens, seconds = iter(counts), iter(row.get("turn_seconds", ()))
+    """Yield the messages after the prompt; of each reply its trained tokens, its reward, and how long it took."""
+    counts = row["turn_tokens"] if len(row["turn_tokens"]) == row["turns"] else ()
+    tokens, seconds, rewards = iter(counts), iter(row.get("turn_seconds", ())), iter(row.get("turn_rewards", ()))
     for message in row["messages"][len(row["prompt"]) :]:
         notes = []
         if message["role"] == "assistant":
             notes += [f"{count} tokens" for count in islice(tokens, 1)]
+            notes += [f"reward {reward:.4g}" for reward in islice(rewards, 1) if reward]
             notes += [f"{model:.2f} s after {program:.2f} s" for program, model in islice(seconds, 1)]
         note = f" [{', '.join(notes)}]" if notes else ""
-        yield f"{message['role']}{note}: {visible(str(message['content']))}"
+        name = f" {visible(str(message['name']))}" if message["role"] == "tool" and message.get("name") else ""
+        yield f"{message['role']}{name}{note}: {visible(str(message['content']))}"
         for call in message.get("tool_calls", ()):
             function = call["function"]
             yield f"  calls {visible(str(function['name']))} {visible(json.dumps(function['arguments']))}"

@@ -369,6 +369,12 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         chooses and bool(rollout.replay),
         f"{named} chooses prompts, but rollout.replay takes recorded completions: leave out one of them.",
     )
+    credit = getattr(config.algo, "credit", "conversation")
+    refuse(
+        credit != "conversation" and (reward.clip > 0 or reward.normalize == "running"),
+        f"algo.credit {credit} divides the reward into those of turns, as they are: leave out reward.clip and "
+        "reward.normalize running.",
+    )
     kinds = "a verifier by name, FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."
     refuse(
         config.algo is not None and config.algo.needs_reward() and not (reward.functions or has_program),

@@ -36,6 +36,12 @@ The online loop counts its steps; that is the only counter. Generators are given
 and record it in the samples that they generate with them.
 """
 
+TurnCredit = tuple[int, int, float, str]
+"""A reply of a conversation: its first token, the token after its last, its reward, and the state that it replied to.
+
+Replies to equal states can be compared (`algo.credit step_group`); an empty state is that of the tokens before.
+"""
+
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
 LISTED = ("teacher_ids", "teacher_logprobs")  # several numbers per token
 SCALARS = ("reward", "label", "margin", "baseline", "staleness")
@@ -71,6 +77,7 @@ class Sample:
     # Scalars: one number per sample.
     reward: float = 0.0
     reward_terms: tuple[tuple[float, float], ...] = ()  # weight and value of each reward that the sum has
+    turns: tuple[TurnCredit, ...] = ()  # of a conversation, in order; empty: its completion is one turn
     label: float = 0.0  # KTO: 1 desirable, 0 undesirable, -1 mismatched pair that only measures the KL
     margin: float = 0.0  # by how much the chosen completion is better, if the data has it
     baseline: float = 0.0  # written by the algorithm's assign_credit() over the whole batch

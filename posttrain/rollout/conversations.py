@@ -191,6 +191,7 @@ class ConversationTree:
                     accepted_tokens=sum(turn.sampled.accepted_tokens for turn in path),
                     reused=sum(turn.sampled.reused * len(turn.prompt) for turn in path) / prompts,
                     experts=experts_of(path),
+                    turns=tuple((len(turn.prompt), len(turn.sampled.tokens), 0.0, "") for turn in path),
                 ),
             )
 

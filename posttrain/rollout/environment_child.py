@@ -47,11 +47,14 @@ class EnvironmentRequestLoop(RequestLoop):
         with CatchAll() as caught:
             if "example" in event:
                 self.environments[episode] = environment = self.environment_class()
-                return {"messages": check_start(environment.start(event["example"])), "reward": 0.0}
+                messages = check_start(environment.start(event["example"]))
+                return {"messages": messages, "reward": 0.0, "state": state_of(environment)}
             if episode not in self.environments:
                 return {"error": "an earlier event of this episode failed"}
-            messages, reward = check_step(self.environments[episode].step(event["reply"]))
-            return {"messages": messages, "reward": reward}
+            environment = self.environments[episode]
+            following, reward = check_step(environment.step(event["reply"]))
+            state = "" if following is None else state_of(environment)
+            return {"messages": following, "reward": reward, "state": state}
         return {"error": caught.text}
 
 
@@ -70,6 +73,16 @@ def load_class(location: CodeLocation) -> Any:
     except TypeError as error:
         raise UsageError(f"{name}() is called without arguments, once per episode: {error}") from None
     return found
+
+
+def state_of(environment: Any) -> str:
+    """Return what the environment says about its state; empty if it has no method `state`."""
+    if not callable(found := getattr(environment, "state", None)):
+        return ""
+    state = found()
+    if not isinstance(state, str) or not state:
+        raise TypeError(f"state returned {shown(state)}; it must be a text that is not empty")
+    return state
 
 
 def check_start(messages: Any) -> list[dict[str, str]]:

@@ -35,6 +35,7 @@ class StepResult:
 
     messages: list[dict[str, Any]] | None
     reward: float
+    state: str = ""  # if the environment has a method `state`: what the next reply is a reply to
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Episode:
         if "error" in reply:
             self.failure = reply["error"]
             return
-        result = StepResult(reply["messages"], reply["reward"])
+        result = StepResult(reply["messages"], reply["reward"], reply.get("state", ""))
         if self.processed == len(self.results):
             self.results.append(result)
         elif self.results[self.processed] != result:

@@ -21,7 +21,7 @@ import numpy as np
 
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.core.types import Experts, Prompt, Sample
+from posttrain.core.types import Experts, Prompt, Sample, TurnCredit
 from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion, completion_thread, shared_engine
@@ -53,6 +53,7 @@ class TokenizedEpisode:
     accepted_tokens: int = 0
     prompt_tokens: int = 0  # of the prompts of all turns
     reused_tokens: float = 0.0  # of them, found in the engine's KV cache
+    spans: list[tuple[int, int]] = field(default_factory=list)  # first token of each reply, and the one after its last
     turn_seconds: list[tuple[float, float]] = field(default_factory=list)  # per reply: of the environment before; model
     environment_seconds: float = 0.0  # of its last start or step
     started: float = field(default_factory=time.monotonic)
@@ -99,6 +100,7 @@ class TokenizedEpisode:
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
             reused=self.reused_tokens / max(1, self.prompt_tokens),
+            turns=self.turn_credits(),
         )
         failure = self.episode.failure
         return Rollout(
@@ -110,6 +112,15 @@ class TokenizedEpisode:
             turn_seconds=self.turn_seconds,
             rewards={"environment": sum(result.reward for result in self.episode.results)},
             failure=f"{ENVIRONMENT_FAILED}{failure}" if failure else "",
+        )
+
+    def turn_credits(self) -> tuple[TurnCredit, ...]:
+        """Return what credit over turns needs: where each reply is, its reward, and the state that it replied to."""
+        earned = [result.reward for result in self.episode.results[1:]]
+        earned += [0.0] * (len(self.spans) - len(earned))  # the environment failed
+        states = [result.state for result in self.episode.results]
+        return tuple(
+            (first, end, reward, state) for (first, end), reward, state in zip(self.spans, earned, states, strict=False)
         )
 
 
@@ -257,6 +268,7 @@ class EpisodeRunner:
         tokenized.reused_tokens += sample.reused * start
         tokenized.turn_seconds.append((tokenized.environment_seconds, seconds))
         tokenized.append(tokens[:limit], sample.logprobs[start : start + limit].tolist())
+        tokenized.spans.append((start, len(tokenized.tokens)))
         if sample.experts is not None:
             tokenized.add_experts(sample.experts)
         tokenized.finish = "length" if len(tokens) > limit else sample.finish

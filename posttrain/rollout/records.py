@@ -94,6 +94,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         row["not_applicable"] = rollout.not_applicable
     if rollout.turn_seconds:
         row["turn_seconds"] = [[round(program, 6), round(model, 6)] for program, model in rollout.turn_seconds]
+    if sample.turns:
+        row["turn_credits"] = [list(turn) for turn in sample.turns]
     if rollout.branch:
         row["branch"] = rollout.branch
     return row
@@ -141,6 +143,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         newest=row.get("newest", row["version"]),  # missing in files of the first versions
         finish=row["finish"],
         origin=row["origin"],
+        turns=tuple((first, end, reward, state) for first, end, reward, state in row.get("turn_credits", [])),
         **known,
     )
     return Rollout(

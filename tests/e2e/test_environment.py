@@ -160,3 +160,22 @@ def test_tools_are_called_and_rewards_see_the_conversation(options, capsys):
     assert "set one of them" in capsys.readouterr().err
     assert command("grpo", *options, *given, "--out", "none") == 2
     assert "reward.functions is not set" in capsys.readouterr().err
+
+
+def test_credit_by_turn_is_recorded_and_shown(options, capsys):
+    assert command("grpo", *options, "--algo.credit", "turn", "--steps", 2, "--out", "run") == 0
+    rows = rows_of(Path("run") / records.FILE)
+    for row in rows:
+        assert len(row["turn_credits"]) == row["turns"]
+        assert sum(reward for _, _, reward, _ in row["turn_credits"]) == row["reward"]
+    several = [row for row in rows if row["turns"] == 2]
+    assert any(len(set(row["advantages"])) > 1 for row in several)
+    capsys.readouterr()
+    assert command("samples", "run", "--full") == 0
+    assert re.search(r"assistant \[\d+ tokens, reward 0.5, \d+\.\d\d s after \d+\.\d\d s\]", capsys.readouterr().out)
+    assert command("samples", "run", "--json") == 0
+    for line in capsys.readouterr().out.splitlines():
+        row = json.loads(line)
+        assert sum(row["turn_tokens"]) == row["length"] and sum(row["turn_rewards"]) == row["reward"]
+    assert command("grpo", *options, "--algo.credit", "turn", "--rewards.clip", 1, "--out", "no") == 2
+    assert "leave out reward.clip" in capsys.readouterr().err

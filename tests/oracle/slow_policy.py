@@ -227,6 +227,44 @@ def group_credit(samples, gains, kl=0.0, estimator="k1"):
     return credit
 
 
+def turn_credit(samples, gains, credit, discount=1.0, weight=1.0, kl=0.0, estimator="k1"):
+    """{id of sample: {position: advantage}}, turn by turn; the rewards from a turn on, summed one by one."""
+    whole = group_credit(samples, gains, kl, estimator)
+    found = {id(sample): dict.fromkeys(counted(sample), 0.0) for sample in samples}
+    for group in groups_of(samples):
+        alike = {}
+        for sample in group:
+            penalties = token_rewards(sample, 0.0, kl, estimator)
+            rewards = []
+            for first, end, reward, _ in sample.turns:
+                rewards.append(reward + sum(x for t, x in penalties.items() if first <= t < end))
+            rewards[-1] += sample.reward - sum(reward for _, _, reward, _ in sample.turns)
+            for number, (first, end, _, state) in enumerate(sample.turns):
+                later = sum(discount ** (j - number) * rewards[j] for j in range(number, len(rewards)))
+                key = number if credit == "turn" else state or tuple(sample.tokens[:first].tolist())
+                alike.setdefault(key, []).append((sample, first, end, later))
+        for turns in alike.values():
+            for (sample, first, end, _), gain in zip(turns, gains([turn[3] for turn in turns]), strict=True):
+                for t in counted(sample):
+                    if first <= t < end:
+                        found[id(sample)][t] += gain * (1.0 if credit == "turn" else weight)
+    if credit == "step_group":
+        for key, tokens in found.items():
+            for t in tokens:
+                tokens[t] += whole[key][t]
+    return found
+
+
+def turn_token_rewards(sample, reward, kl, estimator):
+    """The reward of each turn at its last token that counts; the rest of the reward at the last of all."""
+    found = token_rewards(sample, reward - sum(turn[2] for turn in sample.turns), kl, estimator)
+    for first, end, earned, _ in sample.turns:
+        inside = [t for t in counted(sample) if first <= t < end] or counted(sample)
+        if inside:
+            found[inside[-1]] += earned
+    return found
+
+
 def leave_one_out(rewards):
     if len(rewards) == 1:
         return [0.0]

@@ -344,3 +344,86 @@ def test_what_the_loop_asks_for():
     assert algorithm("reinforce", baseline=True).min_samples_per_prompt() == 2
     assert algorithm("grpo", entropy_coef=0.1).forward_request(len).entropy_gradient
     assert not algorithm("grpo").forward_request(len).entropy_gradient
+
+
+# Credit over turns
+
+
+def with_turns(rng, rows):
+    """Divide each sample into up to three turns, with rewards and states of their own; some replies count nowhere."""
+    for row in rows:
+        last = len(row)
+        cuts = sorted({1, *rng.integers(1, max(2, last), 2).tolist()})
+        ends = [*cuts[1:], last]
+        states = rng.choice(["a", "b", ""], len(cuts)).tolist()
+        row.turns = tuple((f, e, float(rng.normal()), s) for f, e, s in zip(cuts, ends, states, strict=True))
+    return rows
+
+
+@pytest.mark.parametrize("options", [KL_IN_REWARD[0], KL_IN_REWARD[1], KL_IN_REWARD[4]], ids=label)
+@pytest.mark.parametrize("credit", ["turn", "step_group"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_turns_are_compared(name, credit, options):
+    gains = {"rloo": slow_policy.leave_one_out}.get(name, lambda rewards: slow_policy.standardize(rewards, 1e-6))
+    given = {"credit": credit, "turn_discount": 0.7, **options}
+    given |= {"step_group_weight": 0.5} if credit == "step_group" else {}
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        rows = with_turns(rng, drawn(rng))
+        weight = given.get("step_group_weight", 1.0)
+        expected = slow_policy.turn_credit(rows, gains, credit, 0.7, weight, **of_the_reward(options))
+        algorithm(name, **given).assign_credit(rows)
+        same_credit(rows, expected)
+        assert any(len(set(row.advantages[row.mask].tolist())) > 1 for row in rows)  # not one for all turns
+
+
+@pytest.mark.parametrize("options", [KL_IN_REWARD[0], KL_IN_REWARD[1]], ids=label)
+def test_rewards_of_turns_are_at_their_ends(options):
+    rng = np.random.default_rng(0)
+    rows = with_turns(rng, drawn(rng))
+    weights = of_the_reward(options)
+    credit = {
+        id(row): slow_policy.to_go(
+            slow_policy.turn_token_rewards(row, row.reward, weights["kl"], weights["estimator"]), 0.9
+        )
+        for row in rows
+    }
+    algorithm("reinforce", credit="turn", gamma=0.9, **options).assign_credit(rows)
+    same_credit(rows, slow_policy.batch_standardized(credit))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_credit_over_turns_does_not_depend_on(name):
+    def credit(change=lambda rows: rows, **options):
+        rng = np.random.default_rng(1)
+        rows = change(with_turns(rng, drawn(rng)))
+        algorithm(name, kl_coef=0.0, **options).assign_credit(rows)
+        return {row.tokens.tobytes(): row.advantages.tolist() for row in rows}
+
+    def one_turn(rows):
+        for row in rows:
+            row.turns = ()
+        return rows
+
+    whole = credit()
+    assert credit(one_turn) == whole == credit(one_turn, credit="turn")  # to the bit
+    assert credit(credit="step_group", step_group_weight=0.0) == whole
+    for mode in ("turn", "step_group"):
+        found = credit(credit=mode)
+        assert found != whole
+        reversed_groups = credit(lambda rows: sorted(rows, key=lambda row: (row.group, -rows.index(row))), credit=mode)
+        for key, advantages in found.items():
+            assert reversed_groups[key] == pytest.approx(advantages, abs=1e-5)
+
+
+def test_turns_that_cannot_be_compared_are_refused():
+    for name, options, complaint in (
+        ("ppo", {"credit": "step_group"}, "credit is step_group"),
+        ("reinforce", {"credit": "turn", "turn_discount": 0.9}, "turn_discount is set"),
+        ("grpo", {"credit": "turn", "std_over": "batch"}, "std_over"),
+        ("grpo", {"step_group_weight": 0.5}, "step_group_weight is 0.5"),
+        ("rloo", {"credit": "turn", "normalize_advantages": True}, "normalize_advantages"),
+        ("grpo", {"credit": "turn", "turn_discount": 1.5}, "turn_discount is 1.5"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            algorithm(name, **options).check()

@@ -1,5 +1,6 @@
 """Episodes in tokens: appended, never encoded again; the environment's do not count; all within the limit."""
 
+import json
 import textwrap
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from posttrain.engines.base import seed_for
 from posttrain.models.pico import build_tokenizer
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodeRunner
+from posttrain.rollout.records import as_row, from_row
 from posttrain.rollout.rollouts import generate_rollouts
 from posttrain.train.learner import Learner
 from posttrain.train.learner_group import LearnerGroup
@@ -38,6 +40,14 @@ CODE = textwrap.dedent(
     class Long(Count):
         def start(self, example):
             return [{"role": "user", "content": "x" * example["size"]}]
+
+    class Known(Count):
+        def state(self):
+            return f"{self.left} left"
+
+    class Stateless(Count):
+        def state(self):
+            return ""
 
     class Tool(Count):
         def step(self, reply):
@@ -216,3 +226,31 @@ def test_greedy_takes_no_chances(environments, policy):
     asked = [(0, prompt("1?", turns=1))] * 2
     one, other = play.play(asked, [1, 2], greedy=True)
     assert one.sample.tokens.tolist() == other.sample.tokens.tolist()
+
+
+def test_turns_have_their_tokens_rewards_and_states(file):
+    said = iter(["one", "two", "three"])
+    with Environments(f"{file}:Known", workers=1) as environments:
+        [rollout] = runner(environments, FakeGenerator(lambda _: next(said) + "<|end|>")).play(
+            [(0, prompt("go", turns=3))], [1]
+        )
+    sample = rollout.sample
+    assert [TOKENIZER.decode(sample.tokens[first:end]) for first, end, _, _ in sample.turns] == [
+        "one<|end|>",
+        "two<|end|>",
+        "three<|end|>",
+    ]
+    assert [(reward, state) for _, _, reward, state in sample.turns] == [
+        (0.25, "3 left"),
+        (0.25, "2 left"),
+        (1.0, "1 left"),
+    ]
+    assert sum(end - first for first, end, _, _ in sample.turns) == sample.mask.sum()
+    row = as_row(rollout, 1)
+    assert from_row(json.loads(json.dumps(row))).sample.turns == sample.turns
+
+
+def test_a_state_must_be_a_text(file):
+    with Environments(f"{file}:Stateless", workers=1, max_failure_rate=1) as environments:
+        [rollout] = runner(environments, FakeGenerator(lambda _: "a<|end|>")).play([(0, prompt("go", turns=1))], [1])
+    assert "it must be a text that is not empty" in rollout.failure
