@@ -23,6 +23,7 @@ from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
 TAIL = 2000  # characters of a command's output in an error
+TURNS = "turns"  # name of a list of rewards: one for each reply of the model
 NAMED = ("base_url", "api_key", "model", "client")  # what a function may ask for by the names of its parameters
 
 
@@ -51,7 +52,7 @@ class AgentRequestLoop(RequestLoop):
     def serve(self, request: dict[str, Any]) -> None:
         self.start_clock()
         with CatchAll() as caught:
-            reply: Reply = {"rewards": read_rewards(self.run_agent(request))}
+            reply: Reply = read_rewards(self.run_agent(request))
         if caught.error is not None:
             reply = {"error": caught.text}
         self.reply({**reply, "threads_left": threading.active_count() > self.threads})
@@ -138,19 +139,23 @@ def run_command(command: list[str], folder: str, request: dict[str, Any]) -> Any
         ) from None
 
 
-def read_rewards(found: Any) -> dict[str, float] | None:
-    """Return the rewards by name: `` for a number; None if the agent has none of its own."""
+def read_rewards(found: Any) -> Reply:
+    """Return the rewards by name: `` for a number; None if the agent has none of its own; and those of single turns."""
     if found is None:
-        return None
-    if not isinstance(found, dict):
-        found = {"": found}
+        return {"rewards": None}
+    named = dict(found) if isinstance(found, dict) else {"": found}
+    turns = named.pop(TURNS) if isinstance(named.get(TURNS), list | tuple) else None
     try:
-        return {str(name): finite_reward(value) for name, value in found.items()}
+        rewards = {str(name): finite_reward(value) for name, value in named.items()}
+        if turns is None:
+            return {"rewards": rewards}
+        of_turns = [finite_reward(value) for value in turns]
     except (TypeError, ValueError):
-        shown = repr(found.get("", found))[:200]
+        shown = repr(named.get("", found))[:200]
         raise UsageError(
             f"the agent returned {shown}; expected a finite number, a dictionary of them, or None"
         ) from None
+    return {"rewards": {**rewards, TURNS: sum(of_turns)}, "turn_rewards": of_turns}
 
 
 if __name__ == "__main__":

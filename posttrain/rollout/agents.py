@@ -59,6 +59,7 @@ class AgentRun:
     seed: int
     conversation: AgentConversation | None = None  # of the last attempt
     rewards: dict[str, float] | None = None
+    turn_rewards: list[float] | None = None  # of the model's replies, in their order, if the agent returned them
     failure: str = ""
     seconds: float = 0.0
     attempts: int = 0
@@ -78,6 +79,9 @@ class AgentRun:
             self.failure, self.rewards = "", {"": 0.0}  # it ended because there was no room: like a truncated reply
         elif not self.failure and not self.turns:
             self.failure = "the agent made no request that the model replied to"
+        elif not self.failure and self.turn_rewards is not None and len(self.turn_rewards) != len(self.turns):
+            counts = f"{len(self.turn_rewards)} rewards of turns, but the model replied {len(self.turns)} times"
+            self.failure = f"the agent returned {counts}"
         elif not self.failure and self.rewards is None and needs_reward:
             self.failure = "the agent returned no reward, and reward.functions is not set"
 
@@ -89,6 +93,10 @@ class AgentRun:
         found: list[Rollout] = []
         for leaf, sample in self.conversation.tree.samples(self.position):
             path = leaf.path
+            if self.turn_rewards is not None and not self.failure:
+                rewards_of = [self.turn_rewards[turn.number] for turn in path]
+                spans = zip(sample.turns, rewards_of, strict=True)
+                sample.turns = tuple((first, end, earned, state) for (first, end, _, state), earned in spans)
             if self.failure:
                 sample.finish = "error"
             elif self.conversation.too_long:
@@ -134,6 +142,7 @@ class AgentProcess:
             try:
                 reply = self.ask(run, conversation)
                 run.rewards, run.failure = reply.get("rewards"), reply.get("error", "")
+                run.turn_rewards = reply.get("turn_rewards")
                 if reply["threads_left"] and conversation.by_process_key:
                     self.supervisor.stop()  # a later request with the process's key would be for another conversation
                 run.done = True

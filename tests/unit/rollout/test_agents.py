@@ -34,6 +34,10 @@ def turns(example, base_url, api_key):
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
     return 1.5
 
+def by_turn(example, base_url, api_key):
+    turns({**example, "turns": 2}, base_url, api_key)
+    return {"turns": example["rewards"], "short": 0.5}
+
 def fork(example, base_url, api_key):
     first = ask(example["messages"], base_url, api_key, n=2, max_tokens=4)
     for choice in first:
@@ -349,3 +353,13 @@ def test_nothing_is_left_behind(folder, policy):
         thread = agents.endpoint.thread
     assert process.process.poll() is not None and not Path(process.folder).exists()
     assert not thread.is_alive()
+
+
+def test_rewards_of_single_turns_are_kept(folder, policy):
+    asked = [(0, prompt("a", rewards=[0.25, 1])), (1, prompt("b", rewards=[1]))]
+    with Agents(f"{folder}/plain.py:by_turn", workers=1, max_failure_rate=0.5) as agents:
+        right, wrong = runner(agents, policy).play(asked, [1, 2])
+    assert right.rewards == {"agent/turns": 1.25, "agent/short": 0.5}
+    assert [reward for _, _, reward, _ in right.sample.turns] == [0.25, 1.0]
+    assert sum(end - first for first, end, _, _ in right.sample.turns) == right.sample.mask.sum()
+    assert "returned 1 rewards of turns, but the model replied 2 times" in wrong.failure

@@ -199,3 +199,18 @@ def test_a_stop_ends_it(file, tmp_path):
         environments.stop_when(lambda: next(stopped, None) is None)
         with pytest.raises(RunStoppedError):
             play(environments, FakeGenerator(lambda _: "a<|end|>"), asked)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_episodes_are_concurrent_and_earlier_turns_stay_in_the_cache(file, policy):
+    asked = [(number, prompt(f"go {number}", turns=1 + number % 4)) for number in range(32)]
+    with Environments(f"{file}:Count", workers=4) as environments:
+        found = play(environments, policy, asked, schedule="auto")
+        lock_step = play(environments, policy, asked, schedule="lock_step")
+    engine = shared_engine(policy)
+    assert engine is not None and engine.device.type == "cuda"
+    assert all(not rollout.failure for rollout in found) and {rollout.turns for rollout in found} > {1}
+    assert any(rollout.sample.reused > 0 for rollout in found if rollout.turns > 2)
+    for ours, theirs in zip(found, lock_step, strict=True):  # until a token is rounded to another one
+        assert ours.sample.tokens[: len(ours.prompt.tokens)].tolist() == theirs.prompt.tokens.tolist()
+        assert np.isfinite(ours.sample.logprobs).all()
