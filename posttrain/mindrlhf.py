@@ -285,12 +285,13 @@ def sampling_options(config: Any) -> dict[str, Any]:
 
 
 def cluster_options(parallel_config: Any) -> dict[str, Any]:
-    """Return the section `cluster` of MindFormers' parallel_config; pipeline stages become devices of FSDP."""
+    """Return the section `cluster` of MindFormers' parallel_config."""
     if parallel_config is None:
         return {}
     values = values_of(parallel_config)
     data, model, stages = (int(values.get(name) or 1) for name in ("data_parallel", "model_parallel", "pipeline_stage"))
-    return {"devices": data * model * stages, "tensor_parallel_size": model}
+    options = {"devices": data * model * stages, "tensor_parallel_size": model}
+    return options | ({"pipeline_parallel_size": stages} if stages > 1 else {})
 
 
 def prompts_of(path: Any, argument: str) -> list[str]:

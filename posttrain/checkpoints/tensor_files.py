@@ -48,29 +48,43 @@ class LazyTensors:
 
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
     fetch: Callable[[], dict[str, torch.Tensor]]
+    writers: range = range(0)  # the ranks that can fetch them; empty: all
+
+    def kinds_as_json(self) -> dict[str, list[Any]]:
+        return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in self.kinds.items()}
+
+    @classmethod
+    def from_json(cls, kinds: dict[str, list[Any]]) -> LazyTensors:
+        """Describe tensors of other ranks, which are not fetched here."""
+        return cls({name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in kinds.items()}, dict)
 
 
 def save_sharded(folder: Path, stem: str, entries: Sequence[LazyTensors], rank: int, ranks: int) -> None:
     """Write full tensors as safetensors files with an index, as Hugging Face does; rank i mod `ranks` writes entry i.
 
-    No rank ever holds more than one entry. Rank 0 writes the index.
+    Of an entry that only some ranks can fetch, one of these writes it. No rank ever holds more than one entry. Rank 0
+    writes the index.
     """
-    files = max(1, min(ranks, len(entries)))
-    names = [f"{stem}-{number + 1:05d}-of-{files:05d}.safetensors" for number in range(files)]
+    chosen = [entry.writers or range(ranks) for entry in entries]
+    writers = [able[number % len(able)] for number, able in enumerate(chosen)]
+    writing = sorted(set(writers)) or [0]
+    names = {
+        writer: f"{stem}-{number + 1:05d}-of-{len(writing):05d}.safetensors" for number, writer in enumerate(writing)
+    }
     with ExitStack() as stack:
-        file = stack.enter_context((folder / names[rank]).open("wb")) if rank < files else None
+        file = stack.enter_context((folder / names[rank]).open("wb")) if rank in names else None
         if file is not None:
-            file.write(_header([entry.kinds for entry in entries[rank::ranks]]))
-        for number, entry in enumerate(entries):
+            file.write(_header([entry.kinds for entry, writer in zip(entries, writers, strict=True) if writer == rank]))
+        for entry, writer in zip(entries, writers, strict=True):
             tensors = entry.fetch()
-            if number % ranks == rank:
+            if writer == rank:
                 assert file is not None
                 for name, (shape, dtype) in entry.kinds.items():
                     tensor = tensors[name].detach().cpu().contiguous()
                     assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     if rank == 0:
-        places = {name: names[number % ranks] for number, entry in enumerate(entries) for name in entry.kinds}
+        places = {name: names[w] for entry, w in zip(entries, writers, strict=True) for name in entry.kinds}
         size = sum(_bytes_of(*kind) for entry in entries for kind in entry.kinds.values())
         write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places})
 

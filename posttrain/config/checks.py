@@ -25,6 +25,7 @@ Refuse = Callable[[bool, str], None]
 """Raises UsageError with the message if the first argument is true."""
 SHARED_SIZES = (
     *("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "replicate_size"),
+    *("pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     "rollout_tensor_parallel_size",
 )
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -293,9 +294,48 @@ def check_cluster(config: Config, refuse: Refuse) -> None:
         f"cluster.devices is {cluster.devices}, but {' and '.join(own)} take {taken} of them, and the policy needs one "
         "too. Raise cluster.devices, or lower theirs.",
     )
+    check_pipeline(config, refuse)
     roles = ROLES if isinstance(cluster, OnlineClusterConfig) else ("actor", "reference")
     for role in dict.fromkeys((*roles, *own, *indexed_rewards(cluster))):
         check_role(config, role, refuse)
+
+
+def check_pipeline(config: Config, refuse: Refuse) -> None:
+    """Refuse settings that pipeline stages cannot be combined with."""
+    cluster, model = config.cluster, config.model
+    virtual, listed = cluster.virtual_pipeline_parallel_size, cluster.pipeline_layers_per_stage
+    divided = cluster.pipeline_parallel_size > 1
+    refuse(
+        not divided and (virtual > 1 or bool(listed) or cluster.pipeline_schedule != "1f1b"),
+        "cluster.pipeline_parallel_size is 1, so that there are no stages: leave out cluster.pipeline_schedule, "
+        "cluster.virtual_pipeline_parallel_size and cluster.pipeline_layers_per_stage, or set it to 2 or more.",
+    )
+    refuse(
+        virtual > 1 and cluster.pipeline_schedule == "1f1b",
+        f"cluster.virtual_pipeline_parallel_size is {virtual}, but cluster.pipeline_schedule 1f1b has one stage per "
+        "device. Set --cluster.pipeline_schedule interleaved.",
+    )
+    refuse(
+        virtual == 1 and cluster.pipeline_schedule == "interleaved",
+        "cluster.pipeline_schedule interleaved needs several stages per device: set "
+        "--cluster.virtual_pipeline_parallel_size 2.",
+    )
+    refuse(
+        divided and "parameters" in cluster.offload,
+        "cluster.offload parameters and cluster.pipeline_parallel_size cannot be combined: every micro-batch in flight "
+        "would move the layers of a stage to the device again. Remove one of them.",
+    )
+    roles = ("actor", *(role for role in ROLES if role != "rollout"))
+    refuse(
+        bool(model.router_aux_loss_coef) and any(cluster.pipeline_of(role)[0] > 1 for role in roles),
+        f"model.router_aux_loss_coef {model.router_aux_loss_coef} and cluster.pipeline_parallel_size cannot be "
+        "combined: the balance loss is an average over the layers of all stages. Remove one of them.",
+    )
+    refuse(
+        divided and isinstance(config, OnlineConfig) and config.rollout.router_replay,
+        "rollout.router_replay and cluster.pipeline_parallel_size cannot be combined: the experts are recorded for all "
+        "layers together. Remove one of them.",
+    )
 
 
 def check_role(config: Config, role: str, refuse: Refuse) -> None:
@@ -311,15 +351,27 @@ def check_role(config: Config, role: str, refuse: Refuse) -> None:
         shared != "actor" and shared not in cluster.own_devices(),
         f"{prefix}colocate_with is {shared}, which has no devices of its own: set cluster.{shared}_devices.",
     )
-    sizes = found.tensor_parallel, found.context_parallel, found.expert_parallel
-    problem = division_problem(role, found.devices, *sizes, found.replicate, prefix=prefix)
+    sizes = found.tensor_parallel, found.context_parallel, found.expert_parallel, found.replicate
+    problem = division_problem(role, found.devices, *sizes, found.pipeline_parallel, prefix=prefix)
     refuse(bool(problem), problem)
 
 
 def division_problem(
-    role: str, devices: int, tensor: int, context: int, experts: int, replicate: int, *, prefix: str = "cluster."
+    role: str,
+    devices: int,
+    tensor: int,
+    context: int,
+    experts: int,
+    replicate: int,
+    pipeline: int = 1,
+    *,
+    prefix: str = "cluster.",
 ) -> str:
     """Return why these sizes do not divide the number of devices; empty if they do. parallel.layouts uses it too."""
+    if devices % pipeline:
+        return f"{role} has {devices} devices, which {prefix}pipeline_parallel_size {pipeline} does not divide."
+    if pipeline > 1:
+        role, devices = f"each pipeline stage of {role}", devices // pipeline
     if devices % (tensor * context):
         split = f"{prefix}tensor_parallel_size {tensor}"
         split += f" times {prefix}context_parallel_size {context}" * (context > 1)
@@ -431,7 +483,11 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         f"cluster.rollout_tensor_parallel_size is {cluster.rollout_tensor_parallel_size}, but the local engine keeps a "
         "whole model on each device. Leave it out, or set --rollout.engine vllm.",
     )
-    for name in ("devices", "colocate_with", *(f"{kind}_parallel_size" for kind in ("tensor", "context", "expert"))):
+    for name in (
+        "devices",
+        "colocate_with",
+        *(f"{kind}_parallel_size" for kind in ("tensor", "context", "pipeline", "expert")),
+    ):
         values = getattr(cluster, f"reward_{name}")
         refuse(
             len(values) > max(1, len(reward.functions)),

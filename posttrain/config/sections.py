@@ -191,6 +191,9 @@ class RoleLayout:
     expert_parallel: int
     zero: int
     replicate: int = 1
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    layers_per_stage: tuple[int, ...] = ()
 
     @property
     def ranks_per_sample(self) -> int:
@@ -210,6 +213,14 @@ class ClusterConfig:
     """Devices that each matrix is divided among."""
     context_parallel_size: int = 1
     """Devices that each sequence is divided among."""
+    pipeline_parallel_size: int = 1
+    """Devices that the layers of each model are divided among; each holds a stage of consecutive layers, or several."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order of forward and backward passes; interleaved: each device holds several stages, which shortens idle time."""
+    virtual_pipeline_parallel_size: int = 1
+    """Stages that each device holds with pipeline_schedule interleaved."""
+    pipeline_layers_per_stage: tuple[int, ...] = ()
+    """Number of layers of each stage, from the first to the last; empty: equally many, as far as possible."""
     expert_parallel_size: int = 1
     """Devices that the experts of a mixture-of-experts model are divided among."""
     replicate_size: int = 1
@@ -235,6 +246,8 @@ class ClusterConfig:
     """cluster.tensor_parallel_size of the reference model; 0: as for all models."""
     reference_context_parallel_size: int = 0
     """cluster.context_parallel_size of the reference model; 0: as for all models."""
+    reference_pipeline_parallel_size: int = 0
+    """cluster.pipeline_parallel_size of the reference model; 0: as for all models."""
     reference_expert_parallel_size: int = 0
     """cluster.expert_parallel_size of the reference model; 0: as for all models."""
     reference_zero_stage: Literal[0, 2, 3] = 0
@@ -261,7 +274,15 @@ class ClusterConfig:
             self.option(role, "expert_parallel_size", 0) or self.expert_parallel_size,
             self.option(role, "zero_stage", 0) or self.zero_stage,
             self.replicate_size if place == "actor" else 1,
+            *self.pipeline_of(role),
         )
+
+    def pipeline_of(self, role: str) -> tuple[int, int, tuple[int, ...]]:
+        """Return pipeline ranks, stages per rank and listed layers of a role; the latter are for the common size."""
+        size = self.option(role, "pipeline_parallel_size", 0) or self.pipeline_parallel_size
+        if size == 1 or size != self.pipeline_parallel_size:
+            return size, 1, ()
+        return size, self.virtual_pipeline_parallel_size, self.pipeline_layers_per_stage
 
     def option(self, role: str, name: str, default: Any) -> Any:
         """Return a role's own option. Of a list, reward-1 takes the second value, or the only one."""
@@ -295,6 +316,8 @@ class OnlineClusterConfig(ClusterConfig):
     """cluster.tensor_parallel_size of the critic; 0: as for all models."""
     critic_context_parallel_size: int = 0
     """cluster.context_parallel_size of the critic; 0: as for all models."""
+    critic_pipeline_parallel_size: int = 0
+    """cluster.pipeline_parallel_size of the critic; 0: as for all models."""
     critic_expert_parallel_size: int = 0
     """cluster.expert_parallel_size of the critic; 0: as for all models."""
     critic_zero_stage: Literal[0, 2, 3] = 0
@@ -307,6 +330,8 @@ class OnlineClusterConfig(ClusterConfig):
     """cluster.tensor_parallel_size of reward models: one for all, or one per entry of reward.functions."""
     reward_context_parallel_size: tuple[int, ...] = ()
     """cluster.context_parallel_size of reward models: one for all, or one per entry of reward.functions."""
+    reward_pipeline_parallel_size: tuple[int, ...] = ()
+    """cluster.pipeline_parallel_size of reward models: one for all, or one per entry of reward.functions."""
     reward_expert_parallel_size: tuple[int, ...] = ()
     """cluster.expert_parallel_size of reward models: one for all, or one per entry of reward.functions."""
     reward_zero_stage: tuple[Literal[0, 2, 3], ...] = ()

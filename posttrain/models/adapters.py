@@ -26,6 +26,8 @@ from posttrain.core.files import read_json
 from posttrain.core.model_limits import check_files
 from posttrain.core.types import Head
 from posttrain.nn.weights import FROZEN_PART
+from posttrain.parallel.fsdp import ModelShards
+from posttrain.parallel.pipeline import tensors_elsewhere
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -253,15 +255,27 @@ def merge_tensor(model: PreTrainedModel, name: str, weight: torch.Tensor) -> tor
     return merged.to(weight.dtype)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, *, write: bool = True) -> None:
+def file_name(name: str) -> str:
+    """Return the name that a tensor of an adapter has in peft's files."""
+    return (
+        name.replace(".lora_A.default.", ".lora_A.")
+        .replace(".lora_B.default.", ".lora_B.")
+        .replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
+        .replace(".modules_to_save.default.", ".")
+    )
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, shards: ModelShards | None = None) -> None:
     """Write only the adapters, as peft does: adapter_config.json and adapter_model.safetensors.
 
-    If the model is sharded, all ranks call this and one of them has `write` set.
+    If the model is sharded, all ranks call this, and rank 0 writes.
     """
     live = adapter_tensors(model)
     tensors = {name: full_tensor(local_shard(tensor), tensor).contiguous() for name, tensor in live.items()}
-    if not write:
-        return
+    if shards is not None:
+        tensors = shards.tensors_of_all_stages(tensors)
+        if shards.rank:
+            return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(adapter_config(model), indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -277,6 +291,8 @@ def adapter_config(model: PreTrainedModel) -> dict[str, Any]:
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Read saved adapters into the model's adapters, in place."""
     live, saved = adapter_tensors(model), load_file(folder / WEIGHTS)
+    elsewhere = {PREFIX + file_name(name) for name in tensors_elsewhere(model)}
+    saved = {name: tensor for name, tensor in saved.items() if name not in elsewhere or name in live}
     if live.keys() != saved.keys():
         difference = ", ".join(sorted(live.keys() ^ saved.keys())[:5])
         raise CheckpointError(

@@ -42,6 +42,7 @@ from posttrain.nn.optimizer import accumulate_into
 from posttrain.nn.optimizer_rules import embedding_names, layer_of, rule_for, state_bytes
 from posttrain.nn.weights import MASTER
 from posttrain.parallel.expert import experts_of
+from posttrain.parallel.pipeline import parameters_of_rank
 
 # 4 bits per number, an 8-bit scale per block of 64 numbers, and a 32-bit scale per 256 of those scales.
 BITS_IN_4BIT = 4 + 8 / 64 + 32 / (64 * 256)
@@ -197,6 +198,9 @@ class Sharding:
     experts: int = 1  # above 1: data ranks hold whole experts
     replicate: int = 1  # copies of the model; each is sharded over data / replicate ranks
     deferred: bool = False  # whole gradients are held until the last micro-batch of a step
+    pipeline: int = 1  # ranks that hold different layers, each divided as the other sizes say
+    virtual: int = 1  # stages of each of them
+    layers_per_stage: tuple[int, ...] = ()
 
     @property
     def data_parallel_size(self) -> int:
@@ -205,17 +209,28 @@ class Sharding:
 
     @property
     def devices(self) -> int:
-        return self.data * self.tensor
+        return self.data * self.tensor * self.pipeline
+
+    def parameters(self, model: Any) -> list[list[tuple[str, torch.nn.Parameter]]]:
+        """Return the model's parameters by name, for each pipeline rank those that it holds."""
+        if self.pipeline == 1:
+            return [list(model.named_parameters())]
+        sizes = self.pipeline, self.virtual, self.layers_per_stage
+        return [list(parameters_of_rank(model, rank, *sizes)) for rank in range(self.pipeline)]
 
 
 def sharded_memory(model: Any, sharding: Sharding, *, average: bool) -> ModelMemory:
-    """Count what one device holds of a sharded model; trained parameters are float32, master and weight at once."""
-    sizes = {p: elements_per_device(p, name, sharding) for name, p in model.named_parameters()}
+    """Count what one device holds of a sharded model; trained parameters are float32, master and weight at once.
+
+    Of pipeline stages, the one that holds the most.
+    """
+    stages = [{p: elements_per_device(p, name, sharding) for name, p in held} for held in sharding.parameters(model)]
+    sizes = max(stages, key=lambda sizes: sum(size * (16 if p.requires_grad else 1) for p, size in sizes.items()))
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     count = sum(p.requires_grad for p in sizes)
     return ModelMemory(
-        parameters=sum(p.numel() for p in sizes),
-        trained=sum(p.numel() for p in sizes if p.requires_grad),
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         weights=sum(size * p.element_size() for p, size in sizes.items() if not p.requires_grad),
         masters=4 * trained,
         gradients=4 * trained,
@@ -231,12 +246,18 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
     the next (zero 3), or all of them (zero 2); in addition the gradients of one layer. Whole experts are not gathered;
     of those that are trained there is a copy in the type that the model computes in.
     """
+    return max(gathered_by_rank(model, sharding, held) for held in sharding.parameters(model))
+
+
+def gathered_by_rank(model: Any, sharding: Sharding, held: list[tuple[str, torch.nn.Parameter]]) -> int:
+    """Count the same of one pipeline rank, which holds the given parameters."""
     whole = Sharding(1, sharding.tensor)
     staying = {p for _, module in experts_of(model) for p in module.parameters()} if sharding.experts > 1 else set()
-    copies = sum(elements_per_device(p, "", sharding) * p.element_size() for p in staying if p.requires_grad)
+    here = {p for _, p in held}
+    copies = sum(elements_per_device(p, "", sharding) * p.element_size() for p in staying & here if p.requires_grad)
     weights: Counter[str] = Counter()
     gradients: Counter[str] = Counter()  # in the compute type, and in float32 as they are accumulated
-    for name, p in model.named_parameters():
+    for name, p in held:
         if p in staying:
             continue
         size, layer = elements_per_device(p, name, whole), layer_of(name)
@@ -244,8 +265,8 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
         gradients[layer] += size * (p.element_size() + 4) * p.requires_grad
     outside = weights.pop("", 0) + gradients.pop("", 0)
     layers = weights.total() if sharding.zero == 2 else 2 * max(weights.values(), default=0)
-    held = gradients.total() if sharding.deferred else max(gradients.values(), default=0)
-    return outside + layers + held + copies
+    waiting = gradients.total() if sharding.deferred else max(gradients.values(), default=0)
+    return outside + layers + waiting + copies
 
 
 def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding) -> int:

@@ -25,7 +25,7 @@ def save_model(
     If the model is sharded, all ranks call this: each writes some of the tensors, and rank 0 all other files.
     """
     if adapters.is_adapted(model):
-        adapters.save_adapter(model, folder, write=shards is None or shards.rank == 0)
+        adapters.save_adapter(model, folder, shards)
     elif shards is None:
         model.save_pretrained(folder)
     else:

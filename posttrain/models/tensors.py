@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from posttrain.checkpoints.tensor_files import LazyTensors, TensorFiles
 from posttrain.core.errors import CheckpointError, PosttrainError
 from posttrain.models import adapters
 from posttrain.parallel.fsdp import ModelShards
+from posttrain.parallel.pipeline import tensors_elsewhere
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 
 
@@ -27,16 +29,25 @@ def file_tensors(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dic
     return revert_weight_conversion(model, {name: tensor})
 
 
-def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def export_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, shards: ModelShards | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's full tensors, adapters merged, by their names in files; all ranks of a sharded model iterate."""
-    for name, live in module_tensors(model).items():
+    pipeline, held = None if shards is None else shards.pipeline, module_tensors(model)
+
+    def merged(name: str, kind: torch.dtype) -> torch.Tensor:
+        full = full_tensor(local_shard(held[name]).to(kind), held[name])
+        return adapters.merge_tensor(model, name, full) if adapters.is_adapted(model) else full
+
+    for name in held if pipeline is None else pipeline.owners:
         if adapters.is_adapter_tensor(name):
             continue
-        shard = local_shard(live).to(dtype) if isinstance(live, torch.nn.Parameter) else local_shard(live)
-        full = full_tensor(shard, live)
-        if adapters.is_adapted(model):
-            full, name = adapters.merge_tensor(model, name, full), adapters.plain_name(name)
-        yield from file_tensors(model, name, full).items()
+        if pipeline is None:
+            full = merged(name, dtype if isinstance(held[name], torch.nn.Parameter) else held[name].dtype)
+        else:
+            kind = dtype if name in pipeline.parameters else pipeline.shapes[name][1]
+            full = pipeline.whole_tensor(name, kind, partial(merged, name, kind))
+        yield from file_tensors(model, adapters.plain_name(name), full).items()
 
 
 @torch.no_grad()
@@ -72,8 +83,7 @@ def lazy_tensors(model: PreTrainedModel, shards: ModelShards) -> Iterator[LazyTe
         kinds = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in shapes.items()}
         return LazyTensors(kinds, lambda: file_tensors(model, name, full_tensor(local_shard(live).to(dtype), live)))
 
-    for name, live in module_tensors(model).items():
-        yield lazy(name, live)
+    yield from shards.of_all_stages([lazy(name, live) for name, live in module_tensors(model).items()])
 
 
 def join_experts(model: PreTrainedModel, name: str, parts: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
@@ -89,7 +99,10 @@ def join_experts(model: PreTrainedModel, name: str, parts: Sequence[torch.Tensor
 
 @torch.no_grad()
 def read_shards(model: PreTrainedModel, folder: Path, wanted: set[str] | None = None) -> None:
-    """Read this process's shard of each tensor, and little else; of all tensors, or of `wanted`, which must fit."""
+    """Read this process's shard of each tensor, and little else; of all tensors, or of `wanted`, which must fit.
+
+    Tensors of layers that other pipeline stages hold may be in the files.
+    """
     files = TensorFiles(folder, "model")
     known: set[str] = set()
     for name, live in module_tensors(model).items():
@@ -109,6 +122,8 @@ def read_shards(model: PreTrainedModel, folder: Path, wanted: set[str] | None = 
             parts = [files.read(key) for half in halves for key in half[slices[0]]]
             some = join_experts(model, plain, parts, slices[0].stop - slices[0].start)
             local_shard(live).copy_(some[(slice(None), *slices[1:])])
+    for name, shape in tensors_elsewhere(model).items():
+        known |= set(file_tensors(model, adapters.plain_name(name), torch.empty(shape, device="meta")))
     if wanted is None and files.places.keys() - known:
         extra = abbreviate(files.places.keys() - known)
         raise CheckpointError(f"{folder} does not fit: these tensors are not in the model: {extra}")

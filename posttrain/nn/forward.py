@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from posttrain.nn.lm_head import EarlyGradients, FusedHead, to_stream
 from posttrain.nn.routing import NOT_RECORDED, RecordedRouting, observe_routers
 from posttrain.nn.training_graphs import TrainingGraphs
 from posttrain.parallel.context import ContextGroup, OwnedPositions
+from posttrain.parallel.pipeline import AbsentModule, Pipeline, StageInput
 
 TOKEN_MULTIPLE = 256  # tokens are padded to a multiple of it where the device is faster for that
 NOT_PACKED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError, AssertionError)
@@ -49,6 +50,7 @@ class ModelRunner:
     graphs: TrainingGraphs | None = None  # set where training passes are captured as CUDA graphs
     noise: EmbeddingNoise | None = None  # set where training passes have noise on the embeddings
     context: ContextGroup | None = None  # set where several ranks divide the tokens of a micro-batch
+    pipeline: Pipeline | None = None  # set where several ranks hold different layers
     test_max_tokens: int = 0  # tests set it: a training pass with more tokens raises OutOfMemoryError; 0: no limit
 
     @classmethod
@@ -63,13 +65,19 @@ class ModelRunner:
 
     @property
     def vocabulary_size(self) -> int:
-        return self.model.get_output_embeddings().weight.shape[0]
+        head = self.model.get_output_embeddings()
+        if isinstance(head, AbsentModule):  # it is in another pipeline stage
+            return self.model.config.get_text_config().vocab_size
+        return head.weight.shape[0]
 
-    def run_layers(self, batch: MicroBatch, routing: RecordedRouting | None = None, **extra: Any) -> Any:
+    def run_layers(
+        self, batch: MicroBatch, routing: RecordedRouting | None = None, at: StageInput | None = None, **extra: Any
+    ) -> Any:
         """Run embeddings and decoder layers; returns transformers' output object.
 
         Its last_hidden_state is [1, T, H], or [1, U, H] where samples share prefixes. With context parallelism it is
-        this rank's slice of that, padded. `routing`: the experts that the sampler chose.
+        this rank's slice of that, padded. `routing`: the experts that the sampler chose. `at`: the pipeline stage to
+        run instead of all layers; hidden states between two stages are padded, too.
         """
         if self.test_max_tokens and len(batch.tokens) > self.test_max_tokens and torch.is_grad_enabled():
             raise torch.OutOfMemoryError(f"{len(batch.tokens)} tokens; the limit for tests is {self.test_max_tokens}")
@@ -95,10 +103,25 @@ class ModelRunner:
         packing.routing = routing
         if routing is not None:
             routing.experts = self.own_tokens(routing.experts, packing.padding)
-        result = layers(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing, **extra)
+        options: dict[str, Any] = {"position_ids": positions, "use_cache": False, "packing": packing, **extra}
+        if at is None or self.pipeline is None:
+            result = layers(input_ids=tokens, **options)
+        else:
+            with self.pipeline.selected(self.model, at.stage):
+                source = {"input_ids": tokens} if at.hidden is None else {"inputs_embeds": at.hidden}
+                result = layers(**source, **options)
+            if not self.pipeline.is_last_stage(at.stage):
+                return result
         if self.context is None:
             result.last_hidden_state = result.last_hidden_state[:, : len(row.tokens)]
         return result
+
+    def hidden_rows(self, batch: MicroBatch) -> int:
+        """Return the number of tokens, with padding, whose hidden states a pipeline stage sends to the next."""
+        tokens = len((batch.sharing or batch).tokens)
+        multiple_of = TOKEN_MULTIPLE if self.varlen_kernel or self.context is not None else 1
+        width = -(-tokens // multiple_of) * multiple_of
+        return width if self.context is None else -(-width // self.context.size)
 
     def run_padded_layers(self, batch: MicroBatch, **extra: Any) -> Any:
         """Run the layers on samples as rows, padded on the right, which causal models do not read.
@@ -154,15 +177,18 @@ def forward(
     request: ForwardRequest,
     teacher: ModelRunner | None = None,
     early: EarlyGradients | None = None,
+    at: StageInput | None = None,
 ) -> Outputs:
-    """Compute the outputs that the request names, only at the positions that the mask counts."""
+    """Compute the outputs that the request names, only at the positions that the mask counts.
+
+    `at`: the last pipeline stage and its input, where the layers before it are in other stages.
+    """
     extra = {"output_router_logits": True} if request.router_loss else {}
     routing = None
-    if batch.experts is not None and request.experts != "ignore":
+    if batch.experts is not None and request.experts != "ignore" and at is None:  # a stage sees its own routers only
         routing = RecordedRouting(batch.experts, request.experts == "replay")
-    noisy = runner.noise is not None and torch.is_grad_enabled()
-    with runner.noise.added(batch) if runner.noise is not None and noisy else nullcontext():
-        result = runner.run_layers(batch, routing, **extra)
+    with noise_added(runner, batch):
+        result = runner.run_layers(batch, routing, at, **extra)
     hidden = result.last_hidden_state.squeeze(0)  # not [0], whose gradient is a copy
     out = Outputs()
     # hidden[i - 1] predicts tokens[i]; the first token of a sample is never counted. Selected on first use only.
@@ -199,10 +225,10 @@ def forward(
         divergence = head_divergence(runner, teacher, before().states, teacher_hidden[before().local], request)
         out.divergence = to_stream(before().gather(divergence), batch)
     if "choices" in request.names:  # predictions of the token after a counted one
-        at = SelectedStates.select(runner, hidden, batch.computed(batch.counted))
-        logits, wanted = runner.logits(at.states), list(request.choice_ids)
+        after = SelectedStates.select(runner, hidden, batch.computed(batch.counted))
+        logits, wanted = runner.logits(after.states), list(request.choice_ids)
         among = logits.log_softmax(-1)[:, wanted] if request.among_all else logits[:, wanted].log_softmax(-1)
-        out.choices = at.gather(among)
+        out.choices = after.gather(among)
     if "scores" in request.names:
         last = SelectedStates.select(runner, hidden, batch.computed(batch.starts[1:].long() - 1))
         out.scores = last.gather(runner.model.score(last.states)[:, 0].float())
@@ -211,6 +237,17 @@ def forward(
     if request.router_loss:
         out.router_loss = router_loss(runner, batch, result.router_logits, len(hidden))
     return out
+
+
+def stage_output(runner: ModelRunner, batch: MicroBatch, at: StageInput) -> torch.Tensor:
+    """Compute the hidden states that a pipeline stage before the last one sends on: [1, T, H]."""
+    with noise_added(runner, batch):
+        return runner.run_layers(batch, at=at).last_hidden_state
+
+
+def noise_added(runner: ModelRunner, batch: MicroBatch) -> AbstractContextManager[None]:
+    """Add noise to the embeddings in the block, where a training pass is to have it."""
+    return nullcontext() if runner.noise is None or not torch.is_grad_enabled() else runner.noise.added(batch)
 
 
 def router_loss(
@@ -339,11 +376,8 @@ def verify_against_stock(runner: ModelRunner) -> None:
     """
     model: Any = runner.model
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    documents = [torch.randint(0, vocabulary, (length,), generator=generator) for length in (7, 12)]
-    other = torch.randint(0, vocabulary, (7,), generator=generator)
-    documents[1][:5] = documents[0][:5]  # a shared prefix
+    first, second, other = verification_samples(model.get_input_embeddings().weight.shape[0])
+    documents = [first, second]
     samples, exchanged = ([sample_of(document) for document in pair] for pair in (documents, [other, documents[1]]))
     tolerance = 2e-3 if dtype == torch.float32 else 0.1
     was_training = model.training
@@ -366,6 +400,65 @@ def verify_against_stock(runner: ModelRunner) -> None:
             f"{type(model).__name__}: the {'packed' if runner.packed else 'padded'} forward pass differs from the "
             f"model's own (relative error {error:.3g}). This architecture cannot be trained; please report it."
         )
+
+
+@torch.no_grad()
+def verify_stages(runner: ModelRunner, gathered: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Compare the packed pass through all pipeline stages with the model's own code, stage by stage.
+
+    As `verify_against_stock`, but a model that cannot run packed is refused. `gathered`: calls a function where the
+    parameters are; `dtype`: of the hidden states.
+    """
+    model, pipeline = runner.model, runner.pipeline
+    assert pipeline is not None
+    config, device = model.config.get_text_config(), pipeline.device
+    first, second, exchanged = verification_samples(config.vocab_size)
+
+    def packed(samples: list[Sample], min_shared_prefix: int = 0) -> list[torch.Tensor]:
+        batch = collate(samples, device, min_shared_prefix=min_shared_prefix)
+
+        def compute(batch: MicroBatch, at: StageInput) -> Any:
+            if pipeline.is_last_stage(at.stage):
+                return gathered(packed_outputs, runner, batch, at)
+            return gathered(stage_output, runner, batch, at)
+
+        def received(batch: MicroBatch) -> torch.Tensor:
+            return torch.empty(1, runner.hidden_rows(batch), config.hidden_size, dtype=dtype, device=device)
+
+        return (pipeline.run([batch], compute, received) or [[]])[0]
+
+    def stock(tokens: torch.Tensor) -> list[torch.Tensor]:
+        def run(ids: torch.Tensor, at: StageInput) -> torch.Tensor:
+            with pipeline.selected(model, at.stage):
+                source = {"input_ids": ids} if at.hidden is None else {"inputs_embeds": at.hidden}
+                hidden = getattr(model, model.base_model_prefix)(**source, use_cache=False).last_hidden_state
+            last = pipeline.is_last_stage(at.stage)
+            return runner.logits(hidden[0]) if last and has_language_head(model) else hidden[0] if last else hidden
+
+        def received(ids: torch.Tensor) -> torch.Tensor:
+            return torch.empty(1, ids.shape[1], config.hidden_size, dtype=dtype, device=device)
+
+        return pipeline.run([tokens[None].to(device)], lambda ids, at: gathered(run, ids, at), received)
+
+    was_training = model.training
+    model.eval()
+    use_own_attention(model)
+    expected = [output for document in (first, second) for output in stock(document)]
+    attention.use_packed(model)
+    samples = [sample_of(first), sample_of(second)]
+    found, again = packed(samples), packed([sample_of(exchanged), sample_of(second)])
+    shared = packed(samples, 5) if not runner.varlen_kernel or kernel_shares_prefixes(dtype, device) else []
+    model.train(was_training)
+    exact = dtype == torch.float32
+    errors = [relative_error(found, expected), relative_error(again[1:], found[1:])] if pipeline.is_last else [0.0, 0.0]
+    errors.append(relative_error(shared, expected) if shared else 1.0)
+    error, leak, prefix = pipeline.from_last(torch.tensor(errors, device=device)).tolist()
+    if not (error < (2e-3 if exact else 0.1) and leak < (1e-5 if exact else 0.02)):
+        raise PosttrainError(
+            f"{type(model).__name__}: the packed pass through pipeline stages differs from the model's own (relative "
+            f"error {error:.3g}, between samples {leak:.3g}). Leave out cluster.pipeline_parallel_size."
+        )
+    runner.shares_prefixes = prefix < (2e-3 if exact else 0.1)
 
 
 def packing_error(
@@ -413,6 +506,14 @@ def use_own_attention(model: Any) -> None:
         model.set_attn_implementation("eager" if needs_eager_attention(model) else "sdpa")
     except ValueError:  # it has no sdpa
         model.set_attn_implementation("eager")
+
+
+def verification_samples(vocabulary: int) -> list[torch.Tensor]:
+    """Return two samples that share a prefix of 5 tokens, and another one of the first one's length."""
+    generator = torch.Generator().manual_seed(0)
+    first, second, other = (torch.randint(0, vocabulary, (length,), generator=generator) for length in (7, 12, 7))
+    second[:5] = first[:5]
+    return [first, second, other]
 
 
 def sample_of(document: torch.Tensor) -> Sample:
@@ -468,9 +569,9 @@ def kernel_shares_prefixes(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def packed_outputs(runner: ModelRunner, batch: MicroBatch) -> list[torch.Tensor]:
+def packed_outputs(runner: ModelRunner, batch: MicroBatch, at: StageInput | None = None) -> list[torch.Tensor]:
     """Compute what `stock_output` returns, for each sample of a micro-batch, by the packed forward pass."""
-    hidden = runner.run_layers(batch).last_hidden_state[0]
+    hidden = runner.run_layers(batch, at=at).last_hidden_state[0]
     if runner.context is not None:
         hidden = runner.context.gather_tokens(hidden, len((batch.sharing or batch).tokens))
     if batch.sharing is not None:
@@ -500,5 +601,7 @@ __all__ = [
     "forward",
     "kernel_shares_prefixes",
     "next_token_logprobs",
+    "stage_output",
     "verify_against_stock",
+    "verify_stages",
 ]

@@ -32,6 +32,7 @@ from posttrain.nn.kernels.reference import kernels_for
 from posttrain.nn.lora import adapter_of, base_linear, join_adapters, project_adapted
 from posttrain.nn.products import FP8_MULTIPLE, FULL, Fp8Products, Products, can_quantize, has_fp8
 from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
+from posttrain.parallel.pipeline import SkippedLayer
 
 DENSE_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 FAMILIES = (*DENSE_FAMILIES, MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
@@ -42,13 +43,19 @@ log = logging.getLogger("posttrain")
 
 def supports_fused_layers(model: Any) -> bool:
     """Whether the model has the structure that this module implements."""
-    layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
-    if layers is None or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
+    layers = own_layers(model)
+    if not layers or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
         return False  # FSDP adds two classes in front of a layer's own
     config = model.config
     fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
     jitter = getattr(config, "router_jitter_noise", 0.0)  # of Mixtral, while it trains
     return fixed_rope and config.hidden_act in ("silu", "swish") and not jitter
+
+
+def own_layers(model: Any) -> list[Any]:
+    """Return the decoder layers, of a pipeline stage its own; none if the model has no list of them."""
+    layers = getattr(getattr(model, model.base_model_prefix), "layers", ())
+    return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
 
 
 def sliding_window_of(layer: Any) -> int | None:
@@ -81,7 +88,7 @@ def use_fused_layers(model: Any, kernels: ModuleType | None = None, *, join_weig
             warn_unsupported(type(model).__name__)
         return False
     kernels = kernels or kernels_for(next(model.parameters()).device)
-    for layer in getattr(model, model.base_model_prefix).layers:
+    for layer in own_layers(model):
         outputs = [[layer.self_attn.o_proj], *([mlp.down_proj] for mlp in dense_mlps(layer))]
         for modules in (qkv_projections(layer), *map(gate_up_projections, dense_mlps(layer)), *outputs):
             linears = [base_linear(module) for module in modules]
@@ -101,7 +108,7 @@ def use_fp8_products(model: Any) -> None:
     The head and the gradients of weights keep their precision, see nn/products.py.
     """
     name, parameter = type(model).__name__, next(model.parameters())
-    decoder_layers = getattr(model, model.base_model_prefix).layers if supports_fused_layers(model) else []
+    decoder_layers = own_layers(model) if supports_fused_layers(model) else []
     if not decoder_layers or not isinstance(decoder_layers[0].forward, partial):
         raise UsageError(f"train.fp8: {name} has no fused layers on this device; fp8 needs them. Leave it out.")
     if not has_fp8(parameter.device):

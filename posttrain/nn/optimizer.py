@@ -83,7 +83,8 @@ class Optimizer:
         embeddings: frozenset[str] = frozenset(),
     ) -> None:
         """`host_moments`: keep Adam's moments in host memory; `embeddings`: names of weights of embeddings."""
-        assert parameters, "nothing to train"
+        # A pipeline stage may be frozen as a whole.
+        assert parameters or (shards is not None and shards.pipeline is not None), "nothing to train"
         assert config.optimizer == "adamw" or (shards is None and not host_moments), "checks.py refuses it"
         self.host_moments = host_moments
         self.config = config
@@ -163,7 +164,7 @@ class Optimizer:
             limit, factor = self.config.max_grad_norm, 1 / scale
             if limit and norm_value > limit:
                 factor *= limit / (norm_value + 1e-6)
-            if factor != 1.0:
+            if factor != 1.0 and grads:
                 torch._foreach_mul_(grads, factor)
             kept = {name: self.masters[name][part].clone() for name, part in self.frozen_parts.items()}
             for optimizer in self.by_rule.values():
@@ -295,8 +296,8 @@ class Optimizer:
             flat |= {f"master/{name}": (master, self.parameters[name]) for name, master in self.masters.items()}
         average = {name: (value, self.parameters[name]) for name, value in self.average.items()}
         for stem, parts in (("optimizer", flat), ("ema", average)):
-            if parts:
-                entries = [self.shards.lazy_tensor(name, *part) for name, part in parts.items()]
+            own = [self.shards.lazy_tensor(name, *part) for name, part in parts.items()]
+            if entries := self.shards.of_all_stages(own):
                 save_sharded(folder, stem, entries, self.shards.rank, self.shards.size)
 
     def placed(self, value: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

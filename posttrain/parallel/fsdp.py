@@ -1,6 +1,7 @@
 """One model sharded over many processes: FSDP2 over data ranks, tensor and context parallelism inside.
 
-Rank = (data rank * context_parallel + context rank) * tensor_parallel + tensor rank. Data ranks process different
+Rank = ((pipeline rank * data ranks + data rank) * context_parallel + context rank) * tensor_parallel + tensor rank.
+Pipeline ranks hold different layers (parallel/pipeline.py); what follows holds for each. Data ranks process different
 samples. The ranks of one data rank process the same samples: context ranks divide the tokens (parallel/context.py),
 tensor ranks the heads (parallel/tensor.py). FSDP divides the parameters among data and context ranks; with copies of
 the model (HSDP) among those of one copy, which are neighbours, and gradients are also summed over the copies.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import atexit
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from posttrain.core.types import Outputs
 from posttrain.parallel.context import ContextGroup
 from posttrain.parallel.expert import shard_experts
 from posttrain.parallel.layouts import ParallelLayout, check_layout
+from posttrain.parallel.pipeline import Pipeline
 from posttrain.parallel.shards import full_tensor, local_shard
 from posttrain.parallel.tensor import apply_tensor_parallel, is_tensor_sharded
 
@@ -47,16 +49,25 @@ class FullParameters(torch.nn.Module):
 
 
 @cache
-def make_mesh(world: Any, device_type: str, tensor_parallel: int, replicate: int) -> DeviceMesh:
+def make_mesh(world: Any, device_type: str, tensor_parallel: int, replicate: int, pipeline: int = 1) -> DeviceMesh:
     """Return the device mesh of data and tensor ranks, which models of one pool share; `world`: the default group.
 
     With several copies of the model, `data` are the ranks of one copy, and `replicate` those with the same shard.
     """
-    ranks = dist.get_world_size(world) // tensor_parallel
-    if replicate == 1:
-        return init_device_mesh(device_type, (ranks, tensor_parallel), mesh_dim_names=("data", "tensor"))
-    shape = (replicate, ranks // replicate, tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "data", "tensor"))
+    ranks = dist.get_world_size(world) // tensor_parallel // pipeline
+    sizes = {"pipeline": pipeline, "replicate": replicate, "data": ranks // replicate, "tensor": tensor_parallel}
+    used = {name: size for name, size in sizes.items() if size > 1 or name in ("data", "tensor")}
+    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def make_pipeline(mesh: DeviceMesh, layout: ParallelLayout, device: torch.device) -> Pipeline | None:
+    """Return the ranks that hold the other stages for the samples of this one; None without stages."""
+    if layout.pipeline_parallel == 1:
+        return None
+    group = mesh.get_group("pipeline")
+    dist.all_reduce(torch.zeros((), device=device), group=group)  # NCCL connects all ranks in a group's first call
+    sizes = layout.pipeline_parallel, layout.virtual_stages, layout.layers_per_stage
+    return Pipeline(group, dist.get_rank(group), *sizes, device)
 
 
 @cache
@@ -84,6 +95,7 @@ class ModelShards:
     dtype: torch.dtype  # that the model computes in
     mesh: DeviceMesh
     context: ContextGroup | None = None
+    pipeline: Pipeline | None = None
     root: Any = None  # FullParameters, as FSDP's root
     summed: frozenset[str] = frozenset()  # replicated parameters whose gradients are summed over tensor ranks
     experts: list[Any] = field(default_factory=list)  # modules that hold whole experts, which FSDP leaves alone
@@ -97,8 +109,10 @@ class ModelShards:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             atexit.register(destroy_process_group)
         layout.check_devices(dist.get_world_size())
-        mesh = make_mesh(dist.group.WORLD, device.type, layout.tensor_parallel, layout.replicate)
-        return cls(layout, device, dtype, mesh, make_context_group(dist.group.WORLD, device.type, layout))
+        sizes = layout.tensor_parallel, layout.replicate, layout.pipeline_parallel
+        mesh = make_mesh(dist.group.WORLD, device.type, *sizes)
+        context = make_context_group(dist.group.WORLD, device.type, layout)
+        return cls(layout, device, dtype, mesh, context, make_pipeline(mesh, layout, device))
 
     @property
     def rank(self) -> int:
@@ -107,6 +121,11 @@ class ModelShards:
     @property
     def size(self) -> int:
         return dist.get_world_size()
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks of a pipeline stage; without stages, of all ranks."""
+        return self.size // self.layout.pipeline_parallel
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -119,6 +138,8 @@ class ModelShards:
         modules = [model, *(module for module in others if module is not None)]
         for module in (module for module in modules if hasattr(module, "config")):
             check_layout(self.layout if module is model else self.layout.without_experts(), self.size, module)
+        if self.pipeline is not None:
+            self.pipeline.cut(model)
         for module in modules:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():
@@ -206,14 +227,16 @@ class ModelShards:
             for name in (name for name in parameters if name in gradients and id(parameters[name]) in ids):
                 dist.all_reduce(gradients[name], group=self.mesh.get_group("replicate"))
         size = self.layout.tensor_parallel
-        if size == 1:
-            return
         for name, gradient in gradients.items():
-            if not is_tensor_sharded(parameters[name]):
+            if size > 1 and not is_tensor_sharded(parameters[name]):
                 total = gradient.to(self.device)  # it may be in host memory
                 dist.all_reduce(total, group=self.tensor_group)
                 # Summed: each rank has one term. Otherwise each has the same gradient, except for rounding.
                 gradient.copy_(total if name in self.summed else total / size)
+        if self.pipeline is not None:
+            for name in self.pipeline.tied & parameters.keys() - gradients.keys():
+                gradients[name] = torch.zeros_like(local_shard(parameters[name]))
+            self.pipeline.add_tied_gradients(gradients)
 
     def unused_experts(
         self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
@@ -229,16 +252,60 @@ class ModelShards:
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double().to(self.device)
             split = torch.tensor([is_tensor_sharded(parameters[name]) for name in gradients], device=self.device)
-            total = (norms.square() * torch.where(split, 1.0, 1 / self.layout.tensor_parallel)).sum()
+            shares = torch.where(split, 1.0, 1 / self.layout.tensor_parallel)
+            if self.pipeline is not None and self.pipeline.tied:  # the first and the last stage have the same
+                tied = torch.tensor([name in self.pipeline.tied for name in gradients], device=self.device)
+                shares = torch.where(tied, shares / 2, shares)
+            total = (norms.square() * shares).sum()
         dist.all_reduce(total)
         return (total / self.layout.replicate).sqrt()
 
     # Files
 
+    def whole_tensor(self, name: str, dtype: torch.dtype, live: torch.Tensor | None) -> torch.Tensor:
+        """Gather a tensor from all ranks, also from other pipeline stages, where `live` is None."""
+
+        def own() -> torch.Tensor:
+            assert live is not None, f"this stage does not hold {name}"
+            return full_tensor(local_shard(live).to(dtype), live)
+
+        return own() if self.pipeline is None else self.pipeline.whole_tensor(name, dtype, own)
+
     def lazy_tensor(self, name: str, shard: torch.Tensor, like: torch.Tensor) -> LazyTensors:
         """Return one tensor of which all ranks hold a shard, to be written to a checkpoint."""
         shape = tuple(like.shape) if shard.ndim == like.ndim else tuple(shard.shape)
         return LazyTensors({name: (shape, shard.dtype)}, lambda: {name: full_tensor(shard, like)})
+
+    def of_all_stages(self, entries: Sequence[LazyTensors]) -> list[LazyTensors]:
+        """Return the entries of all pipeline stages, in the same order on every rank; tied tensors once.
+
+        Those of other stages are written by their ranks and cannot be fetched here.
+        """
+        if self.pipeline is None:
+            return list(entries)
+        per_stage, found, known = self.stage_size, list[LazyTensors](), set[str]()
+        for stage, kinds in enumerate(self.pipeline.exchange([entry.kinds_as_json() for entry in entries])):
+            writers = range(stage * per_stage, (stage + 1) * per_stage)
+            for number, kind in enumerate(kinds):
+                if known & kind.keys():
+                    continue
+                known |= kind.keys()
+                entry = entries[number] if stage == self.pipeline.rank else LazyTensors.from_json(kind)
+                found.append(replace(entry, writers=writers))
+        return found
+
+    def tensors_of_all_stages(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the full tensors of all pipeline stages, by name, on every rank."""
+        if self.pipeline is None:
+            return tensors
+        found: dict[str, torch.Tensor] = {}
+        described = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        for stage, (kinds,) in enumerate(self.pipeline.exchange([LazyTensors(described, dict).kinds_as_json()])):
+            for name, (shape, dtype) in LazyTensors.from_json(kinds).kinds.items():
+                mine = stage == self.pipeline.rank
+                tensor = tensors[name].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.device)
+                found[name] = self.pipeline.broadcast(tensor, stage)
+        return found
 
 
 def anchor_outputs(total: torch.Tensor, out: Outputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The parallel layout of a model: how many ranks divide its heads, tokens and experts, and what FSDP does."""
+"""The parallel layout of a model: how many ranks divide its layers, heads, tokens and experts, and what FSDP does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from posttrain.config.checks import division_problem
 from posttrain.core.errors import UsageError
 from posttrain.parallel.context import check_context_parallel
 from posttrain.parallel.expert import check_expert_parallel
+from posttrain.parallel.pipeline import check_pipeline_parallel
 from posttrain.parallel.tensor import check_tensor_parallel
 
 QUANTIZED = "model.load_in_4bit: 4-bit weights cannot be sharded over processes: cluster.devices must be 1"
@@ -34,6 +35,12 @@ class ParallelLayout:
     """Gradients are reduced in the last micro-batch of a step only; until then each rank holds whole ones."""
     expert_parallel: int = 1
     """1, or the number of FSDP ranks: each holds some whole experts (parallel/expert.py) instead of a part of each."""
+    pipeline_parallel: int = 1
+    """Ranks that hold different layers (parallel/pipeline.py); each of them is divided by the other sizes."""
+    virtual_stages: int = 1
+    """Pipeline stages that each of them holds; with several the schedule is interleaved."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Layers of each stage; empty: equally many, as far as possible."""
 
     def __post_init__(self) -> None:
         if self.zero not in (2, 3):
@@ -50,7 +57,7 @@ class ParallelLayout:
 
     @property
     def ranks_per_sample(self) -> int:
-        """The number of ranks that process the same samples."""
+        """The number of consecutive ranks that process the same samples; those of other stages do so too."""
         return self.context_parallel * self.tensor_parallel
 
     def is_sharded(self) -> bool:
@@ -64,7 +71,13 @@ class ParallelLayout:
 
     def check_devices(self, devices: int) -> None:
         """Raise UsageError if the sizes do not divide the number of processes."""
-        sizes = self.tensor_parallel, self.context_parallel, self.expert_parallel, self.replicate
+        sizes = (
+            self.tensor_parallel,
+            self.context_parallel,
+            self.expert_parallel,
+            self.replicate,
+            self.pipeline_parallel,
+        )
         if problem := division_problem("this role", devices, *sizes):
             raise UsageError(problem)
 
@@ -86,3 +99,5 @@ def check_layout(layout: ParallelLayout, devices: int, model: Any, *, in_4bit: b
         check_context_parallel(model.config.get_text_config(), layout.context_parallel, layout.tensor_parallel)
     if layout.expert_parallel > 1:
         check_expert_parallel(model, layout.expert_parallel)
+    if layout.pipeline_parallel > 1:
+        check_pipeline_parallel(model, layout.pipeline_parallel, layout.virtual_stages, layout.layers_per_stage)

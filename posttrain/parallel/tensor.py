@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -57,15 +58,20 @@ def check_tensor_parallel(model: Any, size: int) -> None:
 
 
 def parallel_styles(layers: Any, pattern: str, word: str) -> dict[str, Any]:
-    """Return the styles of one entry of the plan.
+    """Return the styles of one entry of the plan, by module; a pipeline stage has some of the layers.
 
     Of an adapted layer, lora_B is split like the layer's outputs, or lora_A like its inputs.
     """
     style = ColwiseParallel if word == COLUMNS else RowwiseParallel
-    first, *_ = (module for name, module in layers.named_modules() if name == pattern.replace("*", "0"))
-    if not hasattr(first, "base_layer"):
-        return {pattern: style()}
-    return {f"{pattern}.base_layer": style(), f"{pattern}.lora_{'B' if word == COLUMNS else 'A'}.default": style()}
+    styles: dict[str, Any] = {}
+    for name, module in layers.named_modules():
+        if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
+            if hasattr(module, "base_layer"):
+                adapter = f"{name}.lora_{'B' if word == COLUMNS else 'A'}.default"
+                styles |= {f"{name}.base_layer": style(), adapter: style()}
+            else:
+                styles[name] = style()
+    return styles
 
 
 def tensor_shard_dim(parameter: torch.Tensor) -> int | None:

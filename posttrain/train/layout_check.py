@@ -25,6 +25,9 @@ def layout_of(config: Config, role: str) -> ParallelLayout:
         context_parallel=placed.context_parallel,
         expert_parallel=placed.expert_parallel,
         replicate=placed.replicate,
+        pipeline_parallel=placed.pipeline_parallel,
+        virtual_stages=placed.virtual_stages,
+        layers_per_stage=placed.layers_per_stage,
         defer_reduction=config.cluster.defer_gradient_reduction,
     )
 
@@ -36,6 +39,11 @@ def check_layouts(config: Config, algorithm: Algorithm) -> None:
     """
     if config.cluster.devices == 1 and "parameters" not in config.cluster.offload:
         return
+    if algorithm.teacher_path() and layout_of(config, "actor").pipeline_parallel > 1:
+        raise UsageError(
+            "algo.teacher and cluster.pipeline_parallel_size cannot be combined: the divergence needs the hidden "
+            "states of student and teacher on one device. Remove one of them."
+        )
     for role, layout, model in divided_models(config, algorithm):
         try:
             check_layout(layout, config.cluster.of(role).devices, model, in_4bit=config.model.load_in_4bit)

@@ -56,13 +56,21 @@ from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn import training_graphs
 from posttrain.nn.embedding_noise import EmbeddingNoise
-from posttrain.nn.forward import ModelRunner, check_router, forward, verify_against_stock
+from posttrain.nn.forward import (
+    ModelRunner,
+    check_router,
+    forward,
+    stage_output,
+    verify_against_stock,
+    verify_stages,
+)
 from posttrain.nn.layers import use_fp8_products
 from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
 from posttrain.nn.optimizer_rules import embedding_names
 from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
+from posttrain.parallel.pipeline import StageInput
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 from posttrain.train.local_generator import LocalGenerator
 from posttrain.train.metric_sums import LARGEST, OUT_OF_MEMORY, MetricSums, Sums
@@ -118,6 +126,9 @@ class Learner:
         teacher_model = None if teacher is None else load_model(teacher, "token", trainable=False, **loading)
         values = new_value_head(self.model, seed) if value_head else None
         meta_model = None
+        self.pipeline = None if self.shards is None else self.shards.pipeline
+        if self.pipeline is not None and not self.pipeline.is_last:
+            values = None
         if self.shards is not None:
             meta_model = meta_copy(self.model) if head == "token" else None
             self.shards.shard(self.model, [teacher_model, None if values is None else values.float()])
@@ -156,9 +167,12 @@ class Learner:
     def make_runner(self, model: Any) -> ModelRunner:
         """Return what runs forward passes of the model, after comparing it with the model's own code."""
         runner = self.with_full_parameters(ModelRunner.from_model, model)
-        if self.shards is not None and self.shards.context is not None:
-            runner.context = self.shards.context
-        self.with_full_parameters(verify_against_stock, runner)
+        if self.shards is not None:
+            runner.context, runner.pipeline = self.shards.context, self.shards.pipeline
+        if self.pipeline is None:
+            self.with_full_parameters(verify_against_stock, runner)
+        else:
+            verify_stages(runner, self.with_full_parameters, self.dtype)
         return runner
 
     def make_generator(
@@ -217,10 +231,17 @@ class Learner:
             self.runner.noise.step = self.optimizer.steps
         metrics = MetricSums()
         with self.seeded_dropout():
-            for batch, last in mark_last(self.micro_batches(samples, objective.group_size)):
-                if self.shards is not None:
-                    self.shards.set_last_micro_batch(last)
-                self.with_full_parameters(self.scaled_loss, batch, objective, denominator, tokens, metrics).backward()
+            batches = self.micro_batches(samples, objective.group_size)
+            loss = partial(
+                self.scaled_loss, objective=objective, denominator=denominator, tokens=tokens, metrics=metrics
+            )
+            if self.pipeline is not None:
+                self.run_stages(list(batches), loss, self.stage_backward)
+            else:
+                for batch, last in mark_last(batches):
+                    if self.shards is not None:
+                        self.shards.set_last_micro_batch(last)
+                    self.with_full_parameters(loss, batch).backward()
         sums = metrics.read()
         error, _ = sums.pop(GRADIENT_ERROR, (0.0, None))
         if error > 1e-4:
@@ -257,18 +278,28 @@ class Learner:
         self.train_config = replace(self.train_config, micro_batch_tokens=tokens)
 
     def scaled_loss(
-        self, batch: MicroBatch | None, objective: Objective, denominator: int, tokens: int, metrics: MetricSums
+        self,
+        batch: MicroBatch | None,
+        at: StageInput | None = None,
+        *,
+        objective: Objective,
+        denominator: int,
+        tokens: int,
+        metrics: MetricSums,
     ) -> torch.Tensor:
-        """Compute the loss of one micro-batch as it is differentiated; None: a dummy batch, whose loss is 0."""
+        """Compute the loss of one micro-batch as it is differentiated; None: a dummy batch, whose loss is 0.
+
+        `at`: the input of the last pipeline stage.
+        """
         assert self.optimizer is not None, "this learner was loaded for inference"
         scale = self.optimizer.loss_scale
         if batch is None:
-            out = forward(self.runner, self.dummy_batch(), objective.request, self.teacher)
+            out = forward(self.runner, self.dummy_batch(), objective.request, self.teacher, at=at)
             return anchor_outputs(torch.zeros((), device=self.device), out)
         early = None
         if objective.separable:
             early = EarlyGradients(objective, batch, denominator / scale, partial(metrics.add, GRADIENT_ERROR))
-        out = forward(self.runner, batch, objective.request, self.teacher, early)
+        out = forward(self.runner, batch, objective.request, self.teacher, early, at)
         loss = objective.loss(out, batch)
         scaled = loss.total / (denominator / scale)
         if out.router_loss is not None:
@@ -319,9 +350,7 @@ class Learner:
         """Return the sums of loss and metrics."""
         self.model.eval()
         metrics = MetricSums()
-        for batch in self.micro_batches(samples, objective.group_size):
-            present = self.dummy_batch() if batch is None else batch
-            out = self.with_full_parameters(forward, self.runner, present, objective.request, self.teacher)
+        for batch, out in self.outputs(self.micro_batches(samples, objective.group_size), objective.request):
             if batch is not None:
                 loss = objective.loss(out, batch)
                 metrics.add("loss", loss.total)
@@ -356,6 +385,8 @@ class Learner:
                 whole[batch.counted.cpu().numpy()] = values.cpu().numpy()
                 lists.append(np.split(whole, np.cumsum(batch.lengths)[:-1]))
             found |= dict(zip(indices, zip(*lists, strict=True), strict=True))
+        if self.pipeline is not None and not self.pipeline.is_last:
+            return []  # the last stage's are taken
         return [found[i] for i in range(len(samples))]
 
     def probe_logprobs(self) -> list[Floats]:
@@ -368,47 +399,111 @@ class Learner:
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return the output of the score head for each sample."""
-        found: dict[int, float] = {}
+        found = np.zeros(len(samples), dtype=np.float32)
         for indices, out, _ in self.forward_all(samples, ForwardRequest(names=frozenset({"scores"}))):
             assert out.scores is not None
-            found |= dict(zip(indices, out.scores.tolist(), strict=True))
-        return [found[i] for i in range(len(samples))]
+            found[indices] = out.scores.cpu().numpy()
+        return self.from_last_stage(found).tolist()
 
     def token_streams(
         self, samples: Sequence[Sample], request: ForwardRequest, read: Callable[[Outputs], torch.Tensor | None]
     ) -> list[Floats]:
         """Return one array per sample of the output that `read` selects."""
-        found: dict[int, Floats] = {}
+        found = {index: np.zeros(len(sample), dtype=np.float32) for index, sample in enumerate(samples)}
         for indices, out, batch in self.forward_all(samples, request):
             stream = read(out)
             assert stream is not None
             parts = np.split(stream.cpu().numpy().astype(np.float32), np.cumsum(batch.lengths)[:-1])
             found |= dict(zip(indices, parts, strict=True))
-        return [found[i] for i in range(len(samples))]
+        if not samples or self.pipeline is None:
+            return list(found.values())
+        joined = self.from_last_stage(np.concatenate([found[index] for index in range(len(samples))]))
+        return np.split(joined, np.cumsum([len(sample) for sample in samples])[:-1])
 
     @torch.no_grad()
     def forward_all(
         self, samples: Sequence[Sample], request: ForwardRequest
     ) -> list[tuple[list[int], Outputs, MicroBatch]]:
-        """Run all samples through the model; return (indices of the samples, outputs, micro-batch) of each pass."""
+        """Run all samples through the model; return (indices of the samples, outputs, micro-batch) of each pass.
+
+        Of pipeline stages only the last one has results.
+        """
         was_training = self.model.training  # False while completions are being generated
         self.model.eval()
-        results = []
-        for indices in self.in_lockstep(self.pack(samples)):
-            if indices is None:
-                self.with_full_parameters(forward, self.runner, self.dummy_batch(), request)
-                continue
-            batch = collate([samples[i] for i in indices], self.device, self.min_shared_prefix)
-            results.append((indices, self.with_full_parameters(forward, self.runner, batch, request), batch))
+        packed = self.pack(samples)
+        passes = self.outputs(self.collated(samples, packed), request)
+        results = [(i, out, batch) for i, (batch, out) in zip(packed, passes, strict=False) if batch is not None]
+        for _ in passes:  # of dummy batches
+            pass
         self.reshard()
         self.model.train(was_training)
         return results
+
+    def outputs(
+        self, batches: Iterable[MicroBatch | None], request: ForwardRequest
+    ) -> Iterator[tuple[MicroBatch | None, Outputs]]:
+        """Yield each micro-batch with the outputs of its pass; None: a dummy batch. Only the last stage yields."""
+        if self.pipeline is None:
+            for batch in batches:
+                present = self.dummy_batch() if batch is None else batch
+                yield batch, self.with_full_parameters(forward, self.runner, present, request, self.teacher)
+            return
+
+        def last_stage(batch: MicroBatch | None, at: StageInput) -> Outputs:
+            return forward(self.runner, self.dummy_batch() if batch is None else batch, request, at=at)
+
+        waiting = list(batches)
+        yield from zip(waiting, self.run_stages(waiting, last_stage), strict=False)
+
+    # Pipeline stages
+
+    def run_stages(
+        self,
+        batches: list[MicroBatch | None],
+        last_stage: Callable[[MicroBatch | None, StageInput], T],
+        backward: Callable[[bool, Callable[[], None]], None] | None = None,
+    ) -> list[T]:
+        """Run micro-batches through all pipeline stages; return what the last one computes. See Pipeline.run."""
+        assert self.pipeline is not None
+        batches += [None] * (self.pipeline.padded_count(len(batches)) - len(batches))
+        size = self.model.config.get_text_config().hidden_size
+
+        def compute(batch: MicroBatch | None, at: StageInput) -> Any:
+            assert self.pipeline is not None
+            if self.pipeline.is_last_stage(at.stage):
+                return self.with_full_parameters(last_stage, batch, at)
+            return self.with_full_parameters(stage_output, self.runner, present(batch), at)
+
+        def present(batch: MicroBatch | None) -> MicroBatch:
+            return self.dummy_batch() if batch is None else batch
+
+        def received(batch: MicroBatch | None) -> torch.Tensor:
+            rows = self.runner.hidden_rows(present(batch))
+            return torch.empty(1, rows, size, dtype=self.dtype, device=self.device)
+
+        return self.pipeline.run(batches, compute, received, backward)
+
+    def stage_backward(self, last: bool, run: Callable[[], None]) -> None:
+        """Run one backward pass of a pipeline stage."""
+        assert self.shards is not None
+        self.shards.set_last_micro_batch(last)
+        run()
+
+    def from_last_stage(self, values: Floats) -> Floats:
+        """Return the last pipeline stage's values on all stages."""
+        if self.pipeline is None or not len(values):
+            return values
+        return self.pipeline.from_last(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
     # Micro-batches
 
     def micro_batches(self, samples: Sequence[Sample], group_size: int) -> Iterator[MicroBatch | None]:
         """Yield micro-batches, each laid out while the device computes the one before; None: see `in_lockstep`."""
-        for indices in self.in_lockstep(self.pack(samples, group_size)):
+        yield from self.collated(samples, self.pack(samples, group_size))
+
+    def collated(self, samples: Sequence[Sample], packed: Sequence[list[int]]) -> Iterator[MicroBatch | None]:
+        """Yield packed samples as micro-batches; None: see `in_lockstep`."""
+        for indices in self.in_lockstep(packed):
             if indices is None:
                 yield None
             else:
@@ -488,7 +583,7 @@ class Learner:
 
         Tensors have the dtype that the model computes in. All processes that hold the model iterate together.
         """
-        yield from export_tensors(self.model, self.dtype)
+        yield from export_tensors(self.model, self.dtype, self.shards)
 
     def set_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write what another learner's `weights` yields into this model, in place."""
@@ -514,7 +609,8 @@ class Learner:
         self.optimizer.save(folder)
         if self.runner.value_head is not None:
             weight = full_tensor(local_shard(self.runner.value_head.weight), self.runner.value_head.weight)
-            if self.shards is None or self.shards.rank == 0:
+            first = 0 if self.pipeline is None or self.shards is None else self.shards.size - self.shards.stage_size
+            if self.shards is None or self.shards.rank == first:
                 save_tensors(folder / "value-head.safetensors", {VALUE_HEAD: weight})
 
     def load(self, folder: Path) -> None:

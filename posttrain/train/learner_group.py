@@ -21,12 +21,14 @@ class LearnerGroup:
     """Calls a method of learner.Learner on all workers, each with its part of the samples, and joins the results.
 
     Consecutive `ranks_per_sample` workers, which divide the heads or tokens of the same samples (parallel/fsdp.py), get
-    the same samples; the result of the first is taken.
+    the same samples; the result of the first is taken. With `stages` the workers are as many parts that hold different
+    layers, and all parts get the same samples; the results are those of the last.
     """
 
-    def __init__(self, workers: Workers, ranks_per_sample: int = 1) -> None:
-        assert workers.size % ranks_per_sample == 0, f"{workers.size} workers in groups of {ranks_per_sample}"
-        self.workers, self.ranks_per_sample = workers, ranks_per_sample
+    def __init__(self, workers: Workers, ranks_per_sample: int = 1, stages: int = 1) -> None:
+        size = workers.size // stages
+        assert size * stages == workers.size and size % ranks_per_sample == 0, (workers.size, stages, ranks_per_sample)
+        self.workers, self.ranks_per_sample, self.stages = workers, ranks_per_sample, stages
         self.micro_batch_tokens = 0  # of `limit_micro_batches`; 0: as configured
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
@@ -118,11 +120,12 @@ class LearnerGroup:
     ) -> list[Any]:
         """Call the method with each data rank's part of the samples; return one result per data rank."""
         repeated = [part for part in self.shards(samples, group_size) for _ in range(self.ranks_per_sample)]
-        return self.workers.scatter(method, repeated, *args, **kwargs)[:: self.ranks_per_sample]
+        results = self.workers.scatter(method, repeated * self.stages, *args, **kwargs)
+        return results[-len(repeated) :: self.ranks_per_sample]
 
     def shards(self, samples: Sequence[T], group_size: int = 1) -> list[list[T]]:
         """Divide the samples among the data ranks."""
-        return split_evenly(samples, self.workers.size // self.ranks_per_sample, group_size)
+        return split_evenly(samples, self.workers.size // self.stages // self.ranks_per_sample, group_size)
 
 
 class CurrentWeights:

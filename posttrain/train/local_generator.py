@@ -30,7 +30,6 @@ from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.tensors import module_tensors
 from posttrain.nn.forward import ModelRunner
 from posttrain.parallel.fsdp import ModelShards, materialize
-from posttrain.parallel.shards import full_tensor, local_shard
 
 
 class LocalGenerator:
@@ -130,8 +129,9 @@ class LocalGenerator:
             self.unsharded[name] = ModelRunner.from_model(model, packed=self.runner.packed)
         if name not in self.up_to_date:
             theirs = module_tensors(self.unsharded[name].model)
-            for key, live in module_tensors(self.runner.model).items():
-                theirs[key].copy_(full_tensor(local_shard(live).to(theirs[key].dtype), live))
+            live = module_tensors(self.runner.model)
+            for key, target in theirs.items():
+                target.copy_(self.shards.whole_tensor(key, target.dtype, live.get(key)))
             self.up_to_date.add(name)
         return self.unsharded[name]
 

@@ -30,6 +30,7 @@ from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import compute_dtype
 from posttrain.models.memory import MemoryEstimate, PassMemory, Sharding
 from posttrain.nn.optimizer import STAGED_BYTES
+from posttrain.parallel.pipeline import passes_in_flight
 from posttrain.train.layout_check import vllm_engine_size
 from posttrain.train.run_data import RunData
 
@@ -268,7 +269,7 @@ def estimate_pass(
     request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_aux_loss_coef)
     # A few architectures branch on values of tensors, which do not exist here.
     with suppress(RuntimeError, NotImplementedError):
-        return memory.pass_memory(
+        one = memory.pass_memory(
             model,
             with_listed_tokens(context_slice(samples, sharding.context), algo),
             request,
@@ -276,7 +277,18 @@ def estimate_pass(
             kernels=device.type == "cuda",
             sharded=sharding.devices > 1,
         )
+        return pipelined_pass(one, model, sharding)
     return PassMemory()
+
+
+def pipelined_pass(one: PassMemory, model: Any, sharding: Sharding) -> PassMemory:
+    """Return the memory of the micro-batches that are in flight in the busiest pipeline rank, from that of a pass."""
+    if sharding.pipeline == 1:
+        return one
+    layers = model.config.get_text_config().num_hidden_layers
+    share = passes_in_flight(layers, sharding.pipeline, sharding.virtual, sharding.layers_per_stage)
+    activations = round(one.activations * share)
+    return replace(one, activations=activations, peak=one.peak - one.activations + activations)
 
 
 def with_listed_tokens(samples: list[Sample], algo: Algorithm) -> list[Sample]:
@@ -327,9 +339,11 @@ def shares_learners(config: Config, role: str) -> bool:
 def sharding_of(config: Config, role: str = "actor") -> Sharding:
     """Return how the devices of a role divide its model."""
     found = config.cluster.of(role)
-    data, tensor, context = found.devices // found.tensor_parallel, found.tensor_parallel, found.context_parallel
+    tensor, context = found.tensor_parallel, found.context_parallel
+    data = found.devices // tensor // found.pipeline_parallel
     deferred = config.cluster.defer_gradient_reduction
-    return Sharding(data, tensor, found.zero, context, found.expert_parallel, found.replicate, deferred)
+    stages = found.pipeline_parallel, found.virtual_stages, found.layers_per_stage
+    return Sharding(data, tensor, found.zero, context, found.expert_parallel, found.replicate, deferred, *stages)
 
 
 def context_slice(samples: list[Sample], ranks: int) -> list[Sample]:

@@ -178,7 +178,7 @@ class ModelLoader:
             workers = pool.start(
                 name or role, Learner, model, self.config.train, seed=self.config.seed, layout=layout, **options
             )
-        return LearnerGroup(workers, layout.ranks_per_sample)
+        return LearnerGroup(workers, layout.ranks_per_sample, layout.pipeline_parallel)
 
 
 def check_other_tokenizer(own: Any, other: Any, path: str) -> None:

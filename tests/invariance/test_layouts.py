@@ -38,8 +38,10 @@ DIVIDED = {case: ParallelLayout(tensor_parallel=2) for case in SPLIT} | {"expert
 class Trained:
     """A learner and what it learns from."""
 
+    cases = CASES
+
     def __init__(self, case: str, folders: dict[str, str], layout: ParallelLayout | None = None) -> None:
-        chosen = dict(CASES[case])
+        chosen = dict(self.cases[case])
         settings = RolloutSettings(max_completion_tokens=30)
         self.algo: Any = algorithm(chosen.pop("verb", "sft"), settings, **chosen.pop("algo", {}))
         layout = layout or ParallelLayout()

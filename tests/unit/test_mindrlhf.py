@@ -77,7 +77,7 @@ def test_sizes_must_be_those_of_the_weights(tmp_path):
 
 def test_a_parallel_layout_becomes_devices():
     layout = {"data_parallel": 1, "model_parallel": 4, "pipeline_stage": 2, "use_seq_parallel": True}
-    assert cluster_options(layout) == {"devices": 8, "tensor_parallel_size": 4}
+    assert cluster_options(layout) == {"devices": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 2}
 
 
 def test_a_tokenizer_of_two_files(tmp_path):

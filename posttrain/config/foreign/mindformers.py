@@ -24,7 +24,7 @@ from posttrain.config.foreign.meanings import (
     unrelated,
 )
 from posttrain.config.foreign.mindrlhf import MINDSPORE, SHAPE, STRATEGY, original
-from posttrain.config.foreign.mindspeed import HF_ONLY, PIPELINE
+from posttrain.config.foreign.mindspeed import HF_ONLY, PACKED_PASSES
 
 SCHEDULES = {
     "cosinewithwarmuplr": "cosine",
@@ -125,7 +125,8 @@ TRAINING: Table = {
     "parallel_config.data_parallel": made("cluster.devices", by=devices, note="all devices together"),
     "parallel_config.context_parallel": "cluster.context_parallel_size",
     "parallel_config.expert_parallel": "cluster.expert_parallel_size",
-    "parallel_config.pipeline_stage parallel_config.micro_batch_num micro_batch_interleave_num": PIPELINE,
+    "parallel_config.pipeline_stage": "cluster.pipeline_parallel_size",
+    "parallel_config.micro_batch_num micro_batch_interleave_num": PACKED_PASSES,
     "parallel_config.* parallel.*": STRATEGY,
     "recompute_config.recompute": "model.gradient_checkpointing",
     "recompute_config.*": needless("model.gradient_checkpointing has one form"),

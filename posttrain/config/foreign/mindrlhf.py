@@ -36,7 +36,7 @@ from posttrain.config.foreign.meanings import (
     vllm,
     with_pattern,
 )
-from posttrain.config.foreign.mindspeed import HF_ONLY, MICRO, PIPELINE, SAMPLING
+from posttrain.config.foreign.mindspeed import HF_ONLY, MICRO, PACKED_PASSES, SAMPLING
 
 STRATEGY = needless("Hugging Face directories are read for any number of devices")
 MINDSPORE = unrelated("a setting of MindSpore")
@@ -179,7 +179,8 @@ PARALLEL: Table = {
     "parallel_config.data_parallel": needless("the rest of cluster.devices"),
     "parallel_config.context_parallel": "cluster.context_parallel_size",
     "parallel_config.expert_parallel": "cluster.expert_parallel_size",
-    "parallel_config.pipeline_stage parallel_config.micro_batch_num": PIPELINE,
+    "parallel_config.pipeline_stage": "cluster.pipeline_parallel_size",
+    "parallel_config.micro_batch_num": PACKED_PASSES,
     "parallel_config.*": MINDSPORE,
 }
 ACTOR: Table = {
@@ -212,7 +213,7 @@ REFERENCE: Table = {
     "parallel_config.model_parallel": "cluster.reference_tensor_parallel_size",
     "parallel_config.context_parallel": "cluster.reference_context_parallel_size",
     "parallel_config.data_parallel": needless("the rest of the devices"),
-    "parallel_config.pipeline_stage": PIPELINE,
+    "parallel_config.pipeline_stage": "cluster.reference_pipeline_parallel_size",
     "*": MINDSPORE,
 }
 REWARD: Table = {

@@ -39,7 +39,7 @@ from posttrain.config.foreign.meanings import (
     with_pattern,
 )
 
-PIPELINE = unrelated("training has no pipeline parallelism; FSDP divides a model among all devices")
+PACKED_PASSES = needless("micro-batches of a pipeline are packed by tokens: train.micro_batch_tokens")
 MEGATRON = unrelated("a setting of Megatron or MindSpeed: models are Hugging Face directories divided by FSDP2")
 MICRO = by_hand(
     "train.micro_batch_tokens", note="tokens of a forward pass, not samples; does not change the result", harmless=True
@@ -170,11 +170,38 @@ def template_name(prefix: str) -> Meaning:
     return made("data.chat_template", by=translate, note="FILE.json:NAME with prompt_type_path")
 
 
+def stage_layers(value: Any, given: Given) -> Found:
+    return {} if is_off(value) else {"cluster.pipeline_layers_per_stage": items(value)}
+
+
+def virtual_stages(value: Any, given: Given) -> Found | None:
+    """Translate layers of a virtual stage to stages per device; by hand where the number of layers is not given."""
+    if is_off(value):
+        return {}
+    sections = ("", "actor_config.", "megatron_training.")
+    found = [
+        next((size for section in sections if (size := number(given.get(section + name)))), None)
+        for name in ("num_layers", "pipeline_model_parallel_size")
+    ]
+    each, layers, ranks = number(value), *found
+    if not each or not layers or not ranks or layers % (each * ranks):
+        return None
+    stages = {"cluster.virtual_pipeline_parallel_size": f"{layers / each / ranks:g}"}
+    return stages | {"cluster.pipeline_schedule": "interleaved"} if layers > each * ranks else {}
+
+
 PARALLEL: Table = {
     "tensor_model_parallel_size": "cluster.tensor_parallel_size",
     "context_parallel_size": "cluster.context_parallel_size",
     "expert_model_parallel_size": here("cluster.expert_parallel_size", "all devices that FSDP divides the model among"),
-    "pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_layer_list noop_layers": PIPELINE,
+    "pipeline_model_parallel_size": "cluster.pipeline_parallel_size",
+    "num_layer_list": made("cluster.pipeline_layers_per_stage", by=stage_layers, note="numbers, stage by stage"),
+    "num_layers_per_virtual_pipeline_stage": made(
+        *("cluster.virtual_pipeline_parallel_size", "cluster.pipeline_schedule"),
+        by=virtual_stages,
+        note="stages per device: the layers divided by this number and by the pipeline size; with interleaved",
+    ),
+    "noop_layers": unrelated("stages may have different numbers of layers: cluster.pipeline_layers_per_stage"),
 }
 RUN: Table = {
     "global_batch_size": "train.batch_size",
@@ -279,7 +306,7 @@ REFERENCE: Table = with_pattern(
         "tensor_model_parallel_size": "cluster.reference_tensor_parallel_size",
         "context_parallel_size": "cluster.reference_context_parallel_size",
         "expert_model_parallel_size": "cluster.reference_expert_parallel_size",
-        "pipeline_model_parallel_size": PIPELINE,
+        "pipeline_model_parallel_size": "cluster.reference_pipeline_parallel_size",
         "micro_batch_size": MICRO,
         "*": MEGATRON,
     },
@@ -297,7 +324,13 @@ REWARD_MODEL: Table = with_pattern(
             ),
             note="not with rule_reward",
         ),
-        "pipeline_model_parallel_size": PIPELINE,
+        "pipeline_model_parallel_size": made(
+            "cluster.reward_pipeline_parallel_size",
+            by=lambda value, given: (
+                {} if truth(given.get("rl_config.rule_reward")) else {"cluster.reward_pipeline_parallel_size": [value]}
+            ),
+            note="not with rule_reward",
+        ),
         "micro_batch_size": MICRO,
         "*": MEGATRON,
     },
@@ -309,6 +342,7 @@ CRITIC: Table = with_pattern(
         "lr": "algo.critic_learning_rate",
         "tensor_model_parallel_size": "cluster.critic_tensor_parallel_size",
         "context_parallel_size": "cluster.critic_context_parallel_size",
+        "pipeline_model_parallel_size": "cluster.critic_pipeline_parallel_size",
         "*": needless("the critic is trained as the policy is"),
     },
 )

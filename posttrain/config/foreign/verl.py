@@ -91,6 +91,13 @@ def experiment(value: Any, given: Given) -> Found:
     return {"log.wandb_name": value} if "wandb" in items(given.get("trainer.logger", [])) else {}
 
 
+def virtual_stages(value: Any, given: Given) -> Found:
+    """Translate stages per device, null without a pipeline."""
+    stages = number(value) or 1
+    interleaved = {"cluster.virtual_pipeline_parallel_size": value, "cluster.pipeline_schedule": "interleaved"}
+    return interleaved if stages > 1 else {}
+
+
 def kl_in_loss(value: Any, given: Given) -> Found:
     coefficient = given.get(f"{ACTOR}.kl_loss_coef", "0.001")
     if truth(value):
@@ -327,8 +334,11 @@ ACTOR_ROWS: Table = with_pattern(
         "megatron.tensor_model_parallel_size": "cluster.tensor_parallel_size",
         "megatron.context_parallel_size": "cluster.context_parallel_size",
         "megatron.expert_model_parallel_size": "cluster.expert_parallel_size",
-        "megatron.pipeline_model_parallel_size": unrelated(
-            "training has no pipeline parallelism; FSDP divides the model"
+        "megatron.pipeline_model_parallel_size": "cluster.pipeline_parallel_size",
+        "megatron.virtual_pipeline_model_parallel_size": made(
+            *("cluster.virtual_pipeline_parallel_size", "cluster.pipeline_schedule"),
+            by=virtual_stages,
+            note="with the schedule interleaved",
         ),
         "policy_loss.loss_mode": Meaning(
             note="not an option: gspo, gmpo (geo_mean), cispo and sapo are verbs",
@@ -357,6 +367,7 @@ REFERENCE_ROWS: Table = with_pattern(
         "log_prob_use_dynamic_bsz": PACKING,
         "ulysses_sequence_parallel_size": "cluster.reference_context_parallel_size",
         "megatron.tensor_model_parallel_size": "cluster.reference_tensor_parallel_size",
+        "megatron.pipeline_model_parallel_size": "cluster.reference_pipeline_parallel_size",
         "model.path": "algo.reference",
         "*": SHORT_NAMES,
     },
@@ -467,6 +478,7 @@ CRITIC_ROWS: Table = with_pattern(
         "fsdp_config.param_offload fsdp.param_offload": offload("critic"),
         "ulysses_sequence_parallel_size": "cluster.critic_context_parallel_size",
         "megatron.tensor_model_parallel_size": "cluster.critic_tensor_parallel_size",
+        "megatron.pipeline_model_parallel_size": "cluster.critic_pipeline_parallel_size",
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu forward_micro_batch_size_per_gpu": MICRO,
         "ppo_max_token_len_per_gpu forward_max_token_len_per_gpu": by_hand(
             "train.micro_batch_tokens", note="one bound for all forward passes", harmless=True

@@ -238,6 +238,24 @@ def test_context_ranks_divide_the_tokens(capsys):
     assert one["activations"] == four["activations"], "as many tokens on each"
 
 
+def test_pipeline_stages_divide_the_layers(capsys):
+    from posttrain.models import memory
+
+    found = {}
+    for size in (1, 4):
+        sizes = {"cluster.devices": 4, "data.max_length": 512, "train.micro_batch_tokens": 512}
+        config = settings("sft", **{"model.path": "pico", "cluster.pipeline_parallel_size": size} | sizes)
+        assert plan.plan_training("sft", config, device_gib=80.0) == 0
+        found[size] = lines_of(capsys.readouterr().out)
+    assert found[4]["devices"] == ("4", "data parallel 1, pipeline parallel 4; ZeRO stage 3")
+    assert found[1]["activations"] == found[4]["activations"], "four micro-batches of a quarter of the layers"
+    model = memory.empty_model(config.model, "token", torch.bfloat16)
+    whole = sum(p.numel() for p in model.parameters())
+    stages = [sum(p.numel() for _, p in held) for held in memory.Sharding(1, pipeline=4).parameters(model)]
+    assert sum(stages) == whole
+    assert memory.sharded_memory(model, memory.Sharding(1, pipeline=4), average=False).masters == 4 * max(stages)
+
+
 def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
     from posttrain.models import memory
 

@@ -32,6 +32,7 @@ SPECIAL = {
     "train.adam_beta1": 0.8,
     "train.adam_beta2": 0.999,
     "train.ema_decay": 0.99,
+    "train.fp8": False,  # refused beside model.lora_rank
     "algo.positive_token": "#",
     "algo.reference": "there",
     "algo.kl_coef": 0.25,
@@ -47,21 +48,28 @@ SPECIAL = {
     "cluster.tensor_parallel_size": 2,
     "cluster.context_parallel_size": 1,
     "cluster.expert_parallel_size": 1,
+    "cluster.pipeline_parallel_size": 1,  # stages are refused beside cluster.offload parameters
+    "cluster.pipeline_schedule": "1f1b",
+    "cluster.virtual_pipeline_parallel_size": 1,
+    "cluster.pipeline_layers_per_stage": [],
     "cluster.zero_stage": 2,
     "cluster.reference_devices": 0,  # does not go with cluster.reference_colocate_with
     "cluster.reference_colocate_with": "critic",
     "cluster.reference_tensor_parallel_size": 2,
     "cluster.reference_context_parallel_size": 1,
+    "cluster.reference_pipeline_parallel_size": 1,
     "cluster.reference_expert_parallel_size": 1,
     "cluster.critic_devices": 2,
     "cluster.critic_colocate_with": "actor",
     "cluster.critic_tensor_parallel_size": 1,
     "cluster.critic_context_parallel_size": 2,
+    "cluster.critic_pipeline_parallel_size": 1,
     "cluster.critic_expert_parallel_size": 1,
     "cluster.reward_devices": [1, 0],
     "cluster.reward_colocate_with": ["actor", "rollout"],
     "cluster.reward_tensor_parallel_size": [1, 1],
     "cluster.reward_context_parallel_size": [1],
+    "cluster.reward_pipeline_parallel_size": [1],
     "cluster.reward_expert_parallel_size": [],
     "cluster.reward_zero_stage": [2, 3],
     "cluster.replicate_size": 2,
@@ -493,6 +501,28 @@ LAYOUTS = [
         {"expert_parallel_size": 2},
         "^cluster.expert_parallel_size is 2; it must be 1, or 4: the devices among which FSDP",
     ),
+    ({"pipeline_parallel_size": 3}, "^actor has 4 devices, which cluster.pipeline_parallel_size 3 does not divide"),
+    (
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 4},
+        "^each pipeline stage of actor has 2 devices, which cluster.tensor_parallel_size 4 does not divide",
+    ),
+    (
+        {"pipeline_parallel_size": 2, "reference_pipeline_parallel_size": 3},
+        "^reference has 4 devices, which cluster.reference_pipeline_parallel_size 3 does not divide",
+    ),
+    ({"pipeline_layers_per_stage": [1, 1]}, "^cluster.pipeline_parallel_size is 1, so that there are no stages"),
+    (
+        {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
+        "^cluster.virtual_pipeline_parallel_size is 2, but cluster.pipeline_schedule 1f1b has one stage per device",
+    ),
+    (
+        {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
+        "^cluster.pipeline_schedule interleaved needs several stages per device",
+    ),
+    (
+        {"pipeline_parallel_size": 2, "offload": ["parameters"]},
+        "^cluster.offload parameters and cluster.pipeline_parallel_size cannot be combined",
+    ),
     ({"reward_zero_stage": [2], "reward_devices": [1, 1, 1]}, "^cluster.reward_devices has 3 values for 1 rewards"),
 ]
 
@@ -501,6 +531,18 @@ LAYOUTS = [
 def test_layouts_that_cannot_be(options, words):
     with pytest.raises(UsageError, match=words):
         made("ppo", ONLINE | {"cluster": {"devices": 4} | options})
+
+
+@pytest.mark.parametrize(
+    ("section", "options"), [("model", {"router_aux_loss_coef": 0.1}), ("rollout", {"router_replay": True})]
+)
+def test_what_needs_all_layers_is_refused_with_stages(section, options):
+    words = rf"^{section}.{next(iter(options))}.* and cluster.pipeline_parallel_size cannot be combined"
+    with pytest.raises(UsageError, match=words):
+        made("grpo", ONLINE | {section: ONLINE.get(section, {}) | options, "cluster": STAGES})
+
+
+STAGES = {"devices": 2, "pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize("engine", ["fast", []])

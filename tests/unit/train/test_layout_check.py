@@ -34,6 +34,9 @@ def options_of(rng: random.Random, folders: dict[str, str]) -> list[str]:
     chosen = {f"cluster.{name}_parallel_size": size for name, size in sizes.items()}
     chosen |= {"cluster.devices": rng.choice((1, 2, 4, 4, 6, 8, 8, 16)), "model.lora_rank": rng.choice((0, 0, 4))}
     chosen["cluster.replicate_size"] = rng.choice((1, 1, 1, 2))
+    chosen["cluster.pipeline_parallel_size"] = rng.choice((1, 1, 1, 2, 2, 4))
+    if chosen["cluster.pipeline_parallel_size"] > 1 and rng.random() < 0.3:
+        chosen |= {"cluster.virtual_pipeline_parallel_size": 2, "cluster.pipeline_schedule": "interleaved"}
     chosen |= {"model.path": folders[rng.choice(FAMILIES)]}
     words = [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
     return words + ["--cluster.offload", "parameters"] * (rng.random() < 0.1)
@@ -75,6 +78,13 @@ def test_plan_and_run_agree_on_two_hundred_layouts(folders):
         reasons.append(planned(words))
         assert run(words) == reasons[-1], words
     assert 20 < reasons.count("") < 180 and len({reason[:30] for reason in reasons}) > 5, "some of each kind"
+
+
+def test_a_teacher_is_refused_with_stages(folders):
+    words = ["--model.path", folders["llama"], "--algo.teacher", folders["llama"]]
+    config = read("distill", [*words, "--cluster.devices", "2", "--cluster.pipeline_parallel_size", "2"], data=False)
+    with pytest.raises(UsageError, match=r"^algo.teacher and cluster.pipeline_parallel_size cannot be combined"):
+        check_layouts(config, ALGORITHMS["distill"](config.algo))
 
 
 SIZES = "--cluster.devices 8 --data.max_length 512 --train.micro_batch_tokens 512"

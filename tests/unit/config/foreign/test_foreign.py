@@ -14,7 +14,7 @@ from posttrain.cli.chat import ChatArgs
 from posttrain.cli.generate import GenerateArgs
 from posttrain.cli.score import ScoreArgs
 from posttrain.config import parsing
-from posttrain.config.foreign import page
+from posttrain.config.foreign import mindspeed, page, verl
 from posttrain.config.foreign.answer import LIBRARIES
 from posttrain.config.sections import option_value, with_algorithm
 from posttrain.config.verbs import PIPELINES, TOOLS
@@ -210,6 +210,7 @@ VALUES = {
         "data.max_length": 1024,
         "cluster.tensor_parallel_size": 2,
         "cluster.reference_tensor_parallel_size": 2,
+        "cluster.pipeline_parallel_size": 4,
         "reward.functions": ("base_acc",),
         "log.report_to": ("tensorboard",),
     },
@@ -434,3 +435,13 @@ def test_from_python():
         parsing.read_mapping("sft", "", start, {"lr": 3})
     with pytest.raises(UsageError, match=r"num_train_epochs=3: here --train\.epochs"):
         parsing.read_mapping("sft", "", start, {"num_train_epochs": 3, "save_steps": 5, "bf16": True})
+
+
+def test_layers_of_a_virtual_stage_become_stages_per_device():
+    given = {"actor_config.num_layers": "32", "megatron_training.pipeline_model_parallel_size": "4"}
+    interleaved = {"cluster.virtual_pipeline_parallel_size": "4", "cluster.pipeline_schedule": "interleaved"}
+    assert mindspeed.virtual_stages("2", given) == interleaved
+    assert mindspeed.virtual_stages("8", given) == {}, "one stage per device"
+    assert mindspeed.virtual_stages("3", given) is None and mindspeed.virtual_stages("2", {}) is None, "by hand"
+    assert mindspeed.stage_layers("11,13,19,21", {}) == {"cluster.pipeline_layers_per_stage": ["11", "13", "19", "21"]}
+    assert verl.virtual_stages("4", {}) == interleaved and verl.virtual_stages("null", {}) == {}
