@@ -524,6 +524,39 @@ def export(
     )
 
 
+def merge(
+    models: Sequence[PathLike],
+    output_dir: PathLike,
+    *,
+    method: Literal["linear", "slerp", "ties", "dare_linear", "dare_ties"] = "linear",
+    base: PathLike = "",
+    weights: Sequence[float] = (),
+    t: float = 0.5,
+    density: float = 0.5,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Merge several models, or adapters with their base, into one Hugging Face directory; return a report.
+
+    Like `posttrain merge`: one tensor of each model is in memory at a time; models that do not fit are refused.
+
+    Arguments:
+        method: linear (weighted mean), slerp (two models), or ties, dare_linear, dare_ties (differences from `base`)
+        base: model that the others were trained from, for ties and dare
+        weights: weight of each model; default: 1 each
+        t: position of slerp, from 0 (the first model) to 1
+        density: part of each difference that is kept, for ties and dare
+        scale: factor of the merged difference, for ties and dare
+        seed: of the random choice of dare
+    """
+    from posttrain.core.logging import quiet_libraries
+    from posttrain.models.merging import MergeSettings, merge_models
+
+    quiet_libraries()
+    settings = MergeSettings(method=method, weights=tuple(weights), t=t, density=density, scale=scale, seed=seed)
+    return merge_models([os.fspath(model) for model in models], Path(output_dir), settings, os.fspath(base))
+
+
 def convert(
     source: PathLike,
     output_dir: PathLike,

@@ -131,6 +131,15 @@ class TensorFiles:
         with _read_errors(self.places[name]):
             return tuple(self.file(self.places[name]).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        with _read_errors(self.places[name]):
+            code = self.file(self.places[name]).get_slice(name).get_dtype()
+        known = {kind: getattr(torch, name.removeprefix("torch.")) for name, kind in KINDS.items()}
+        if code not in known:
+            raise CheckpointError(f"{self.places[name]}: tensor {name} has the type {code}, which is not supported")
+        found: torch.dtype = known[code]
+        return found
+
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read a tensor, or only the given slices of it, to the CPU."""
         if name not in self.places:
