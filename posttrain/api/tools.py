@@ -498,6 +498,8 @@ def export(
     gguf_type: Literal["f16", "q8_0", "q4_k_m"] = "q8_0",
     merge: bool = True,
     use_ema: bool = False,
+    push_to: str = "",
+    private: bool = True,
 ) -> dict[str, Any]:
     """Write the model of a run, checkpoint or directory for Hugging Face's libraries or another runtime.
 
@@ -509,6 +511,8 @@ def export(
         gguf_type: type of the weights in a GGUF file
         merge: merge LoRA adapters into their base; False keeps them as adapters
         use_ema: export the moving average of the weights (train.ema_decay)
+        push_to: upload the result to the Hugging Face hub under this name, with a model card made from the run
+        private: create the repository as a private one
     """
     from posttrain.core.logging import quiet_libraries
     from posttrain.publish.formats import export as write
@@ -521,6 +525,8 @@ def export(
         gguf_type=gguf_type,
         merge=merge,
         use_ema=use_ema,
+        push_to=push_to,
+        private=private,
     )
 
 

@@ -31,6 +31,10 @@ class ExportArgs(ToolArgs):
     """Export the moving average of the weights (train.ema_decay)."""
     merge: bool = True
     """Merge LoRA adapters into the weights."""
+    push: str = ""
+    """Upload the result to the Hugging Face hub under this name (owner/model), with a model card made from the run."""
+    private: bool = True
+    """Create the repository as a private one, with --push."""
 
 
 ARGS = (ExportArgs,)
@@ -50,8 +54,12 @@ def run(args: list[str]) -> int:
         gguf_type=options.gguf_type,
         merge=options.merge,
         use_ema=options.ema,
+        push_to=options.push,
+        private=options.private,
     )
     print_report(report, options)
+    if "pushed" in report:
+        print(f"pushed: {report['pushed']}")
     return 0
 
 

@@ -198,8 +198,8 @@ def model_config(source: MergeSource) -> PreTrainedConfig:
 
 def copy_companions(source: MergeSource, folder: Path) -> None:
     """Copy configuration and tokenizer; those beside adapters come before those of their base."""
-    for place in (source.folder, source.adapter):
-        for pattern in FILES if place else ():
+    for place in (source.folder, *([source.adapter] if source.adapter else [])):
+        for pattern in FILES:
             for file in place.glob(pattern):
                 if file.is_file() and (place == source.folder or file.name != "config.json"):
                     shutil.copyfile(file, folder / file.name)

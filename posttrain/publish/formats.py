@@ -12,7 +12,8 @@ from posttrain.models.export import ExportSource, load_source
 from posttrain.models.export import export as export_hf
 from posttrain.models.paths import is_adapter, resolve_path
 from posttrain.models.stop_ids import stop_ids
-from posttrain.publish import fp8, gguf_file
+from posttrain.publish import fp8, gguf_file, hub
+from posttrain.publish.card import write_card
 from posttrain.publish.divergence import Original
 from posttrain.publish.gguf_model import context_length, family_of
 from posttrain.publish.gguf_tokenizer import describe_tokenizer
@@ -34,6 +35,26 @@ def export(
     gguf_type: gguf_file.GgufType = "q8_0",
     merge: bool = True,
     use_ema: bool = False,
+    push_to: str = "",
+    private: bool = True,
+) -> dict[str, Any]:
+    """Write a model to the new folder `out` as `write_format` does, push it to the hub if `push_to` names a repository.
+
+    A pushed folder has a model card. What would prevent the upload is found before the model is loaded.
+    """
+    if push_to:
+        hub.check_push(push_to)
+        if not merge:
+            hub.check_adapter_base(Path(resolve_path(source)))
+    report = write_format(source, out, target_format=target_format, gguf_type=gguf_type, merge=merge, use_ema=use_ema)
+    if push_to:
+        write_card(out, push_to.rpartition("/")[2], report)
+        report["pushed"] = hub.push(out, push_to, private=private)
+    return report
+
+
+def write_format(
+    source: str, out: Path, *, target_format: ExportFormat, gguf_type: gguf_file.GgufType, merge: bool, use_ema: bool
 ) -> dict[str, Any]:
     """Write the model of a run, checkpoint or folder to the new folder `out`, and return a report.
 

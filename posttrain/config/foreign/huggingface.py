@@ -40,7 +40,7 @@ DTYPES = {
 KERNELS = needless("kernels are chosen by model and device")
 PACKING = needless("examples are always packed and never see each other")
 STEP_LOG = needless("every step is logged, in metrics.jsonl of the run directory")
-NO_UPLOAD = unrelated("nothing is uploaded; posttrain export writes a directory that can be")
+NO_UPLOAD = unrelated("a run uploads nothing; posttrain export --push does")
 NO_REMOTE_CODE = unrelated("code from a model's repository is never run")
 ADAMW_NAMES = (
     *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"),
