@@ -103,6 +103,9 @@ class DPO(Pairwise):
         """Alpha of the alpha-divergence."""
         ld_alpha: float = 1.0
         """Weight of the tokens by which a completion is longer than the other of its pair (LD-DPO); 1: full weight."""
+        weight_by_policy: bool = False
+        """Multiply the loss of a pair by the policy's probability of its completions, a constant: the exponential of
+        the sum of their mean log-probabilities (WPO)."""
         beta: float = 0.1
         """Strength of the KL regularisation towards the reference model."""
         label_smoothing: float = 0.0
@@ -165,6 +168,12 @@ class DPO(Pairwise):
             else:
                 total = total + weight * PAIR_LOSSES[name](chosen, rejected, config)
         return total
+
+    def pair_weights(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor | float:
+        if not self.config.weight_by_policy:
+            return 1.0
+        chosen, rejected = batch.pairs(logprobs.detach() / batch.counts())
+        return (chosen + rejected).exp().clamp(max=1.0)
 
     def nll_weight(self) -> float:
         return self.config.sft_coef

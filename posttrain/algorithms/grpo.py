@@ -104,6 +104,9 @@ class GRPO(Grouped):
         multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
         """sum_then_normalize: the weighted sum of all rewards is compared within the group; normalize_then_sum: each
         reward is standardised within the group, then their weighted sum over the batch (GDPO)."""
+        group_advantage: Literal["mean", "length_weighted_mean", "best_minus_second"] = "mean"
+        """What a reward is compared with: the group's mean; its mean weighted by the completions' lengths (OPO); or,
+        for the best completion alone, the second best reward (Pass@k)."""
 
     config: Config
 
@@ -115,6 +118,13 @@ class GRPO(Grouped):
             raise UsageError(
                 f"algo.credit {config.credit} compares turns within a group: leave out algo.std_over batch and "
                 "algo.multi_objective_aggregation normalize_then_sum"
+            )
+        decoupled = config.multi_objective_aggregation == "normalize_then_sum"
+        if config.group_advantage != "mean" and (decoupled or config.credit != "conversation"):
+            raise UsageError(
+                f"algo.group_advantage is {config.group_advantage}: it is for the sum of rewards of whole "
+                "completions. Leave out algo.multi_objective_aggregation normalize_then_sum, and set algo.credit to "
+                "conversation"
             )
         if config.multi_objective_aggregation == "normalize_then_sum" and (
             not config.scale_by_std or config.std_over == "batch" or (config.kl_coef and config.kl_in == "reward")
@@ -134,11 +144,28 @@ class GRPO(Grouped):
         if config.multi_objective_aggregation == "normalize_then_sum":
             parts = [decoupled_advantages(group, config.std_epsilon) for group in groups(samples)]
             return standardize(np.concatenate(parts), config.std_epsilon)
-        advantages = super().completion_advantages(samples)
+        if config.group_advantage == "mean":
+            advantages = super().completion_advantages(samples)
+        else:
+            advantages = np.concatenate([self.compared_advantages(group) for group in groups(samples)])
         if config.scale_by_std and config.std_over == "batch" and len(samples) > 1:
             rewards = [self.total_reward(sample) for sample in samples]
             advantages = advantages / (np.std(rewards, ddof=1) + config.std_epsilon)
         return advantages
+
+    def compared_advantages(self, group: list[Sample]) -> Doubles:
+        """Return the advantages of a group over another baseline than its mean (arXiv:2505.23585, 2503.19595)."""
+        config, rewards = self.config, np.array([self.total_reward(sample) for sample in group])
+        if len(rewards) < 2 or np.ptp(rewards) == 0:
+            return np.zeros(len(rewards))
+        if config.group_advantage == "length_weighted_mean":
+            lengths = np.array([max(1, int(sample.mask.sum())) for sample in group], dtype=np.float64)
+            found = rewards - (lengths * rewards).sum() / lengths.sum()
+        else:
+            best, found = int(rewards.argmax()), np.zeros(len(rewards))
+            found[best] = rewards[best] - np.delete(rewards, best).max()
+        scaled = config.scale_by_std and config.std_over == "group"
+        return found / (rewards.std(ddof=1) + config.std_epsilon) if scaled else found
 
 
 @register("gspo", help="GRPO with one importance ratio per completion; more stable for mixtures of experts")

@@ -60,6 +60,15 @@ class PolicyGradient(OnlineAlgorithm):
         """Path of the reference model; empty: the policy at the start of training."""
         reference_sync_steps: int = 0
         """Replace the reference model by the current policy every N steps; 0: never."""
+        top_entropy_fraction: float = 1.0
+        """Train on this share of each completion's tokens: those where the policy's entropy is highest; 1: on all."""
+        clip_cov_fraction: float = 0.0
+        """Take this share of all tokens of the batch out of the loss, drawn from those with a covariance of
+        log-probability and advantage between clip_cov_low and clip_cov_high (Clip-Cov); 0: none."""
+        clip_cov_low: float = 1.0
+        """Lower bound of the covariance of tokens that algo.clip_cov_fraction may take out."""
+        clip_cov_high: float = 5.0
+        """Upper bound of the covariance of tokens that algo.clip_cov_fraction may take out."""
         entropy_coef: float = 0.0
         """Weight of the entropy bonus; its first value, if there is a target."""
         entropy_target: float = 0.0
@@ -101,6 +110,7 @@ class PolicyGradient(OnlineAlgorithm):
         self.completion_kl = 0.0  # mean over the completions of the last batch
         self.entropy_weight = config.entropy_coef  # adapted if there is a target
         self.entropy_is_low = True  # at most the target in the last step
+        self.batches = 0  # whose credit was assigned; seeds the choice of clip_cov_fraction
 
     def check(self) -> None:
         config = self.config
@@ -111,6 +121,13 @@ class PolicyGradient(OnlineAlgorithm):
         check_bounds(0, entropy_target=config.entropy_target, entropy_coef_max=config.entropy_coef_max)
         check_bounds(0, entropy_coef_delta=config.entropy_coef_delta)
         check_bounds(0, off_policy_mask_threshold=config.off_policy_mask_threshold)
+        check_bounds(0, 1, clip_cov_fraction=config.clip_cov_fraction, top_entropy_fraction=config.top_entropy_fraction)
+        if not config.top_entropy_fraction:
+            raise UsageError("algo.top_entropy_fraction is 0: no token would be left; it must be above 0")
+        if config.clip_cov_low >= config.clip_cov_high:
+            raise UsageError(
+                f"algo.clip_cov_low is {config.clip_cov_low}, not below algo.clip_cov_high, {config.clip_cov_high}"
+            )
         check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
         check_bounds(0, reference_sync_steps=config.reference_sync_steps)
         check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
@@ -155,7 +172,8 @@ class PolicyGradient(OnlineAlgorithm):
     def is_separable(self) -> bool:
         """Whether no sum over a completion's log-probabilities is in the loss of its tokens."""
         by_sequence = self.config.importance_cap > 0 and not self.config.importance_mode.startswith("token_")
-        return self.separable and not by_sequence and not self.config.off_policy_mask_threshold
+        ranked = self.config.top_entropy_fraction < 1
+        return self.separable and not by_sequence and not ranked and not self.config.off_policy_mask_threshold
 
     @property
     def unit(self) -> Unit:
@@ -192,6 +210,9 @@ class PolicyGradient(OnlineAlgorithm):
         if self.config.kl_target:
             self.completion_kl = float(np.mean([token_kl(sample, "k1").sum() for sample in samples]))
         self.compute_advantages(samples)
+        if self.config.clip_cov_fraction:
+            drop_by_covariance(samples, self.config, self.batches)
+        self.batches += 1
         return samples
 
     def compute_advantages(self, samples: list[Sample]) -> None:
@@ -231,6 +252,9 @@ class PolicyGradient(OnlineAlgorithm):
         advantages = batch.advantages[where]
         per_token, clipped = self.policy_terms(logprobs, old, advantages, batch)
         metrics: Metrics = {}
+        if self.config.top_entropy_fraction < 1:
+            chosen = highest_of_completion(entropy.detach(), self.config.top_entropy_fraction, batch)
+            per_token = per_token * chosen
         if self.config.off_policy_mask_threshold:
             drift = completion_means(sampled - logprobs.detach(), batch)[batch.sample_of[where]]
             masked = (advantages < 0) & (drift > self.config.off_policy_mask_threshold)
@@ -336,11 +360,13 @@ class PolicyGradient(OnlineAlgorithm):
 
     def state(self) -> dict[str, float]:
         adapted = {"entropy_weight": self.entropy_weight, "entropy_is_low": float(self.entropy_is_low)}
-        return {"kl_weight": self.kl_weight} | (adapted if self.config.entropy_target else {})
+        counted = {"batches": float(self.batches)} if self.config.clip_cov_fraction else {}
+        return {"kl_weight": self.kl_weight} | (adapted if self.config.entropy_target else {}) | counted
 
     def load_state(self, state: dict[str, float]) -> None:
         self.kl_weight = state["kl_weight"]
         self.entropy_weight = state.get("entropy_weight", self.entropy_weight)
+        self.batches = int(state.get("batches", 0))
         self.entropy_is_low = bool(state.get("entropy_is_low", self.entropy_is_low))
 
 
@@ -361,6 +387,39 @@ def completion_sums(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 def completion_means(per_token: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return the mean over the counted tokens of each completion: [M] -> [B]."""
     return completion_sums(per_token, batch) / batch.counts()
+
+
+def highest_of_completion(values: torch.Tensor, fraction: float, batch: MicroBatch) -> torch.Tensor:
+    """Return 1 at the highest `fraction` of each completion's values, rounded up, and 0 elsewhere: [M] -> [M]."""
+    sample_of = batch.sample_of[batch.counted]
+    order = torch.argsort(values, descending=True, stable=True)
+    order = order[torch.argsort(sample_of[order], stable=True)]  # by completion, then by value
+    counts = completion_sums(torch.ones_like(values), batch)
+    rank = torch.arange(len(values), device=values.device) - (counts.cumsum(0) - counts)[sample_of[order]]
+    chosen = (rank < torch.ceil(fraction * counts - 1e-6)[sample_of[order]]).to(values.dtype)
+    return torch.zeros_like(values).index_copy(0, order, chosen)
+
+
+def drop_by_covariance(samples: Sequence[Sample], config: PolicyGradient.Config, seed: int) -> None:
+    """Set advantages to 0 at a random part of the tokens whose covariance is within bounds (arXiv:2505.22617, eq. 11).
+
+    The covariance of a token: (log-probability - mean) (advantage - mean), with means over the batch's tokens.
+    """
+    known = [(sample, sample.logprobs if sample.old_logprobs is None else sample.old_logprobs) for sample in samples]
+    logprobs = np.concatenate([stream[s.mask] for s, stream in known if stream is not None]).astype(np.float64)
+    advantages = np.concatenate([s.advantages[s.mask] for s in samples if s.advantages is not None]).astype(np.float64)
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean()) if len(logprobs) else logprobs
+    within = np.flatnonzero((covariance > config.clip_cov_low) & (covariance < config.clip_cov_high))
+    count = min(len(within), max(1, int(config.clip_cov_fraction * len(covariance))))
+    dropped = np.zeros(len(covariance), dtype=np.bool_)
+    dropped[np.random.default_rng((seed, len(covariance))).permutation(within)[:count]] = True
+    start = 0
+    for sample in samples:
+        assert sample.advantages is not None
+        size = int(sample.mask.sum())
+        stream = sample.advantages.copy()
+        stream[np.flatnonzero(sample.mask)[dropped[start : start + size]]] = 0.0
+        sample.advantages, start = stream, start + size
 
 
 Number = TypeVar("Number", "torch.Tensor", Doubles)

@@ -61,6 +61,10 @@ class Pairwise(Algorithm):
         """Return the loss of each pair, given its two rewards."""
         return self.pair_loss(chosen - rejected)
 
+    def pair_weights(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor | float:
+        """Return constants that the losses of pairs are multiplied by; `logprobs`: sums over completions, [B]."""
+        return 1.0
+
     def nll_weight(self) -> float:
         """Return the weight of the chosen completion's negative log-likelihood (mean over its tokens)."""
         raise NotImplementedError
@@ -71,7 +75,8 @@ class Pairwise(Algorithm):
         margin = chosen - rejected
         logprob = batch.per_sample(out.logprobs)
         chosen_nll, _ = batch.pairs(-logprob / batch.counts())
-        per_pair = self.preference_loss(chosen, rejected) + self.nll_weight() * chosen_nll
+        weights = self.pair_weights(logprob, batch)
+        per_pair = weights * self.preference_loss(chosen, rejected) + self.nll_weight() * chosen_nll
         chosen_logprob, rejected_logprob = batch.pairs(logprob)
         return Loss(
             total=per_pair.sum(),

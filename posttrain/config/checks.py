@@ -71,6 +71,7 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.prompts_per_stage", 0, None),
     ("rollout.dynamic_sampling_max_batches", 1, None),
     ("rollout.skip_epochs", 0, None),
+    ("rollout.replay_max_age", 0, None),
     ("rollout.max_mismatch", 0, None),
     ("rollout.environment_workers", 0, None),
     ("rollout.max_concurrent_episodes", 0, None),
@@ -413,6 +414,11 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     refuse(len(given) > 1, f"{' and '.join(given)}; set one of them.")
     chooses = rollout.skip_epochs > 0 or rollout.prompt_sampling == "difficulty"
     named = "rollout.skip_epochs" if rollout.skip_epochs else "rollout.prompt_sampling difficulty"
+    refuse(
+        rollout.replay_max_age > 0 and (rollout.samples_per_prompt < 2 or bool(rollout.replay)),
+        "rollout.replay_max_age replaces groups by earlier ones: set rollout.samples_per_prompt to 2 or more, and "
+        "leave out rollout.replay.",
+    )
     refuse(
         chooses and rollout.samples_per_prompt < 2,
         f"{named} compares completions of a prompt: set rollout.samples_per_prompt to 2 or more, not 1.",

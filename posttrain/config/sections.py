@@ -371,6 +371,9 @@ class RolloutConfig:
     """Most batches that dynamic sampling generates for one step."""
     skip_epochs: int = 0
     """Leave out a prompt for this many epochs after all its completions had the same reward; 0: never."""
+    replay_max_age: int = 0
+    """Replace groups whose rewards are all equal by earlier groups whose rewards differ, each used once more, at most
+    this many steps old; 0: never."""
     prompt_sampling: Literal["uniform", "difficulty"] = "uniform"
     """difficulty: take a prompt again with probability 4p(1-p), at least 0.1; p: share of completions that solved it
     when it was used last."""

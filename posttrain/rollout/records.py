@@ -44,6 +44,8 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # by name of the reward
     not_applicable: list[str] = field(default_factory=list)  # rewards that returned None
     failure: str = ""  # why it could not be scored; it is then left out of training
+    replayed: bool = False  # generated at an earlier step, and trained on again
+    replaced: bool = False  # its group has no signal, and an earlier group is trained on in its place
     seconds: float = 0.0  # that its rewards took
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of judges: reason, counts, replies
     early_verdicts: list[Verdict | None] | None = None  # of rewards that ran while others were still being generated

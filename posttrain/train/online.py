@@ -16,6 +16,7 @@ from posttrain.core.errors import DivergedError, PosttrainError, RewardError, Us
 from posttrain.core.types import Objective, Sample, WeightVersion, count_units
 from posttrain.engines.base import Generator
 from posttrain.rollout import records
+from posttrain.rollout.group_replay import GroupReplay
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
 from posttrain.rollout.scoring import RolloutScorer
@@ -59,6 +60,7 @@ class OnlineLoop:
     rollout_workers: RolloutWorkers | None
     held_out: HeldOutEval | None
     pretraining: PretrainingMix | None
+    replay: GroupReplay | None = None
     step: WeightVersion = 0  # number of finished steps
     writer: records.RolloutWriter = field(init=False)
 
@@ -114,16 +116,21 @@ class OnlineLoop:
             rollouts = self.rollouts.next_batch(self.step)
         except RewardError as error:
             raise self.with_recorded_completions(error) from None
+        if self.replay is not None:
+            rollouts = self.replay.replace_groups(rollouts, self.step + 1)
         samples = scored_samples(rollouts, self.step + 1)
         for rollout in rollouts:
             if not rollout.failure:
                 rollout.sample.reward_terms = self.scorer.terms(rollout)
-        if self.rollouts.stages is None:  # else they are filled while the batch is generated
+        unfilled = samples
+        if self.rollouts.stages is not None:  # others are filled while the batch is generated
+            unfilled = [rollout.sample for rollout in rollouts if rollout.replayed]
+        if unfilled:
             with self.run.log.phase("logprobs"):
-                self.streams.fill(samples)
+                self.streams.fill(unfilled)
         if self.teachers is not None:
             with self.run.log.phase("teachers"):
-                self.teachers.fill([rollout for rollout in rollouts if not rollout.failure])
+                self.teachers.fill([rollout for rollout in rollouts if not rollout.failure and not rollout.replaced])
         self.algorithm.assign_credit(samples)
         return rollouts
 
@@ -148,7 +155,10 @@ class OnlineLoop:
         samples = scored_samples(rollouts, self.step)
         for sample in samples:
             sample.staleness = float(self.step - 1 - sample.version)
-        metrics = rollout_metrics(rollouts, self.step - 1)
+        fresh = [rollout for rollout in rollouts if not rollout.replayed]
+        metrics = rollout_metrics(fresh, self.step - 1)
+        if self.replay is not None:
+            metrics["replayed_groups"] = float(len({r.sample.group for r in rollouts if r.replayed}))
         if self.config.rollout.inflight_updates:
             metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.offloader.on_device("optimizer", self.policy):
@@ -163,9 +173,9 @@ class OnlineLoop:
             metrics |= self.teachers.metrics
         if self.rollouts.history.is_used:
             metrics["prompts_skipped"] = float(self.rollouts.skipped)
-        add_custom_metrics(self.run.metric_functions, [r for r in rollouts if not r.failure], metrics)
+        add_custom_metrics(self.run.metric_functions, [r for r in fresh if not r.failure], metrics)
         with self.run.log.phase("record"):
-            self.writer.add(rollouts, self.step)
+            self.writer.add(fresh, self.step)
         return metrics
 
     def trained_samples(self, samples: list[Sample]) -> list[Sample]:
@@ -274,6 +284,9 @@ class OnlineLoop:
             "prompts": self.rollouts.history.visits,
         }
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        if self.replay is not None:
+            rows = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in self.replay.state()]
+            (folder / "replay.jsonl").write_text("".join(rows), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         with (folder / "pending.jsonl").open(encoding="utf-8") as lines:
@@ -284,11 +297,14 @@ class OnlineLoop:
         self.rollouts.history.load(state.get("prompts", {}))  # absent in checkpoints of earlier versions
         if self.pretraining:
             self.pretraining.position = state["pretraining"]
+        if self.replay is not None and (folder / "replay.jsonl").is_file():
+            with (folder / "replay.jsonl").open(encoding="utf-8") as lines:
+                self.replay.load_state([json.loads(line) for line in lines])
 
 
 def scored_samples(rollouts: list[Rollout], step: int) -> list[Sample]:
-    """Return the samples of the completions that could be scored."""
-    samples = [rollout.sample for rollout in rollouts if not rollout.failure]
+    """Return the samples of the completions that could be scored, and whose group is not replaced by an earlier one."""
+    samples = [rollout.sample for rollout in rollouts if not rollout.failure and not rollout.replaced]
     if not samples:
         raise PosttrainError(f"step {step}: no completion could be scored. The first failure: {rollouts[0].failure}")
     return samples

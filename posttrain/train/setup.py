@@ -26,6 +26,7 @@ from posttrain.rollout import records
 from posttrain.rollout.data_completions import DataCompletions
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodePlayer, EpisodeRunner
+from posttrain.rollout.group_replay import GroupReplay
 from posttrain.rollout.overlap import OverlappingStages, PartStage
 from posttrain.rollout.records import Rollout
 from posttrain.rollout.rollouts import Rollouts
@@ -156,6 +157,7 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
             rollouts=rollouts,
             rollout_workers=rollout_workers,
             held_out=held_out,
+            replay=GroupReplay(config.rollout.replay_max_age) if config.rollout.replay_max_age else None,
             pretraining=PretrainingMix(run, algorithm) if algorithm.pretrain_sources() else None,
         )
         loop.resume()

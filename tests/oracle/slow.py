@@ -144,15 +144,21 @@ def dpo(
     f_divergence="reverse_kl",
     f_alpha=0.5,
     ld_alpha=1.0,
+    weight_by_policy=False,
+    at_rest=None,
 ):
-    result = 0.0
+    result, rest = 0.0, list(pairs_of(samples, at_rest or logprobs))
     weights = dict(zip(loss_types, loss_weights, strict=True)) if loss_types else {loss_type: 1.0}
-    for chosen, chosen_row, rejected, rejected_row in pairs_of(samples, logprobs):
+    for number, (chosen, chosen_row, rejected, rejected_row) in enumerate(pairs_of(samples, logprobs)):
+        scale = 1.0
+        if weight_by_policy:  # arXiv:2406.11827 without its alignment; behind a stop-gradient
+            _, fixed_good, _, fixed_bad = rest[number]
+            scale = min(1.0, math.exp(mean(fixed_good, chosen.mask) + mean(fixed_bad, rejected.mask)))
         better = weighted_log_ratio(chosen, chosen_row, rejected, ld_alpha, length_normalize)
         worse = weighted_log_ratio(rejected, rejected_row, chosen, ld_alpha, length_normalize)
         good, bad = (beta * f_score(ratio, f_divergence, f_alpha) for ratio in (better, worse))
         for name, weight in weights.items():
-            result += weight * pair_shape(good, bad, name, beta, label_smoothing, discopop_tau)
+            result += scale * weight * pair_shape(good, bad, name, beta, label_smoothing, discopop_tau)
         result += sft_coef * -mean(chosen_row, chosen.mask)
     return result
 

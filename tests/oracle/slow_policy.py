@@ -91,6 +91,25 @@ def token_terms(
     return terms
 
 
+def highest(values, fraction):
+    """Positions of the highest share of the values, rounded up; of equal ones the earlier."""
+    order = sorted(values, key=lambda t: (-values[t], t))
+    return set(order[: math.ceil(fraction * len(values) - 1e-6)])
+
+
+def length_weighted(rewards, lengths):
+    """arXiv:2505.23585: the reward minus the mean weighted by lengths."""
+    mean_reward = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    return [r - mean_reward for r in rewards]
+
+
+def best_minus_second(rewards):
+    """The best completion gets its lead over the second; the others nothing."""
+    best = max(range(len(rewards)), key=lambda i: rewards[i])
+    second = max(r for i, r in enumerate(rewards) if i != best)
+    return [r - second if i == best else 0.0 for i, r in enumerate(rewards)]
+
+
 def kl_term(row, row_now, t, sample, estimator, bias_correction, bound):
     """The KL of a token in the loss."""
     kl = kl_k(row[t] - sample.ref_logprobs.tolist()[t], estimator)
@@ -119,6 +138,7 @@ def policy(
     kl_bias_correction=False,
     kl_clip=0.0,
     entropy_coef=0.0,
+    top_entropy_fraction=1.0,
     loss_aggregation="token_mean",
     longest=0,
 ):
@@ -130,7 +150,10 @@ def policy(
         bounds = (clip_low, clip_high, *weights, dual_clip, temperatures, off_policy_mask_threshold)
         terms = token_terms(kind, sample, row, row_now, *bounds)
         answer = 0.0
+        kept = highest({t: chaos[t] for t in terms}, top_entropy_fraction)
         for t, term in terms.items():
+            if t not in kept:
+                term = 0.0
             if kl_coef and kl_in == "loss":
                 term -= kl_coef * kl_term(row, row_now, t, sample, kl_estimator, kl_bias_correction, kl_clip)
             answer -= term + entropy_coef * chaos[t]

@@ -218,3 +218,26 @@ def test_pair_metrics(name):
         -sum(slow.mean(v, s.mask) for v, s in zip(values[0::2], rows[0::2], strict=True)),
     )
     assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_pairs_weighted_by_the_policy():
+    """WPO: the weight is a constant, so the numbers at rest stay where they are when the gradient is taken."""
+    rng = np.random.default_rng(5)
+    algo = algorithm("dpo", {"weight_by_policy": True, "beta": 0.6, "sft_coef": 0.2})
+    rows = samples(rng, 2)
+    batch = batch_of(rows)
+    logprobs = random_logprobs(rng, batch)
+    loss = algo.loss(Outputs(logprobs=logprobs), batch).total
+    loss.backward()
+    values = per_sample_lists(logprobs, batch)
+
+    def formula(moved):
+        return slow.dpo(rows, moved, beta=0.6, sft_coef=0.2, weight_by_policy=True, at_rest=values)
+
+    close(loss.item(), formula(values))
+    assert loss.item() != pytest.approx(slow.dpo(rows, values, beta=0.6, sft_coef=0.2))
+    counted = [(i, j) for i, row in enumerate(rows) for j in np.flatnonzero(row.mask).tolist()]
+    expected = slow.gradient(formula, values, counted)
+    found = per_sample_lists(logprobs.grad, batch)
+    for (i, j), value in expected.items():
+        assert found[i][j] == pytest.approx(value, rel=1e-5, abs=1e-7)

@@ -110,6 +110,49 @@ def test_a_reward_that_does_not_apply_is_left_out_of_its_mean_and_deviation():
     same_credit(rows, {id(r): dict.fromkeys(slow_policy.counted(r), x) for r, x in zip(rows, final, strict=True)})
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("kind", ["length_weighted_mean", "best_minus_second"])
+def test_other_baselines_of_a_group(kind, scaled):
+    rows = drawn(np.random.default_rng(4))
+    expected = {}
+    for group in slow_policy.groups_of(rows):
+        rewards, lengths = [row.reward for row in group], [max(1, len(slow_policy.counted(row))) for row in group]
+        if kind == "length_weighted_mean":
+            gains = slow_policy.length_weighted(rewards, lengths)
+        else:
+            gains = slow_policy.best_minus_second(rewards)
+        scale = slow_policy.std(rewards) + 0.1 if scaled else 1.0
+        for row, gain in zip(group, gains, strict=True):
+            expected[id(row)] = dict.fromkeys(slow_policy.counted(row), gain / scale)
+    algorithm("grpo", group_advantage=kind, scale_by_std=scaled, std_epsilon=0.1).assign_credit(rows)
+    same_credit(rows, expected)
+
+
+def test_tokens_are_dropped_by_their_covariance():
+    """Clip-Cov: only tokens within the bounds, as many as the share says, drawn anew for each batch, as resumed."""
+    rows = drawn(np.random.default_rng(6), old=False)
+    plain, again = (algorithm("grpo", **options) for options in ({}, {"clip_cov_fraction": 0.1, "clip_cov_low": 0.2}))
+    plain.assign_credit(rows)
+    places = [(row, t) for row in rows for t in slow_policy.counted(row)]
+    before = {(id(row), t): float(row.advantages[t]) for row, t in places}
+    logprobs = {(id(row), t): float(row.logprobs[t]) for row, t in places}
+    means = [sum(numbers.values()) / len(places) for numbers in (logprobs, before)]
+    covariance = {at: (logprobs[at] - means[0]) * (before[at] - means[1]) for at in before}
+    seen = []
+    for _ in range(2):
+        again.assign_credit(rows)
+        dropped = {at for at, (row, t) in zip(before, places, strict=True) if row.advantages[t] != before[at]}
+        assert all(row.advantages[t] == 0 for at, (row, t) in zip(before, places, strict=True) if at in dropped)
+        assert all(0.2 < covariance[at] < 5.0 for at in dropped)
+        assert len(dropped) == min(int(0.1 * len(places)), sum(0.2 < c < 5.0 for c in covariance.values())) > 0
+        seen.append(dropped)
+    resumed = algorithm("grpo", clip_cov_fraction=0.1, clip_cov_low=0.2)
+    resumed.load_state({**again.state(), "batches": 1.0})
+    resumed.assign_credit(rows)
+    assert {at for at, (row, t) in zip(before, places, strict=True) if row.advantages[t] != before[at]} == seen[1]
+    assert again.state()["batches"] == 2.0
+
+
 def test_leave_one_out_normalised():
     rows = drawn(np.random.default_rng(1))
     plain = slow_policy.group_credit(rows, slow_policy.leave_one_out)

@@ -35,6 +35,7 @@ CLIPPED_RATIO = [
     {"importance_mode": "sequence_mask", "importance_cap": 1.3},
     {"importance_mode": "geometric_mask", "importance_floor": 0.9, "importance_cap": 1.1},
     {"off_policy_mask_threshold": 0.05},
+    {"top_entropy_fraction": 0.5, "kl_coef": 0.2},
     {"kl_coef": 0.3, "kl_bias_correction": True},
     {"kl_coef": 0.3, "kl_clip": 0.4},
     {"kl_coef": 0.3, "kl_clip": 0.4, "kl_estimator": "k2", "kl_bias_correction": False},
