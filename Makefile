@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONUTF8 := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-gpu test-vllm test-ray lint bench docs dist clean
 .DEFAULT_GOAL := setup

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -235,8 +236,21 @@ def check_machine(folder: Path, cache: Path) -> list[Finding]:
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
     findings.append(Finding("hub", f"offline ({offline[0]} is set)" if offline else "online (not checked)"))
-    findings.append(check_sandbox())
+    findings += [check_sandbox(), check_bytecode()]
     return findings
+
+
+def check_bytecode() -> Finding:
+    """Check whether Python keeps the compiled code of large libraries; without it every start compiles them."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
+        return Finding("start-up", "Python keeps compiled code")
+    found = "Python keeps no compiled code of the libraries, so every start compiles them, which takes seconds"
+    if sys.dont_write_bytecode:
+        return Finding(
+            "start-up", f"{found}: PYTHONDONTWRITEBYTECODE is set", "note", fix="unset PYTHONDONTWRITEBYTECODE"
+        )
+    return Finding("start-up", found, "note", fix="export PYTHONPYCACHEPREFIX=~/.cache/python")
 
 
 def check_sandbox() -> Finding:

@@ -172,3 +172,13 @@ def test_what_protects_from_programs_of_a_model_is_shown(monkeypatch):
     monkeypatch.setattr("posttrain.sandbox.programs.isolation", lambda: ("unprotected", "unshare: not permitted"))
     found = doctor.check_sandbox()
     assert found.state == "note" and "refuses to run them: unshare: not permitted" in found.found and found.fix
+
+
+def test_libraries_without_compiled_code_are_noted(monkeypatch, tmp_path):
+    assert doctor.check_bytecode().state == "ok"
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))  # where nothing was compiled yet
+    found = doctor.check_bytecode()
+    assert found.state == "note" and "PYTHONPYCACHEPREFIX" in found.fix
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert doctor.check_bytecode().fix == "unset PYTHONDONTWRITEBYTECODE"
