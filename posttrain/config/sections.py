@@ -378,7 +378,8 @@ class RolloutConfig:
     """difficulty: take a prompt again with probability 4p(1-p), at least 0.1; p: share of completions that solved it
     when it was used last."""
     environment: str = ""
-    """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply)."""
+    """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply), or reasoning_gym:NAME,
+    gymnasium:ID, openenv:URL."""
     tools: tuple[str, ...] = ()
     """Tools that the model may call before its last reply: FILE.py:FUNCTION, mcp:COMMAND, mcp:http://..., or sandbox,
     which runs Python programs."""

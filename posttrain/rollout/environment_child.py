@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.signatures import finite_reward
+from posttrain.rollout.foreign import CLASSES, load_environment
 from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -60,6 +61,8 @@ class EnvironmentRequestLoop(RequestLoop):
 
 def load_class(location: CodeLocation) -> Any:
     """Import the class; a UsageError says what the user must change."""
+    if location.place in CLASSES:
+        return load_environment(location.place, location.name)
     found = import_location(location, "class", inspect.isclass)
     name = location.name
     if not inspect.isclass(found):

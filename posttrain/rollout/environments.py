@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from posttrain.core.errors import RewardError, UsageError
+from posttrain.rollout.foreign import split_spec
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
-from posttrain.sandbox.user_code import parse_location
+from posttrain.sandbox.user_code import CodeLocation, parse_location
 
 STOPPED = "the run was asked to stop while environments were running"
 SHOWN_FAILURES = 3  # different ones in a message
@@ -161,8 +162,12 @@ class Environments:
     noun: ClassVar[str] = "episodes"
 
     def __init__(self, spec: str, **limits: Any) -> None:
-        """`spec`: FILE.py:CLASS or package.module:CLASS; `limits`: as `start` has them."""
-        location = parse_location(spec, f"rollout.environment {spec!r}", "class")
+        """`spec`: FILE.py:CLASS, package.module:CLASS, or PACKAGE:NAME of another package (rollout/foreign).
+
+        `limits`: as `start` has them.
+        """
+        foreign = split_spec(spec)
+        location = CodeLocation(*foreign) if foreign else parse_location(spec, f"rollout.environment {spec!r}", "class")
         self.start(f"rollout.environment {spec}", asdict(location), **limits)
 
     def start(
