@@ -250,12 +250,26 @@ class ChoiceOutput:
             where = "tools" if self.request.output.schema is None else "response_format"
             raise ApiError(400, f"{where}: the grammar could not be followed: {constraint.error}", param=where)
         text, tokens = self.text.finish()
+        tokens = [*tokens, *self.stop_token()]
         delta = self.parsed(text)
         if self.parser is not None and isinstance(delta, MessageDelta):
             rest = self.parser.finish()
             self.message += rest
             delta = delta + rest
         return delta, self.shifted(tokens)
+
+    def stop_token(self) -> list[TokenLogprob]:
+        """Return the stop token at the end of the completion, if the prompt is echoed with log-probabilities.
+
+        It has no text. Clients such as lm-eval count one token after the prompt, of the kind that it may be.
+        """
+        completion, last = self.completion, self.completion.tokens[-1:]
+        if not (self.request.echo and self.request.logprobs and last and last[0] in self.request.sampling.stop_ids):
+            return []
+        pairs = completion.top_logprobs[-1] if completion.top_logprobs else []
+        others = [(self.service.token_texts.of(other), logprob) for other, logprob in pairs]
+        text = replace(self.service.token_texts.of(last[0]), text="")
+        return [TokenLogprob(text, completion.logprobs[-1], others, self.text.decoded)]
 
     def whole(self) -> tuple[str | MessageDelta, list[TokenLogprob]]:
         (text, tokens), (rest, last) = self.add(slice(None)), self.finish()

@@ -356,6 +356,35 @@ def next_token_logprobs(
     return logprobs, likeliest
 
 
+@torch.no_grad()
+def continuation_logprobs(
+    runner: ModelRunner, sequences: Sequence[Ints], counts: Sequence[int], min_shared_prefix: int = 0
+) -> list[tuple[float, bool]]:
+    """Return the log-probability of the last `count` tokens of each sequence, and whether each is the most likely one.
+
+    All sequences are one micro-batch. The last token of a sequence is not an input of the model, so that a sequence may
+    have one token more than the model has positions.
+    """
+    device = next(runner.model.parameters()).device
+    inputs = [Sample(tokens=tokens[:-1], mask=np.zeros(len(tokens) - 1, dtype=np.bool_)) for tokens in sequences]
+    batch = collate(inputs, device, min_shared_prefix)
+    ends = np.cumsum([len(sample) for sample in inputs])
+    places = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    wanted = np.concatenate([tokens[-count:] for tokens, count in zip(sequences, counts, strict=True)])
+    hidden = runner.run_layers(batch).last_hidden_state.squeeze(0)
+    states = hidden[batch.computed(torch.as_tensor(places, device=device))]
+    targets = torch.as_tensor(wanted, device=device).long()
+    logprobs, likeliest = [], []
+    size = chunked.chunk_length(runner.vocabulary_size)
+    for some, of_them in zip(states.split(size), targets.split(size), strict=True):
+        distribution = runner.logits(some).log_softmax(-1)
+        logprobs.append(distribution.gather(1, of_them[:, None])[:, 0])
+        likeliest.append(distribution.argmax(-1) == of_them)
+    sums = [part.sum() for part in torch.cat(logprobs).double().split(list(counts))]
+    greedy = [part.all() for part in torch.cat(likeliest).split(list(counts))]
+    return [(float(total), bool(best)) for total, best in zip(sums, greedy, strict=True)]
+
+
 def check_router(model: Any) -> None:
     """Raise UsageError if the model has no load-balancing loss; called when one is requested."""
     if getattr(model.config, "router_aux_loss_coef", None) is None:
