@@ -1,4 +1,4 @@
-"""`posttrain eval MODEL DATA ... --reward ... [--against MODEL2]`."""
+"""`posttrain eval MODEL DATA ... --reward ... [--against MODEL2]`; `posttrain eval MODEL TASK ... --harness NAME`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.cli.arguments import data_of, engine_of, model_of, rewards_of
 from posttrain.config.compare import option_defaults
@@ -24,11 +24,15 @@ from posttrain.config.tools import (
     read_tool,
 )
 from posttrain.config.verbs import TOOLS
+from posttrain.core.errors import UsageError
 
 if TYPE_CHECKING:
     from posttrain.pipelines import Stage
 
 FAILURES = "failures.jsonl"
+EXAMPLES = "examples.jsonl"  # scores of a harness, a row per example
+WITH_HARNESS = {"model", "data", "against", "harness", "num_fewshot", "apply_chat_template", "chat_template", "dtype"}
+WITH_HARNESS |= {"load_in_4bit", "max_examples", "batch_size", "seed", "output_dir", "quiet"}
 MAY_CHANGE_ON_RESUME = (
     "output_dir",
     "quiet",
@@ -54,9 +58,18 @@ class EvalArgs(PromptArgs, LoadArgs, EngineArgs, SpeculativeArgs, ConditionArgs,
     model: str = positional()
     """Model directory, Hugging Face name, run directory (newest valid checkpoint) or `pico`, a toy model."""
     data: tuple[str, ...] = positional(())
-    """Files, directories, globs or dataset names with prompts."""
+    """Files, directories, globs or dataset names with prompts; with harness, its tasks by name or file."""
     against: str = ""
-    """A second model to compare with."""
+    """A second model to compare with; with harness also the output_dir of an earlier evaluation."""
+    harness: Literal["", "lm-eval", "inspect-ai"] = ""
+    """Evaluate with the tasks and scores of this package instead of a reward."""
+    num_fewshot: int = -1
+    """Solved examples in each prompt of lm-eval; -1: as the task says."""
+    apply_chat_template: bool = False
+    """Render the prompts of lm-eval as conversations, by the model's chat template."""
+    reward: tuple[str, ...] = ()
+    """Required without harness. Verifiers by name (`posttrain rewards list`), FILE.py:FUNCTION, judge:RUBRIC.yaml,
+    model:PATH or http://..."""
     samples_per_prompt: int = 1
     """Completions per prompt: n of mean@n and pass@k."""
     pass_threshold: float = 0.5
@@ -81,7 +94,11 @@ ARGS = (EvalArgs,)
 def run(args: list[str]) -> int:
     """Evaluate; 0 if the figures are known."""
     options = read_tool(EvalArgs(), args)
-    check_at_least(options, show_failures=0)
+    check_at_least(options, show_failures=0, num_fewshot=-1, max_examples=0)
+    if options.harness:
+        return run_with_harness(options)
+    if not options.reward:
+        raise UsageError(f"--reward is not set: what scores the completions? Example: {options.example}")
     from posttrain.core.files import atomic_write_json
     from posttrain.core.logging import quiet_libraries
 
@@ -114,6 +131,60 @@ def run(args: list[str]) -> int:
         write_rows(folder.path / FAILURES, rows)
         atomic_write_json(folder.path / REPORT, report)
         show_figures(report, rows[: options.show_failures], len(rows), folder.path)
+    return 0
+
+
+def run_with_harness(options: EvalArgs) -> int:
+    """Evaluate with the tasks of another package."""
+    for name, default in option_defaults(options).items():
+        if name not in WITH_HARNESS and getattr(options, name) != default:
+            raise UsageError(
+                f"{name} has no effect with harness {options.harness}, whose tasks decide this: leave it out"
+            )
+    from posttrain.core.files import atomic_write_json, read_json
+    from posttrain.core.logging import quiet_libraries
+
+    quiet_libraries()
+    from posttrain.config.sections import DataConfig
+    from posttrain.inference.harness import HarnessRun, compare_rows, read_rows
+    from posttrain.pipelines import RunHarness
+    from posttrain.pipelines.stage import REPORT, open_folder, run_in
+
+    def stage(folder: Path, model: str) -> RunHarness:
+        assert options.harness
+        settings = HarnessRun(
+            harness=options.harness,
+            tasks=options.data,
+            model=model_of(model, options),
+            data=DataConfig(chat_template=options.chat_template, max_length=2**30),
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.apply_chat_template,
+            max_examples=options.max_examples,
+            batch_size=options.batch_size,
+            seed=options.seed,
+        )
+        return RunHarness(settings, folder / EXAMPLES)
+
+    earlier = Path(options.against) / "a" / EXAMPLES
+    with open_folder(
+        "eval", options.output_dir, saved_options(options), MAY_CHANGE_ON_RESUME, option_defaults(options)
+    ) as folder:
+        stages = [stage(folder.path / "a", options.model)]
+        if options.against and not earlier.is_file():
+            stages.append(stage(folder.path / "b", options.against))
+        run_in(folder.path, stages, quiet=options.quiet, report=print if not options.quiet else (lambda _: None))
+        files = [each.out for each in stages] + ([earlier] if earlier.is_file() else [])
+        rows = [read_rows(file) for file in files]
+        report: dict[str, Any] = {
+            "models": [options.model, *([options.against] if options.against else [])],
+            "harness": options.harness,
+            "prompts": len(rows[0]),
+            "figures": [read_json(file.with_name("figures.json")) for file in files],
+        }
+        if options.against:
+            report["comparison"] = {name: asdict(found) for name, found in compare_rows(*rows).items()}
+        atomic_write_json(folder.path / REPORT, report)
+        show_figures(report, [], 0, folder.path)
     return 0
 
 
@@ -175,7 +246,9 @@ def show_figures(report: dict[str, Any], failures: list[dict[str, object]], wron
             worst.add_row(*map(escape, (end_of_text(row["origin"]), str(row["right"]), *texts, f"{row['reward']:.4g}")))
         console.print(worst)
     console.print(table)
-    counts = f"{report['prompts']:,} prompts, {report['answers']:,} completions, {report['failed']:,} not scored"
+    counts = f"{report['prompts']:,} prompts"
+    if "answers" in report:
+        counts += f", {report['answers']:,} completions, {report['failed']:,} not scored"
     console.print(f"{counts}; 95% confidence intervals in brackets", soft_wrap=True)
     for name, found in report.get("comparison", {}).items():
         difference = interval(found["difference"], sign="+")
@@ -184,6 +257,8 @@ def show_figures(report: dict[str, Any], failures: list[dict[str, object]], wron
         console.print(line, markup=False, soft_wrap=True)
     quoted = shlex.quote(str(folder))
     last = f"done: {wrong:,} prompts with wrong completions in {quoted}/{FAILURES}; completions and figures beside it"
+    if "harness" in report:
+        last = f"done: scores of each example in {quoted}/a/{EXAMPLES}, figures in {quoted}/report.json"
     console.print(last, markup=False, soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ continuations, and completions. Each example's scores are written, so that two m
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from typing import Any, Literal
 
 from posttrain.config.sections import DataConfig, ModelConfig
 from posttrain.core.errors import DataError, UsageError
-from posttrain.inference.completion_files import write_rows
 from posttrain.inference.evaluation import Comparison, Figure, compare, mean, share
 from posttrain.inference.model import InferenceModel
 
+MODULES = {"lm-eval": "posttrain.inference.lm_eval", "inspect-ai": "posttrain.inference.inspect_ai"}
 Z = 1.96  # of a 95% confidence interval
 
 
@@ -35,6 +36,7 @@ class HarnessRun:
     max_examples: int = 0  # of each task; 0: all
     batch_size: int = 512
     seed: int = 0
+    log_dir: str = ""  # where inspect-ai writes its own log
 
 
 @dataclass(slots=True)
@@ -47,14 +49,12 @@ class HarnessScores:
 
 def run_harness(config: HarnessRun) -> HarnessScores:
     """Run the tasks; UsageError if the harness is not installed, or has no such task."""
-    if config.harness == "lm-eval":
-        from posttrain.inference.lm_eval import check_tasks, evaluate
-    else:
-        from posttrain.inference.inspect_ai import check_tasks, evaluate
-    check_tasks(config)
+    harness: Any = importlib.import_module(MODULES[config.harness])
+    harness.check_tasks(config)
     model = InferenceModel(config.model, config.data)
     model.learner.model.eval()
-    return evaluate(config, model)
+    scores: HarnessScores = harness.evaluate(config, model)
+    return scores
 
 
 def figure_of(value: float, examples: Sequence[float], stderr: float | None) -> Figure:
@@ -69,10 +69,6 @@ def figure_of(value: float, examples: Sequence[float], stderr: float | None) -> 
     return Figure(value, value - half, value + half)
 
 
-def write_scores(file: Path, scores: HarnessScores) -> None:
-    write_rows(file, scores.rows)
-
-
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the rows that an evaluation wrote; DataError if the file is not one of those."""
     try:
@@ -81,15 +77,6 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise DataError(f"{file}: not scores of a harness: {error!r}") from None
     return rows
-
-
-def examples_file(folder: str) -> Path | None:
-    """Return the file with the scores of an earlier evaluation by a harness, if `folder` is one."""
-    file = Path(folder) / "a" / SCORES
-    return file if file.is_file() else None
-
-
-SCORES = "examples.jsonl"
 
 
 def compare_rows(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:

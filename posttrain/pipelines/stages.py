@@ -17,11 +17,13 @@ from posttrain.config.compare import option_defaults
 from posttrain.config.parsing import from_mapping
 from posttrain.config.sections import Config, as_mapping
 from posttrain.core.errors import UsageError
-from posttrain.core.files import new_folder
+from posttrain.core.files import atomic_write_json, new_folder
 from posttrain.core.logging import part_of_command
 from posttrain.core.progress import ProgressDisplay
 from posttrain.data.reading.sources import find_files, read_records
+from posttrain.inference.completion_files import write_rows
 from posttrain.inference.generate import Generation, check_generation, generate
+from posttrain.inference.harness import HarnessRun, run_harness
 from posttrain.inference.score import ScoreProgress, Scoring, score_file
 from posttrain.inference.select import METHODS, select_file
 from posttrain.inference.workers import engine_settings
@@ -109,6 +111,36 @@ class Score(Stage):
     def summary(self, figures: Figures) -> str:
         worth = f"reward {figures['reward']:.4g} +- {figures['deviation']:.4g}"
         return f"{figures['answers']:,} completions scored, {figures['failed']:,} of them failed; {worth}"
+
+
+@dataclass(slots=True)
+class RunHarness(Stage):
+    """Evaluates a model with the tasks of a harness, as `posttrain eval --harness`; writes a row per example."""
+
+    config: HarnessRun
+    out: Path
+
+    @property
+    def figures_file(self) -> Path:
+        return self.out.with_name("figures.json")
+
+    def reads(self) -> list[str]:
+        return [self.config.model.path, *(task for task in self.config.tasks if Path(task).is_file())]
+
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self.config).items() if name != "log_dir"}
+
+    def run(self, quiet: bool) -> Figures:
+        scores = run_harness(replace(self.config, log_dir=str(self.out.parent / "inspect")))
+        write_rows(self.out, scores.rows)
+        atomic_write_json(self.figures_file, {name: asdict(figure) for name, figure in scores.figures.items()})
+        return {"examples": len(scores.rows), **{name: figure.value for name, figure in scores.figures.items()}}
+
+    def written_files(self) -> list[Path]:
+        return [self.out, self.figures_file]
+
+    def summary(self, figures: Figures) -> str:
+        return f"{figures['examples']:,} examples"
 
 
 @dataclass(slots=True, kw_only=True)

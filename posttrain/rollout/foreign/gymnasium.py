@@ -15,7 +15,7 @@ NUMBER = re.compile(r"-?\d+")
 class GymnasiumGame:
     """Plays one episode: the reply is the action, the observation is the next message, rewards are added up.
 
-    An observation that is not text is shown as the game renders itself (render mode `ansi`), or else as str(observation).
+    An observation that is not text is shown as the game renders itself (render mode `ansi`), or else as `str` does.
     """
 
     def __init__(self, name: str) -> None:

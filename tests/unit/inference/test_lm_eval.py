@@ -17,7 +17,26 @@ from tests.unit.server.serving import serving
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-harness")
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "one", "dog", "ran", "over", "two", "hills", "to", "see", "three", "birds"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "then",
+    "one",
+    "dog",
+    "ran",
+    "over",
+    "two",
+    "hills",
+    "to",
+    "see",
+    "three",
+    "birds",
+]
 
 
 def rows(count):
@@ -121,7 +140,7 @@ def test_scores_are_those_of_the_hugging_face_backend(place, tmp_path, name):
 
 
 def test_scores_over_http_are_those_of_the_hugging_face_backend(place, tmp_path):
-    """Also where the model's next token is a stop token: lm-eval takes the last token away, which is not of the text."""
+    """Also where the model's next token is a stop token: lm-eval takes the last token away."""
     folder = tiny_folder("llama", tmp_path, max_position_embeddings=128)
     tasks = [str(place / f"{task}.yaml") for task in ("choices", "greedy")]
     own = own_backend(folder, tasks, num_fewshot=1, limit=12)

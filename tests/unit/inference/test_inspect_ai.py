@@ -1,0 +1,67 @@
+"""inspect-ai's scores through the local engine are those of its own provider for models of Hugging Face.
+
+pip install inspect-ai, or `make test-harness`.
+"""
+
+import pytest
+
+from posttrain.config.sections import DataConfig, ModelConfig
+from posttrain.core.errors import UsageError
+from posttrain.inference.harness import HarnessRun, run_harness
+from tests.tiny import tiny_folder
+
+inspect_ai = pytest.importorskip("inspect_ai", reason="inspect-ai is not installed: make test-harness")
+
+TASKS = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import includes, match
+from inspect_ai.solver import generate, system_message
+
+QUESTIONS = ["What is it?", "And where was the cat at noon, please?", "1 + 1", "Say a word.", "x"]
+
+@task
+def letters():
+    samples = [Sample(input=text, target=target) for text in QUESTIONS for target in "aeiou"]
+    return Task(dataset=MemoryDataset(samples), solver=[system_message("Be brief."), generate()],
+                scorer=[includes(), match(location="any")], config=GenerateConfig(max_tokens=24, stop_seqs=["q"]))
+"""
+
+
+def test_scores_are_those_of_the_hugging_face_provider(tmp_path):
+    folder = tiny_folder("llama", tmp_path, max_position_embeddings=256)
+    file = tmp_path / "tasks.py"
+    file.write_text(TASKS)
+    own = inspect_ai.model.get_model("hf/tiny", model_path=str(folder), do_sample=False, device="cpu")
+    (log,) = inspect_ai.eval(f"{file}@letters", model=own, display="none", log_dir=str(tmp_path / "own"))
+    assert log.status == "success"
+    config = HarnessRun(
+        harness="inspect-ai",
+        tasks=(f"{file}@letters",),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(max_length=2**20),
+        log_dir=str(tmp_path / "ours"),
+    )
+    found = run_harness(config)
+    theirs = {sample.id: sample for sample in log.samples}
+    ours = {row["index"]: row for row in found.rows}
+    assert len(ours) == len(theirs) == 25 and len({row["key"] for row in found.rows}) == 25
+    assert {key: row["replies"] for key, row in ours.items()} == {
+        key: [sample.output.completion] for key, sample in theirs.items()
+    }
+    wanted = {
+        f"letters/{s.name} {n}": m.value for s in log.results.scores for n, m in s.metrics.items() if n != "stderr"
+    }
+    assert {key: figure.value for key, figure in found.figures.items()} == wanted and len(wanted) == 2
+    assert 0 < wanted["letters/includes accuracy"] < 1
+    figure = found.figures["letters/includes accuracy"]
+    assert figure.low < figure.value < figure.high
+    assert list((tmp_path / "ours").iterdir())  # its own log, for `inspect view`
+
+
+def test_what_does_not_work_is_refused(tmp_path):
+    for changes, complaint in (({"tasks": ("no.py",)}, "no.py"), ({"num_fewshot": 2}, "num_fewshot")):
+        config = {"harness": "inspect-ai", "tasks": (), "model": ModelConfig(path="pico"), **changes}
+        with pytest.raises(UsageError, match=complaint):
+            run_harness(HarnessRun(**config))
