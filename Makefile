@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-vllm test-ray lint bench docs dist clean
+.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness lint bench docs dist clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -49,6 +49,38 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable . "$$(grep '^torch==' constraints.txt)" accelerate peft pytest pytest-xdist
 	@touch $@
 
+# An environment of its own that also sees the packages of .venv: for packages whose dependencies do not fit the pinned ones.
+define overlay
+	$(BIN)/python -m venv --without-pip --clear $(1)
+	$(BIN)/python -c "import pathlib, sysconfig; base = sysconfig.get_path('purelib'); own = next(pathlib.Path('$(1)').glob('lib/python*/site-packages')); (own / 'base.pth').write_text(f'import site; site.addsitedir({base!r})')"
+	grep -E '^(torch|transformers|tokenizers|numpy|openai)==' constraints.txt > $(1)/constraints.txt
+endef
+
+# Programs of agent frameworks, and environments of other packages.
+test-agents: .venv-agents/ready
+	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest -rs tests/unit/rollout/test_agent_frameworks.py tests/unit/rollout/test_foreign.py
+
+.venv-agents/ready: .venv/ready
+	$(call overlay,.venv-agents)
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-agents/constraints.txt \
+		openai-agents==0.24.0 langgraph==1.2.22 langchain-openai smolagents==1.26.0 reasoning-gym==0.1.25
+	@touch $@
+
+# Evaluation harnesses: their scores through the local engine and over HTTP beside those of their own backends.
+test-harness: .venv-lm-eval/ready .venv-inspect/ready
+	OMP_NUM_THREADS=1 .venv-lm-eval/bin/python -m pytest -rs tests/unit/inference/test_lm_eval.py tests/e2e/test_harness.py
+	OMP_NUM_THREADS=1 .venv-inspect/bin/python -m pytest -rs tests/unit/inference/test_inspect_ai.py
+
+.venv-lm-eval/ready: .venv/ready
+	$(call overlay,.venv-lm-eval)
+	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-lm-eval/constraints.txt 'lm-eval[api]==0.4.13'
+	@touch $@
+
+.venv-inspect/ready: .venv/ready
+	$(call overlay,.venv-inspect)
+	.venv-inspect/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-inspect/constraints.txt inspect-ai==0.3.285
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,4 +104,4 @@ dist: setup
 	rm -rf build posttrain.egg-info
 
 clean:
-	rm -rf .venv .venv-vllm site dist
+	rm -rf .venv .venv-vllm .venv-agents .venv-lm-eval .venv-inspect site dist

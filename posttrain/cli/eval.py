@@ -136,7 +136,7 @@ def run(args: list[str]) -> int:
 
 def run_with_harness(options: EvalArgs) -> int:
     """Evaluate with the tasks of another package."""
-    for name, default in option_defaults(options).items():
+    for name, default in vars(EvalArgs()).items():
         if name not in WITH_HARNESS and getattr(options, name) != default:
             raise UsageError(
                 f"{name} has no effect with harness {options.harness}, whose tasks decide this: leave it out"

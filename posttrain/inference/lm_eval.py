@@ -33,22 +33,26 @@ def check_tasks(config: HarnessRun) -> None:
     except ModuleNotFoundError as error:
         raise UsageError(f"--harness lm-eval needs lm-eval: pip install lm-eval ({error})") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    known = set(TaskManager().all_tasks)
-    for task in config.tasks:
-        if task.endswith((".yaml", ".yml")):
-            if not Path(task).is_file():
-                raise UsageError(f"{task}: there is no such file; a task is a name of lm-eval or a YAML file")
-        elif task not in known:
+    names = [task for task in config.tasks if not task.endswith((".yaml", ".yml"))]
+    for task in set(config.tasks) - set(names):
+        if not Path(task).is_file():
+            raise UsageError(f"{task}: there is no such file; a task is a name of lm-eval or a YAML file")
+    known = set(TaskManager().all_tasks) if names else set()  # it reads thousands of files
+    for task in names:
+        if task not in known:
             raise UsageError(f"lm-eval has no task {task!r}; `lm_eval ls tasks` lists its {len(known):,} tasks")
 
 
 def evaluate(config: HarnessRun, model: InferenceModel) -> HarnessScores:
     """Run the tasks with `simple_evaluate`, and return its scores."""
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
+    files = {task: str(Path(task).absolute()) for task in config.tasks if Path(task).is_file()}
     found = lm_eval.simple_evaluate(
         model=language_model(config, model),
-        tasks=[str(Path(task).absolute()) if Path(task).is_file() else task for task in config.tasks],
+        tasks=[files.get(task, task) for task in config.tasks],
+        task_manager=TaskManager(include_defaults=len(files) < len(config.tasks)),
         num_fewshot=None if config.num_fewshot < 0 else config.num_fewshot,
         limit=config.max_examples or None,
         apply_chat_template=config.apply_chat_template,

@@ -46,6 +46,11 @@ HEAVY = {
     "llguidance",
     "mcp",
     "gguf",
+    "lm_eval",
+    "inspect_ai",
+    "reasoning_gym",
+    "gymnasium",
+    "websockets",
 }
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

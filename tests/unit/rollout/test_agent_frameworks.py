@@ -1,6 +1,6 @@
 """Unmodified programs of agent frameworks, where they are installed: every sampled token is trained, tool calls too.
 
-pip install openai-agents langgraph langchain-openai smolagents
+pip install openai-agents langgraph langchain-openai smolagents, or `make test-agents`.
 """
 
 from dataclasses import replace
@@ -11,6 +11,7 @@ from posttrain.data.encoding.templates import apply_template
 from posttrain.models.pico import build_tokenizer
 from posttrain.rollout.agents import AgentRunner, Agents
 from tests.unit.rollout.made import SAMPLING, FakeGenerator, online, prompt
+from tests.unit.server.serving import pico
 
 CODE = '''
 def add(a: int, b: int) -> int:
@@ -54,7 +55,35 @@ def smolagents(example, base_url, api_key):
     model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
     agent = ToolCallingAgent(tools=[tool(add)], model=model, max_steps=4, verbosity_level=0)
     return float(agent.run("2 + 3?"))
+
+def openai(example, client):
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    for question in ("Sure?", "Really?"):
+        reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages += [reply, {"role": "user", "content": question}]
+    return len(messages)
+
+def requests(example, base_url, api_key):
+    import requests
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    for question in ("Sure?", "Really?"):
+        asked = {"model": "policy", "messages": messages}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        reply = requests.post(f"{base_url}/chat/completions", json=asked, headers=headers, timeout=60)
+        text = reply.json()["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+    return len(messages)
 '''
+
+# As the programs above, but they take whatever a random model replies, in two turns, and return a number.
+ANY_REPLY = (
+    CODE.replace("float(second.final_output)", "5")
+    .replace(
+        'float(program.invoke({"messages": [*found, ("user", "Sure?")]})["messages"][-1].content)',
+        'len(program.invoke({"messages": [*found, ("user", "Sure?")]})["messages"])',
+    )
+    .replace('return float(agent.run("2 + 3?"))', 'agent.run("2 + 3?")\n    return 5')
+)
 
 
 def call(name, arguments):
@@ -91,3 +120,41 @@ def test_a_program_is_trained_as_it_is(name, tmp_path):
         assert trained == ["".join(said)]
         results = [message["content"] for message in rollouts[0].messages if message["role"] == "tool"]
         assert results == ["5", "5"]
+
+
+class RecordingGenerator:
+    """Generates with pico, and keeps every sample."""
+
+    def __init__(self):
+        self.model = pico()
+        apply_template(self.model.tokenizer, "qwen")
+        self.samples = []
+
+    def generate(self, requests, sampling, *, on_completion=None):
+        found = self.model.generate(requests, sampling)
+        self.samples += found
+        return found
+
+
+def counted(sample):
+    """Tokens that count, with their log-probabilities."""
+    return list(zip(sample.tokens[sample.mask].tolist(), sample.logprobs[sample.mask].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["openai", "requests", *FRAMEWORKS])
+def test_whatever_pico_samples_is_trained(name, tmp_path):
+    """Tokens and log-probabilities of all replies, each once: nothing is encoded again or left out."""
+    pytest.importorskip(FRAMEWORKS[name][0] if name in FRAMEWORKS else name)
+    (tmp_path / "program.py").write_text(ANY_REPLY)
+    generator = RecordingGenerator()
+    config = online(data__max_length=20_000)
+    sampling = replace(SAMPLING, max_tokens=30_000, stop_texts=("e", "a"))  # a random model seldom ends its turn
+    with Agents(f"{tmp_path}/program.py:{name}", workers=1, timeout_seconds=120.0, memory_gib=8.0) as agents:
+        runner = AgentRunner(agents, generator, config, sampling, generator.model.tokenizer)
+        rollouts = runner.play([(3, prompt("2 + 3?"))], [1])
+    assert not any(rollout.failure for rollout in rollouts) and len(generator.samples) >= 2
+    sampled = [pair for sample in generator.samples for pair in counted(sample)]
+    trained = [pair for rollout in rollouts for pair in counted(rollout.sample)]
+    assert sorted(trained) == sorted(sampled)
+    if name != "smolagents":  # which writes what went wrong into its history: branches
+        assert len(rollouts) == 1 and trained == sampled

@@ -16,7 +16,7 @@ from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel
 from posttrain.server.prompts import PromptReader
 from tests.chat_templates import THINKER
-from tests.unit.server.serving import ask, serving
+from tests.unit.server.serving import ask, pico, serving
 from tests.unit.server.test_server import client_of, streamed
 
 ASKED = [{"role": "user", "content": "12+30="}]
@@ -194,7 +194,7 @@ def test_echo_with_the_prompts_log_probabilities(client, alone, tokens):
         (own,) = alone.learner.logprobs([Sample(tokens=np.array(prompt, np.int32), mask=np.arange(len(prompt)) > 0)])
         assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
         assert found.token_logprobs[1 : len(prompt)] == pytest.approx(own[1:].tolist(), abs=1e-4)
-        assert len(found.token_logprobs) in (len(prompt), len(prompt) + tokens)
+        assert len(found.token_logprobs) == len(found.tokens) == len(prompt) + tokens
         for logprob, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
             assert 1 <= len(top) <= 3 and logprob <= max(top.values()) + 1e-5
         assert choice.text.startswith(alone.tokenizer.decode(prompt, skip_special_tokens=True))
@@ -289,3 +289,21 @@ def test_constrained_and_free_requests_share_a_batch(alone):
         text = alone.tokenizer.decode(samples[number].tokens[samples[number].mask], skip_special_tokens=True)
         assert re.fullmatch("abc[de]+", text)
     alone.engine.sleep()
+
+
+def test_echo_counts_a_stop_token_that_ends_the_completion():
+    """lm-eval takes the log-probability of the last token away, as that of the one token after the prompt."""
+    model = pico()
+    model.stop_ids = tuple(range(len(model.tokenizer)))  # whatever comes next ends the completion
+    prompt = model.tokenizer("hello")["input_ids"]
+    body = {"model": "pico", "prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
+    with serving(model) as server:
+        _, _, reply = ask(server.port, "POST", "/v1/completions", body)
+        _, _, without = ask(server.port, "POST", "/v1/completions", {**body, "echo": False})
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop" and choice["text"] == "hello"
+    logprobs = choice["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(prompt) + 1 and logprobs["tokens"][-1] == ""
+    assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
+    assert logprobs["text_offset"][-1] == len("hello")
+    assert without["choices"][0]["logprobs"]["tokens"] == []
