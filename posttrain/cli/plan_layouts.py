@@ -18,7 +18,14 @@ from posttrain.engines.vllm.options import VLLM_SHARE
 from posttrain.models import memory
 from posttrain.models.loading import compute_dtype
 from posttrain.train.layout_check import check_layouts
-from posttrain.train.memory_plan import critic_bytes, fitting_step, frozen_model, sharding_of, with_model
+from posttrain.train.memory_plan import (
+    critic_bytes,
+    fitting_step,
+    frozen_model,
+    generates_in_8_bits,
+    sharding_of,
+    with_model,
+)
 
 MACHINE_DEVICES = 8  # upper bound of tensor and context parallel sizes: the devices of one machine
 
@@ -64,7 +71,9 @@ def rollout_devices(config: Config, device: torch.device, available: int) -> Rol
     """Return the memory of devices that only generate; vLLM takes no more than gpu_memory_utilization."""
     assert isinstance(config, OnlineConfig)
     found, model = config.cluster.of("rollout"), config.model
-    weights = memory.model_memory(frozen_model(model, model.path, compute_dtype(model, device)), average=False).weights
+    empty = frozen_model(model, model.path, compute_dtype(model, device))
+    weights = memory.model_memory(empty, average=False).weights
+    weights += memory.eight_bit_bytes(empty) if generates_in_8_bits(config, found.place) else 0
     number = found.devices // found.tensor_parallel
     engines = f"{number:,} engine{'s' * (number > 1)}"
     engines += f" of {found.tensor_parallel} devices" if found.tensor_parallel > 1 else ""

@@ -179,6 +179,12 @@ def memory_rows(
             format_size(needs.sampler),
             f"a whole copy, {dtype}; none with cluster.rollout_devices",
         )
+    if needs.quantized:
+        yield (
+            "8-bit weights",
+            format_size(needs.quantized),
+            "rollout.quantization fp8: one byte per weight of the layers",
+        )
     if needs.cache:
         yield (
             "KV cache",

@@ -86,6 +86,8 @@ class MemoryEstimate:
     critic: int = 0  # with everything that its own training holds
     gathered: int = 0  # of a sharded model: other devices' shards, while a pass uses them
     sampler: int = 0  # a copy of the weights to generate with
+    quantized: int = 0  # 8-bit copies of the layers' weights to generate with
+    sampler_leaves: bool = False  # both exist only while completions are generated
     cache: int = 0  # keys and values of the completions being generated
     staged: int = 0  # of moments in host memory: the part that is on the device during an optimizer step
     engine: int = 0  # of vLLM on the same device, while it generates
@@ -97,8 +99,10 @@ class MemoryEstimate:
     def parts(self) -> dict[str, tuple[int, int]]:
         """Bytes at the worst moment of each phase: what is held all the time, and what a pass allocates and frees."""
         own, step = self.model, self.step
-        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.sampler + self.cache
+        sampling = self.sampler + self.quantized
+        loaded = own.weights + own.masters + own.average + self.teacher + self.critic + self.cache
         loaded += 0 if self.engine_sleeps else self.engine
+        loaded += 0 if self.sampler_leaves else sampling
         always = loaded + own.optimizer + self.reference * self.reference_stays
         parts = {
             "reference beforehand": (loaded + self.reference, self.gathered + step.forward_only),
@@ -108,9 +112,10 @@ class MemoryEstimate:
         }
         if self.reference_stays:
             del parts["reference beforehand"]
-        if self.engine and self.engine_sleeps:
+        returning = self.engine * self.engine_sleeps + sampling * self.sampler_leaves
+        if returning:
             left = own.masters + own.optimizer if self.optimizer_leaves else 0
-            parts["generation"] = (always - left + self.engine, 0)
+            parts["generation"] = (always - left + returning, 0)
         return parts
 
     @property
@@ -273,6 +278,19 @@ def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Shar
     """Count the elements of a parameter on one device: tensor ranks divide the layers' matrices, data ranks all."""
     tensor = sharding.tensor if layer_of(name) and parameter.ndim > 1 else 1
     return -(-parameter.numel() // (tensor * sharding.data // sharding.replicate))
+
+
+def eight_bit_bytes(model: Any) -> int:
+    """Count the copies with which the local engine generates in fp8: a byte per weight, a float32 scale per row.
+
+    Experts, embeddings and the head keep their weights (engines/decoder.py::Decoder.quantize).
+    """
+    layers = [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and layer_of(name) and ".lora_" not in name
+    ]
+    return sum(weight.numel() + 4 * len(weight) for weight in layers if all(size % 16 == 0 for size in weight.shape))
 
 
 def quantized_layers(model: Any) -> list[torch.nn.Linear]:

@@ -232,7 +232,7 @@ def estimate_memory(
         engine=round(share * available),
         engine_weights=copy_bytes // vllm_engine_size(config) if share and available else 0,
         engine_sleeps=sleeps,
-        optimizer_leaves="optimizer" in config.cluster.offload,
+        optimizer_leaves="optimizer" in config.cluster.offload or "policy" in config.cluster.offload,
         model=own,
         step=estimate_pass(config, algo, device, model, teacher, largest),
         reference=reference_bytes(config, algo, dtype),
@@ -241,6 +241,8 @@ def estimate_memory(
         critic=critic_bytes(config, algo, dtype) if shares_learners(config, "critic") else 0,
         gathered=memory.gathered_bytes(model, sharding) if sharding.devices > 1 else 0,
         sampler=copy_bytes if keeps_weight_copy(config, sharding) else 0,
+        quantized=memory.eight_bit_bytes(model) if generates_in_8_bits(config, "actor") else 0,
+        sampler_leaves=frees_weight_copy(config, sharding),
         cache=kv_cache_bytes(config, model.config, device, dtype, largest),
         staged=min(staged, 8 * whole.trained),
     )
@@ -363,6 +365,19 @@ def keeps_weight_copy(config: Config, sharding: Sharding) -> bool:
     if not isinstance(config, OnlineConfig) or not shares_learners(config, "rollout"):
         return False
     return config.rollout.engine == "local" and (sharding.devices > 1 or bool(config.rollout.ahead))
+
+
+def frees_weight_copy(config: Config, sharding: Sharding) -> bool:
+    """Whether the learners free that copy while they train."""
+    on_policy = isinstance(config, OnlineConfig) and not config.rollout.ahead
+    return on_policy and "engine" in config.cluster.offload and keeps_weight_copy(config, sharding)
+
+
+def generates_in_8_bits(config: Config, place: str) -> bool:
+    """Whether the local engine on the devices of a role computes with 8-bit copies of the weights."""
+    if not isinstance(config, OnlineConfig) or config.rollout.engine != "local":
+        return False
+    return config.rollout.quantization == "fp8" and config.cluster.of("rollout").place == place
 
 
 def vllm_share(config: Config, device: torch.device) -> tuple[float, bool]:

@@ -82,7 +82,7 @@ class VllmEngine:
         self.lora: Any = None
         self.tensor_parallel_group: Any = None  # of the processes that hold this model together
         self.beside_trainer = beside_trainer
-        self.single_process = True
+        self.single_process, self.closed = True, False
         with preserved_process_state():
             self.llm, self.on_cpu = self.start(config, options or {}, dtype, base)
         VllmEngine.alive += 1
@@ -358,6 +358,9 @@ class VllmEngine:
         """End the engine, and with the last one of this process what vLLM has set up there."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
+        if self.closed:  # else other engines would be counted as ended
+            return
+        self.closed = True
         self.llm.llm_engine.engine_core.shutdown()
         self.folder.close()
         VllmEngine.alive -= 1

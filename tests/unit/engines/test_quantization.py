@@ -12,6 +12,7 @@ from posttrain.core.types import ForwardRequest
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.local import LocalEngine
+from posttrain.models import memory
 from posttrain.models.adapters import add_adapters
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
@@ -51,6 +52,15 @@ def test_the_product_of_quantized_rows():
     expected = torch.nn.functional.linear(x, weight, bias)
     assert torch.equal(found[2], bias)
     assert (found - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_plan_counts_the_copies_that_the_engine_makes(family):
+    engine = engine_for(tiny_model(family).eval(), quantization="fp8", frozen=True)  # on a CPU others free them
+    engine.generate(requests(), SAMPLING)
+    made = [linear.quantized for linear in engine.decoder.linears if linear.quantized is not None]
+    held = sum(tensor.nbytes for pair in made for tensor in pair)
+    assert held == memory.eight_bit_bytes(tiny_model(family)) > 0
 
 
 def test_completions_are_close_and_follow_the_weights():

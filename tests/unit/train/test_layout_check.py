@@ -16,6 +16,7 @@ from posttrain.cli.train import read
 from posttrain.core.errors import UsageError
 from posttrain.models import memory
 from posttrain.parallel.fsdp import ModelShards
+from posttrain.train import memory_plan
 from posttrain.train.layout_check import check_layouts, layout_of
 from tests.tiny import tiny_folder
 
@@ -133,6 +134,37 @@ def test_vllm_beside_the_policy_has_its_share_while_it_generates(capsys):
     awake = row("forward and backward", "--rollout.vllm_options", '{"enable_sleep_mode": false}')
     assert "32." in awake and "32." not in row("forward and backward")
     assert "32." in row("generation")
+
+
+def test_8_bit_copies_count_where_the_local_engine_generates(capsys):
+    options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "4", "--model.dtype", "bfloat16"]
+
+    def ledger(*more: str) -> dict[str, float]:
+        plan_training.plan_training("grpo", read("grpo", [*options, *more], data=False), 80.0)
+        found = re.findall(r"^  (\S.*?)  +([\d.]+) MiB", capsys.readouterr().out, re.MULTILINE)
+        return {name: float(size) for name, size in found}
+
+    fp8 = ["--rollout.quantization", "fp8"]
+    plain, shared = ledger(), ledger(*fp8)
+    model = memory.empty_model(read("grpo", options, data=False).model, "token", torch.bfloat16)
+    size = memory.eight_bit_bytes(model) / 2**20
+    assert "8-bit weights" not in plain and shared["8-bit weights"] == pytest.approx(size, abs=0.06)
+    assert shared["optimizer step"] - plain["optimizer step"] == pytest.approx(size, abs=0.11)
+    apart = ["--cluster.rollout_devices", "1"]
+    assert ledger(*apart, *fp8)["rollout"] - ledger(*apart)["rollout"] == pytest.approx(size, abs=0.11)
+    assert "8-bit weights" not in ledger(*apart, *fp8), "they are on the devices that generate"
+
+
+def test_a_copy_that_is_freed_while_training_counts_while_generating(capsys):
+    options = ["--model.path", "pico", "--reward", "gsm8k", "--cluster.devices", "2", "--rollout.max_tokens", "8"]
+    config = read("grpo", [*options, "--data.max_length", "64"], data=False)
+    algo = ALGORITHMS["grpo"](config.algo)
+    held = memory_plan.estimate_memory(config, algo, torch.device("cpu"), [])
+    config.cluster.offload = ("engine",)
+    freed = memory_plan.estimate_memory(config, algo, torch.device("cpu"), [])
+    assert held.sampler == freed.sampler > 0 and "generation" not in held.phases
+    assert held.phases["optimizer step"] - freed.phases["optimizer step"] == held.sampler
+    assert freed.phases["generation"] == held.phases["evaluation"] - held.gathered, "nothing is gathered meanwhile"
 
 
 def test_a_role_that_does_not_fit_is_named(tmp_path: Path, capsys):
