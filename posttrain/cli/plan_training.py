@@ -183,7 +183,7 @@ def memory_rows(
         yield (
             "8-bit weights",
             format_size(needs.quantized),
-            "rollout.quantization fp8: one byte per weight of the layers",
+            "one byte per weight of the layers: rollout.quantization",
         )
     if needs.cache:
         yield (
