@@ -1,10 +1,10 @@
-"""`posttrain plan [VERB] [CONFIG.yaml] [--section.option value ...]`: batches, steps and memory of a configuration."""
+"""`posttrain plan [VERB] [CONFIG.yaml] [--section.option value ...]`: batches, memory and time of a configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.parsing import verb_of_file
@@ -24,6 +24,14 @@ class PlanArgs(ToolArgs):
 
     device_gib: float = 0.0
     """Memory of one device in GiB, to plan for accelerators that this machine does not have; 0: this machine's."""
+    device: Literal["", "a100", "b200", "h100", "h20", "h200", "h800", "l40s", "mi300x"] = ""
+    """Accelerator to plan memory and time of a step for, by its published rates; empty: this machine's."""
+    devices_per_machine: int = 8
+    """Devices of one machine, which fast links connect; between machines each has a network port of its own."""
+    completion_tokens: int = 0
+    """Mean length of completions to plan the time of an online step for; 0: rollout.max_tokens."""
+    search: bool = False
+    """Search all layouts and divisions of cluster.devices among roles; print the three with the shortest steps."""
 
 
 ARGS = (PlanArgs,)
@@ -33,17 +41,22 @@ MORE = "VERB may be left out if the file has a line like `verb: sft`. posttrain 
 def run(args: list[str]) -> int:
     """Print the plan."""
     options, words, rest = read_own_options(PlanArgs(), args, MORE)
-    check_at_least(options, device_gib=0)
+    check_at_least(options, device_gib=0, devices_per_machine=1, completion_tokens=0)
     verb, words = planned_verb(words)
     if verb in PIPELINES:
         from posttrain.cli.plan_pipeline import plan_pipeline
         from posttrain.pipelines.settings import parse_pipeline
 
+        if options.device or options.search:
+            raise UsageError(f"posttrain plan {verb}: --device and --search are for single trainers; leave them out.")
         return plan_pipeline(verb, parse_pipeline(verb, [*words, *rest]), options.device_gib)
-    from posttrain.cli.plan_training import plan_training
+    from posttrain.cli.plan_search import search_layouts
+    from posttrain.cli.plan_training import Target, plan_training
     from posttrain.cli.train import read
 
-    return plan_training(verb, read(verb, [*words, *rest], data=False), options.device_gib)
+    target = Target.of(options.device, options.device_gib, options.devices_per_machine, options.completion_tokens)
+    config = read(verb, [*words, *rest], data=False)
+    return search_layouts(verb, config, target) if options.search else plan_training(verb, config, target=target)
 
 
 def planned_verb(words: list[str]) -> tuple[str, list[str]]:

@@ -52,7 +52,7 @@ def other_roles(config: Config, algo: Algorithm, device: torch.device, available
         if role == "rollout":
             yield rollout_devices(config, device, available)
         elif role == "critic":
-            critic = memory.empty_model(config.model, "score", dtype)
+            critic = memory.counted_model(config.model, "score", dtype)
             more = memory.gathered_bytes(critic, sharding) if sharding.devices > 1 else 0
             needed = critic_bytes(config, algo, dtype) + more
             yield RoleDevices(role, needed, limit, f"{found.devices:,} devices; plus activations")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithms import ALGORITHMS
-from posttrain.cli.plan_training import Row, format_size, parameter_counts, print_memory, print_rows
+from posttrain.cli.plan_training import Row, Target, format_size, parameter_counts, print_memory, print_rows
 from posttrain.core.devices import default_device
 from posttrain.core.logging import quiet_libraries
 from posttrain.core.types import Ints
@@ -48,7 +48,7 @@ def plan_pipeline(verb: str, config: PipelineConfig, device_gib: float = 0.0) ->
         print_rows("memory to generate, on each device", generation_rows(config, device, size))
     print(f"training with {recipe.trainer}, in every iteration")
     step = full_micro_batch(trainer, algo)[: trainer.train.batch_size * algo.group_size]
-    print_memory(trainer, algo, MicroBatches(counts=[], largest=step), device_gib)
+    print_memory(trainer, algo, MicroBatches(counts=[], largest=step), Target.of("", device_gib))
     return 0
 
 

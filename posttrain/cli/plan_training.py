@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from posttrain.algorithms import ALGORITHMS, Algorithm
 from posttrain.cli.plan_layouts import fitting_options, other_roles
 from posttrain.config.sections import Config, OnlineConfig
+from posttrain.core.device_rates import DEVICES, DeviceRates, rates_of
 from posttrain.core.devices import default_device, device_memory
 from posttrain.core.logging import quiet_libraries
 from posttrain.core.types import Sample
@@ -28,6 +30,8 @@ from posttrain.train.memory_plan import (
     without_cache,
 )
 from posttrain.train.run_data import RunData, load_data
+from posttrain.train.step_time import Machines
+from posttrain.train.time_plan import Lengths, estimate_time, model_work, step_lengths, step_work
 
 GIB = 2**30
 
@@ -42,13 +46,41 @@ OPTIMIZERS = {
 """Name and states of an optimizer."""
 
 
-def plan_training(verb: str, config: Config, device_gib: float = 0.0) -> int:
+@dataclass(slots=True, frozen=True)
+class Target:
+    """The devices to plan for."""
+
+    device: torch.device
+    name: str
+    available: int  # bytes of one device
+    rates: DeviceRates | None = None  # None: unknown, so that no time is estimated
+    devices_per_machine: int = 8
+    completion_tokens: int = 0  # mean length; 0: rollout.max_tokens
+
+    @classmethod
+    def of(cls, name: str, gib: float, devices_per_machine: int = 8, completion_tokens: int = 0) -> Target:
+        """Return the devices named, or with this much memory, or those of this machine."""
+        more = devices_per_machine, completion_tokens
+        if name or gib:
+            rates = DEVICES[name] if name else None
+            size = gib or (rates.memory_gib if rates else 0.0)
+            return cls(torch.device("cuda"), "one device", round(size * GIB), rates, *more)
+        device = default_device()
+        found, available = device_memory(device)
+        return cls(device, found, available, rates_of(found), *more)
+
+
+def plan_training(verb: str, config: Config, device_gib: float = 0.0, target: Target | None = None) -> int:
     """Print the plan; the last line says whether it fits. `device_gib`: memory of accelerators that are not here."""
+    with memory.keep_estimates():
+        return print_plan(verb, config, target or Target.of("", device_gib))
+
+
+def print_plan(verb: str, config: Config, target: Target) -> int:
     quiet_libraries()
-    algo = ALGORITHMS[verb](config.algo)
-    device = torch.device("cuda") if device_gib else default_device()
+    algo, device = ALGORITHMS[verb](config.algo), target.device
     check_layouts(config, algo)
-    model = memory.empty_model(config.model, algo.head, compute_dtype(config.model, device))
+    model = memory.counted_model(config.model, algo.head, compute_dtype(config.model, device))
     data, batches = None, MicroBatches(counts=[], largest=full_micro_batch(config, algo))
     if config.data.train:
         data = load_data(config, algo, load_tokenizer(config.model), vocabulary_of(model))
@@ -56,14 +88,16 @@ def plan_training(verb: str, config: Config, device_gib: float = 0.0) -> int:
         batches = pack_first_steps(config, algo, data)
     print(f"{verb} of {config.model.path}: {parameter_counts(memory.model_memory(model, average=False))}\n")
     print_rows("batches", batch_rows(config, algo, data, batches))
-    print_memory(config, algo, batches, device_gib)
+    lengths = step_lengths(config, algo, data, target.completion_tokens)
+    print_memory(config, algo, batches, target, lengths)
     return 0
 
 
-def print_memory(config: Config, algo: Algorithm, batches: MicroBatches, device_gib: float) -> None:
-    """Print the memory that training needs, and in the last line whether it fits."""
-    device = torch.device("cuda") if device_gib else default_device()
-    name, available = ("one device", round(device_gib * GIB)) if device_gib else device_memory(device)
+def print_memory(
+    config: Config, algo: Algorithm, batches: MicroBatches, target: Target, lengths: Lengths | None = None
+) -> None:
+    """Print the memory that training needs and the time of a step, and in the last line whether it fits."""
+    device, name, available = target.device, target.name, target.available
     needs = estimate_memory(config, algo, device, batches.largest, available)
     where = f"{'each device' if sharding_of(config).devices > 1 else name} with {format_size(available)}"
     print_rows(f"memory on {where}", memory_rows(config, algo, device, needs, batches.largest))
@@ -72,7 +106,34 @@ def print_memory(config: Config, algo: Algorithm, batches: MicroBatches, device_
     if others:
         rows = [(role.role, format_size(role.needed) if role.needed else "?", role.note) for role in others]
         print_rows("memory on each device of other roles", rows)
+    if target.rates is not None and lengths is not None:
+        print_rows("time of a step", time_rows(config, algo, target, lengths))
     print(verdict(config, algo, device, batches.largest, needs, available))
+
+
+def time_rows(config: Config, algo: Algorithm, target: Target, lengths: Lengths) -> Iterator[Row]:
+    """Yield the phases of a step with what takes their time, then the whole."""
+    assert target.rates is not None
+    machines = Machines(target.rates, target.devices_per_machine)
+    times = estimate_time(config, algo, target.device, machines, lengths, target.available)
+    for name, phase in times.phases.items():
+        parts = sorted(phase.parts.items(), key=lambda part: -part[1])
+        shown = [f"{part} {seconds / phase.seconds:.0%}" for part, seconds in parts if seconds > 0.05 * phase.seconds]
+        yield name, format_seconds(phase.seconds), ", ".join(shown)
+    yield "all", format_seconds(times.seconds), "the longer of generation and the rest" if times.overlapped else ""
+    devices, rate = config.cluster.devices, lengths.tokens / times.seconds
+    yield "tokens per second", f"{rate:,.0f}", f"{rate / devices:,.0f} per device"
+    train = times.phases["train"]
+    work = model_work(config, config.model.path, algo.head, target.device)
+    step = step_work(config, algo, lengths, shared_prompts=False)
+    flops = step.epochs * work.model_flops(step.tokens, step.counted, step.squares)
+    learners = sharding_of(config).devices
+    used = flops / train.seconds / learners / target.rates.flops
+    yield (
+        "model FLOP utilisation",
+        f"{used:.0%}",
+        f"of {target.rates.flops / 1e12:,.0f} TFLOP/s, while the policy trains",
+    )
 
 
 def batch_rows(config: Config, algo: Algorithm, data: RunData | None, batches: MicroBatches) -> Iterator[Row]:
@@ -230,6 +291,12 @@ def verdict(
 def parameter_counts(model: ModelMemory) -> str:
     trained = "" if model.trained == model.parameters else f", {model.trained:,} of them trained"
     return f"{model.parameters:,} parameters{trained}"
+
+
+def format_seconds(seconds: float) -> str:
+    return (
+        f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+    )
 
 
 def format_size(size: float) -> str:

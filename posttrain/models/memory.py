@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -139,6 +139,38 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         return max(self.phases.values())
+
+
+T = TypeVar("T")
+_kept: dict[Any, Any] | None = None  # what `keep_estimates` keeps
+
+
+@contextmanager
+def keep_estimates() -> Iterator[None]:
+    """Make models without weights and count passes once in the block, in which no model directory changes."""
+    global _kept
+    before = _kept
+    _kept = {} if before is None else before
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def kept(key: Any, make: Callable[[], T]) -> T:
+    """Return what `make` returns, inside of `keep_estimates` that of the first call with this key."""
+    if _kept is None:
+        return make()
+    if key not in _kept:
+        _kept[key] = make()
+    found: T = _kept[key]
+    return found
+
+
+def counted_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:
+    """Return `empty_model`, to be counted and not changed: inside of `keep_estimates` the same one each time."""
+    key = ("model", astuple(config), head, dtype, trainable)
+    return kept(key, lambda: empty_model(config, head, dtype, trainable=trainable))
 
 
 def empty_model(config: ModelConfig, head: Head, dtype: torch.dtype, *, trainable: bool = True) -> Any:

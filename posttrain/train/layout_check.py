@@ -59,7 +59,7 @@ def divided_models(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, 
     def model_of(role: str, path: str, **changes: Any) -> tuple[str, ParallelLayout, Any]:
         head = changes.pop("head", "token")
         own = replace(config.model, path=path, **changes)
-        return role, layout_of(config, role), memory.empty_model(own, head, torch.bfloat16)
+        return role, layout_of(config, role), memory.counted_model(own, head, torch.bfloat16)
 
     path = config.model.path
     yield model_of("actor", path, head=algorithm.head)

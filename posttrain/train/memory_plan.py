@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -215,7 +215,7 @@ def estimate_memory(
     """
     dtype = compute_dtype(config.model, device)
     sharding, average = sharding_of(config), bool(config.train.ema_decay)
-    model = memory.empty_model(config.model, algo.head, dtype)
+    model = memory.counted_model(config.model, algo.head, dtype)
     teacher = teacher_model(config, algo, model, dtype)
     whole = memory.model_memory(
         model, average=average, in_4bit=config.model.load_in_4bit, optimizer=config.train.optimizer
@@ -234,7 +234,7 @@ def estimate_memory(
         engine_sleeps=sleeps,
         optimizer_leaves="optimizer" in config.cluster.offload or "policy" in config.cluster.offload,
         model=own,
-        step=estimate_pass(config, algo, device, model, teacher, largest),
+        step=kept_pass(config, algo, device, largest),
         reference=reference_bytes(config, algo, dtype),
         reference_stays=not algo.precompute_reference(),
         teacher=asked_teacher_bytes(config, algo, dtype) if teacher is None else weight_bytes(config, teacher, "actor"),
@@ -261,13 +261,22 @@ def teacher_model(config: Config, algo: Algorithm, model: Any, dtype: torch.dtyp
     return teacher
 
 
-def estimate_pass(
-    config: Config, algo: Algorithm, device: torch.device, model: Any, teacher: Any, samples: list[Sample]
-) -> PassMemory:
-    """Estimate the memory of a forward and backward pass over a micro-batch; zeros if it cannot be counted."""
+def kept_pass(config: Config, algo: Algorithm, device: torch.device, samples: list[Sample]) -> PassMemory:
+    """Return `estimate_pass`, counted once for equal micro-batches inside of memory.keep_estimates."""
     if not samples:
         return PassMemory()
-    sharding = sharding_of(config)
+    sharding, sizes = sharding_of(config), tuple((len(sample), int(sample.mask.sum())) for sample in samples)
+    key = ("pass", astuple(config.model), type(algo), device.type, sizes, sharding.context, sharding.devices > 1)
+    return memory.kept(key, lambda: estimate_pass(config, algo, device, samples))
+
+
+def estimate_pass(config: Config, algo: Algorithm, device: torch.device, samples: list[Sample]) -> PassMemory:
+    """Estimate the memory of a forward and backward pass over a micro-batch; zeros if it cannot be counted."""
+    sharding, dtype = sharding_of(config), compute_dtype(config.model, device)
+    model, teacher = memory.empty_model(config.model, algo.head, dtype), None
+    if algo.teacher_path():
+        own = replace(config.model, path=algo.teacher_path(), lora_rank=0)
+        teacher = memory.empty_model(own, "token", dtype, trainable=False)
     request = replace(algo.forward_request(lambda text: 0), router_loss=config.model.router_aux_loss_coef)
     # A few architectures branch on values of tensors, which do not exist here.
     with suppress(RuntimeError, NotImplementedError):
@@ -406,7 +415,7 @@ def critic_bytes(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
     """Return the memory of a critic, which is trained like the policy: weights, master weights, gradients, AdamW."""
     if not isinstance(algo, OnlineAlgorithm) or algo.critic() is None:
         return 0
-    model = memory.empty_model(without_freezing(config.model), "score", dtype)
+    model = memory.counted_model(without_freezing(config.model), "score", dtype)
     sharding = sharding_of(config, "critic")
     whole = memory.model_memory(model, average=False, optimizer=config.train.optimizer)
     own = memory.sharded_memory(model, sharding, average=False) if sharding.devices > 1 else whole
@@ -415,7 +424,7 @@ def critic_bytes(config: Config, algo: Algorithm, dtype: torch.dtype) -> int:
 
 def frozen_model(config: ModelConfig, path: str, dtype: torch.dtype) -> Any:
     """Return a language model that is not trained, without storage for its weights."""
-    return memory.empty_model(replace(config, path=path, lora_rank=0), "token", dtype, trainable=False)
+    return memory.counted_model(replace(config, path=path, lora_rank=0), "token", dtype, trainable=False)
 
 
 def vocabulary_of(model: Any) -> int:

@@ -1,0 +1,108 @@
+"""Counts the work of a model per token: matrix products, attention, memory traffic. Nothing is loaded or run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.models.memory import experts_of, layer_of
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelWork:
+    """What one token costs in a pass through a model."""
+
+    layers: int
+    hidden: int
+    gates: int  # sum over the layers of the width between the MLP's matrices, of the experts that a token uses
+    dense_weights: int  # in the matrices of the layers, without experts
+    expert_weights: int  # in all experts
+    used_share: float  # of the experts' weights that one token is multiplied with
+    head_weights: int
+    vocabulary: int
+    attention_width: int  # sum over heads of the sizes of a key and of a value, of one layer
+    exchanged_width: int  # of queries, keys, values and outputs of one layer: what context ranks exchange
+    experts_per_token: int
+    expert_layers: int
+    trained_share: float  # of the matrices of the layers, whose gradient is computed
+    parameters: int
+    trained: int
+    element_size: int
+
+    @property
+    def used_weights(self) -> float:
+        """Weights in the layers that one token is multiplied with."""
+        return self.dense_weights + self.used_share * self.expert_weights
+
+    def model_flops(self, tokens: float, counted: float, squares: float) -> float:
+        """Return the FLOPs of a forward and backward pass as model FLOP utilisation counts them: nothing twice.
+
+        `counted`: tokens that have logits; `squares`: the sum of squared sample lengths.
+        """
+        passes = 2 + 2 + 2 * self.trained_share
+        head = 6 if self.trained_share == 1 else 4
+        attention = 3 * self.attention_flops(squares)
+        return passes * self.used_weights * tokens + head * self.head_weights * counted + attention
+
+    def attention_flops(self, squares: float) -> float:
+        """Return the FLOPs of causal attention in a forward pass: half of all pairs of tokens."""
+        return self.layers * self.attention_width * squares
+
+
+def work_of(model: Any) -> ModelWork:
+    """Count the work of a model, which may be on the meta device."""
+    config = model.config.get_text_config()
+    modules = dict(model.named_modules())
+    stacks: dict[str, Any] = dict(experts_of(model))
+    inside = {name: layer for name in modules if (layer := layer_of(name))}
+    dense = trained = gates = 0
+    for name, module in modules.items():
+        if not isinstance(module, torch.nn.Linear) or name not in inside or any(name.startswith(s) for s in stacks):
+            continue
+        dense += module.weight.numel()
+        trained += module.weight.numel() * module.weight.requires_grad
+        if name.removesuffix(".base_layer").endswith(("mlp.down_proj", "mlp.c_proj", "experts.down_proj")):
+            gates += module.in_features
+    experts = sum(p.numel() for stack in stacks.values() for p in stack.parameters())
+    trained += sum(p.numel() for stack in stacks.values() for p in stack.parameters() if p.requires_grad)
+    per_token = experts_per_token(config) if stacks else 0
+    share = 0.0
+    for stack in stacks.values():
+        share = per_token / stack.num_experts
+        gates += per_token * stack.down_proj.numel() // (stack.num_experts * config.hidden_size)
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
+    size = size or config.hidden_size // heads
+    keys = values = size
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):
+        keys, values, kv_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, heads
+    head = model.get_output_embeddings()
+    parameters = list(model.parameters())
+    return ModelWork(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        gates=gates,
+        dense_weights=dense,
+        expert_weights=experts,
+        used_share=share,
+        head_weights=0 if head is None else head.weight.numel(),
+        vocabulary=0 if head is None else head.weight.shape[0],
+        attention_width=heads * (keys + values),
+        exchanged_width=heads * keys + kv_heads * (keys + values) + heads * values,
+        experts_per_token=per_token,
+        expert_layers=len(stacks),
+        trained_share=trained / max(1, dense + experts),
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        element_size=parameters[0].element_size(),
+    )
+
+
+def experts_per_token(config: Any) -> int:
+    """Return the number of experts that a token is sent to, by the names that families use."""
+    for name in ("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token"):
+        if value := getattr(config, name, None):
+            return int(value)
+    return 1
