@@ -37,6 +37,7 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("train.learning_rate", 0, None),
     ("train.min_lr_ratio", 0, 1),
     ("train.lr_decay_steps", 0, None),
+    ("log.communication_every_steps", 0, None),
     ("train.warmup_steps", 0, None),
     ("train.warmup_ratio", 0, 1),
     ("train.weight_decay", 0, None),

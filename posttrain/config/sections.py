@@ -178,6 +178,8 @@ class LogConfig:
     """Directory for the local files of Weights & Biases; empty: logs in the run directory."""
     tensorboard_dir: str = ""
     """Directory for tensorboard's files; empty: logs/tensorboard in the run directory."""
+    communication_every_steps: int = 0
+    """Steps between measurements of communication and of the slowest rank, with torch's profiler; 0: none."""
 
 
 @dataclass(slots=True, frozen=True)

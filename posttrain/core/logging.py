@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.core.host import peak_memory_gib
-from posttrain.core.jsonl import LineFile
+from posttrain.core.jsonl import LineFile, cut_after
 from posttrain.core.metrics_sinks import (
     Metrics,
     MetricsFile,
@@ -72,6 +72,9 @@ class Log:
         self.phases = PhaseTimer()
         self.console = RunConsole(total_steps=total_steps, quiet=quiet)
         self.run_file: LineFile | None = None
+        self.rank_file: LineFile | None = None  # from the first report on
+        self.start_step = start_step
+        self.devices = 1  # over which tokens_per_second_per_device divides
         self.sinks: list[MetricsSink] = []
         self.handler = WarningsToLog(self)
         if folder is None:
@@ -100,9 +103,10 @@ class Log:
             self._record("error", "".join(traceback.format_exception(error)).rstrip())
         self.console.end()
         self._close_sinks(failed=error is not None)
-        run_file, self.run_file = self.run_file, None
-        if run_file is not None:
-            run_file.close()
+        for file in (self.run_file, self.rank_file):
+            if file is not None:
+                file.close()
+        self.run_file = self.rank_file = None
         logging.getLogger("posttrain").removeHandler(self.handler)
 
     @contextlib.contextmanager
@@ -127,6 +131,8 @@ class Log:
         training = sum(s for name, s in seconds.items() if name not in NOT_TRAINING)
         if "tokens" in metrics and "tokens_per_second" not in metrics and training > 0:
             row["tokens_per_second"] = round(metrics["tokens"] / training, 1)
+            if self.devices > 1:
+                row["tokens_per_second_per_device"] = round(metrics["tokens"] / training / self.devices, 1)
         row.setdefault("memory_gib", round(peak_memory_gib(), 3))
         row |= {f"time/{name}": round(s, 6) for name, s in seconds.items()}
         row |= {f"memory/{name}": round(gib, 3) for name, gib in self.phases.take_peaks().items()}
@@ -151,6 +157,16 @@ class Log:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             self.warn(f"{path}: cannot be written: {error.strerror}. The run goes on without these samples")
+
+    def ranks(self, step: int, role: str, rows: list[dict[str, Any]]) -> None:
+        """Append what each rank of a role reports of a step, in order of rank, to logs/ranks.jsonl."""
+        if self.folder is None:
+            return
+        if self.rank_file is None:
+            path = self.folder / "logs" / "ranks.jsonl"
+            cut_after(path, self.start_step)
+            self.rank_file = LineFile(path)
+        self.rank_file.append(json.dumps({"step": step, "role": role, "ranks": rows}) + "\n")
 
     def message(self, text: str) -> None:
         """Print a line above the progress; with --quiet it goes to logs/run.log only."""

@@ -12,7 +12,17 @@ from typing import Any, Protocol
 from posttrain.core.errors import UsageError
 from posttrain.core.jsonl import LineFile, cut_after
 
-WALL_CLOCK_KEYS = frozenset({"tokens_per_second", "memory_gib"})
+WALL_CLOCK_KEYS = frozenset(
+    {
+        "tokens_per_second",
+        "tokens_per_second_per_device",
+        "memory_gib",
+        "model_flop_utilisation",
+        "communication_seconds",
+        "slowest_rank",
+        "slowest_rank_ratio",
+    }
+)
 """Metrics that differ between two equal runs, besides all that begin with `time/`."""
 
 INSTALL = {

@@ -54,17 +54,19 @@ class ModelWork:
 def work_of(model: Any) -> ModelWork:
     """Count the work of a model, which may be on the meta device."""
     config = model.config.get_text_config()
-    modules = dict(model.named_modules())
     stacks: dict[str, Any] = dict(experts_of(model))
-    inside = {name: layer for name in modules if (layer := layer_of(name))}
     dense = trained = gates = 0
-    for name, module in modules.items():
-        if not isinstance(module, torch.nn.Linear) or name not in inside or any(name.startswith(s) for s in stacks):
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        inside = layer_of(name) and name not in stacks and not isinstance(module, torch.nn.Embedding)
+        if not inside or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
             continue
-        dense += module.weight.numel()
-        trained += module.weight.numel() * module.weight.requires_grad
+        # 4-bit layers store two numbers per element.
+        size = module.in_features * module.out_features if isinstance(module, torch.nn.Linear) else weight.numel()
+        dense += size
+        trained += size * weight.requires_grad
         if name.removesuffix(".base_layer").endswith(("mlp.down_proj", "mlp.c_proj", "experts.down_proj")):
-            gates += module.in_features
+            gates += size // config.hidden_size
     experts = sum(p.numel() for stack in stacks.values() for p in stack.parameters())
     trained += sum(p.numel() for stack in stacks.values() for p in stack.parameters() if p.requires_grad)
     per_token = experts_per_token(config) if stacks else 0
@@ -72,12 +74,7 @@ def work_of(model: Any) -> ModelWork:
     for stack in stacks.values():
         share = per_token / stack.num_experts
         gates += per_token * stack.down_proj.numel() // (stack.num_experts * config.hidden_size)
-    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
-    size = size or config.hidden_size // heads
-    keys = values = size
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):
-        keys, values, kv_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, heads
+    heads, kv_heads, keys, values = head_sizes(config)
     head = model.get_output_embeddings()
     parameters = list(model.parameters())
     return ModelWork(
@@ -98,6 +95,17 @@ def work_of(model: Any) -> ModelWork:
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         element_size=parameters[0].element_size(),
     )
+
+
+def head_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Return the numbers of heads and key-value heads, and the sizes of a key and a value; 0 without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    if not heads:
+        return 0, 0, 0, 0
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # keys and values of each head
+        return heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size, size
 
 
 def experts_per_token(config: Any) -> int:

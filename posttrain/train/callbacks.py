@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.metrics_sinks import WALL_CLOCK_KEYS
 
 METRIC_PREFIXES = ("eval/", "time/", "rewards/", "critic/")
-ADDED_BY_LOG = {"step", "tokens", "tokens_per_second", "memory_gib", "not_finite"}
+ADDED_BY_LOG = {"step", "tokens", "not_finite", *WALL_CLOCK_KEYS}
 
 MetricFunctions = Mapping[str, Callable[[Any], float]]
 

@@ -12,6 +12,8 @@ samples of its own. A process with fewer micro-batches than another runs dummy b
 from __future__ import annotations
 
 import gc
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +27,8 @@ import torch
 
 from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import ModelConfig, TrainConfig
-from posttrain.core.devices import default_device
+from posttrain.core.device_rates import rates_of
+from posttrain.core.devices import default_device, device_memory
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.core.host import peak_memory_gib
 from posttrain.core.types import (
@@ -54,6 +57,7 @@ from posttrain.models.saving import load_weights, save_model
 from posttrain.models.stop_ids import stop_ids
 from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
+from posttrain.models.work import work_of
 from posttrain.nn import training_graphs
 from posttrain.nn.embedding_noise import EmbeddingNoise
 from posttrain.nn.forward import (
@@ -68,12 +72,14 @@ from posttrain.nn.layers import use_fp8_products
 from posttrain.nn.lm_head import EarlyGradients
 from posttrain.nn.optimizer import Optimizer
 from posttrain.nn.optimizer_rules import embedding_names
+from posttrain.parallel.communication import CommunicationMeter
 from posttrain.parallel.fsdp import ModelShards, anchor_outputs, meta_copy
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.parallel.pipeline import StageInput
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 from posttrain.train.local_generator import LocalGenerator
 from posttrain.train.metric_sums import LARGEST, OUT_OF_MEMORY, MetricSums, Sums
+from posttrain.train.rank_report import RankReport
 
 PLAIN = SamplingDistribution()
 VALUE_HEAD = "value_head.weight"
@@ -116,6 +122,8 @@ class Learner:
         self.shards = ModelShards.create(layout, self.device, self.dtype) if layout and layout.is_sharded() else None
         loading: dict[str, Any] = {"device": self.device, "seed": seed, "shards": self.shards}
         self.model = load_model(model, head, trainable=trainable, **loading)
+        self.device_name = device_memory(self.device)[0]
+        self.work = work_of(self.model) if rates_of(self.device_name) else None  # to compare with the device's rate
         self.tokenizer = load_tokenizer(model)
         if template:  # saved with the model, so that it is prompted, and stops, as in training
             apply_template(self.tokenizer, template)
@@ -159,6 +167,8 @@ class Learner:
         if trainable and self.shards is None and not shares_memory and self.runner.noise is None:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, train_config.micro_batch_tokens)
         LEARNERS.add(self)
+        self.meter = CommunicationMeter(self.device)
+        self.seconds = self.flops = 0.0  # of training since the last report
         self.dropout_seed = seed if model.lora_dropout and trainable else None
         self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and engine.name == "local":
@@ -208,7 +218,8 @@ class Learner:
         the only sum is OUT_OF_MEMORY: the size to repeat the step with, after `discard`; 0 if none is smaller.
         """
         try:
-            return self.add_gradients(samples, objective, denominator, tokens)
+            with self.timed(), self.meter.measured():
+                return self.add_gradients(samples, objective, denominator, tokens)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -231,7 +242,7 @@ class Learner:
             self.runner.noise.step = self.optimizer.steps
         metrics = MetricSums()
         with self.seeded_dropout():
-            batches = self.micro_batches(samples, objective.group_size)
+            batches = self.with_counted_flops(self.micro_batches(samples, objective.group_size))
             loss = partial(
                 self.scaled_loss, objective=objective, denominator=denominator, tokens=tokens, metrics=metrics
             )
@@ -330,7 +341,8 @@ class Learner:
         assert self.optimizer is not None, "this learner was loaded for inference"
         self.generator.weights_changed()
         self.passes = 0
-        return self.optimizer.step(learning_rate)
+        with self.timed():
+            return self.optimizer.step(learning_rate)
 
     def discard(self) -> dict[str, float]:
         """Clear the gradients without applying them."""
@@ -339,9 +351,46 @@ class Learner:
         self.passes = 0
         return {"skipped": 1.0}
 
-    def peak_memory_gib(self) -> float:
-        """Return the most memory that this process's device has held so far."""
-        return peak_memory_gib()
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block to that of the next report."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def with_counted_flops(self, batches: Iterable[MicroBatch | None]) -> Iterator[MicroBatch | None]:
+        """Yield the micro-batches, and count their FLOPs for the next report."""
+        for batch in batches:
+            self.flops += 0.0 if batch is None else self.batch_flops(batch)
+            yield batch
+
+    def batch_flops(self, batch: MicroBatch) -> float:
+        """Return the FLOPs of training on a micro-batch; a prefix that its samples share counts once."""
+        if self.work is None:
+            return 0.0
+        lengths = np.asarray(batch.lengths, dtype=np.float64)
+        share = len((batch.sharing or batch).tokens) / max(1.0, float(lengths.sum()))
+        squares = float(np.square(lengths).sum()) * share
+        return self.work.model_flops(float(lengths.sum()) * share, float(len(batch.counted)), squares)
+
+    def request_communication(self) -> None:
+        """Measure the time in communication until the next report."""
+        self.meter.request()
+
+    def rank_report(self) -> RankReport:
+        """Return what this rank has done since the last report."""
+        found = RankReport(
+            host=socket.gethostname(),
+            device=self.device_name,
+            memory_gib=peak_memory_gib(),
+            seconds=self.seconds,
+            flops=self.flops,
+            communication_seconds=self.meter.take(),
+        )
+        self.seconds = self.flops = 0.0
+        return found
 
     # Forward passes without gradients
 

@@ -13,6 +13,7 @@ from posttrain.engines.base import GenerationRequest, OnCompletion, Sampling
 from posttrain.engines.local import LocalEngine
 from posttrain.train.learner import PLAIN, Part
 from posttrain.train.metric_sums import Sums, add_sums
+from posttrain.train.rank_report import RankReport, rank_metrics
 
 T = TypeVar("T")
 
@@ -30,21 +31,25 @@ class LearnerGroup:
         assert size * stages == workers.size and size % ranks_per_sample == 0, (workers.size, stages, ranks_per_sample)
         self.workers, self.ranks_per_sample, self.stages = workers, ranks_per_sample, stages
         self.micro_batch_tokens = 0  # of `limit_micro_batches`; 0: as configured
+        self.reports: list[RankReport] = []  # of the ranks on their last optimizer step
 
     def forward_backward(self, samples: Sequence[Sample], objective: Objective, denominator: int, tokens: int) -> Sums:
         return add_sums(self.spread("forward_backward", samples, objective.group_size, objective, denominator, tokens))
 
     def step(self, learning_rate: float) -> dict[str, float]:
-        return self.with_memory(self.workers.call("step", learning_rate)[0])
+        return self.with_rank_metrics(self.workers.call("step", learning_rate)[0])
 
     def discard(self) -> dict[str, float]:
-        return self.with_memory(self.workers.call("discard")[0])
+        return self.with_rank_metrics(self.workers.call("discard")[0])
 
-    def with_memory(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the peak memory of the device that has used the most; that of this process is logged anyway."""
-        if isinstance(self.workers, LocalWorkers):
-            return metrics
-        return metrics | {"memory_gib": round(max(self.workers.call("peak_memory_gib")), 3)}
+    def request_communication(self) -> None:
+        """Measure the time in communication until the next optimizer step."""
+        self.workers.call("request_communication")
+
+    def with_rank_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add what follows from the reports of all ranks; `memory_gib` is that of the device that has used the most."""
+        self.reports = self.workers.call("rank_report")
+        return metrics | rank_metrics(self.reports, self.ranks_per_sample)
 
     def limit_micro_batches(self, tokens: int) -> None:
         self.micro_batch_tokens = tokens

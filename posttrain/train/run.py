@@ -180,6 +180,7 @@ class Run:
                 config=configs.as_mapping(config),
                 start_step=start if config.resume else None,
             )
+            log.devices = config.cluster.devices
             stack.enter_context(log)
             for line in (*data.train.descriptions, *describe(config, data, folder.path)):
                 log.message(line)

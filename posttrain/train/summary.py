@@ -26,6 +26,9 @@ def average_updates(updates: list[dict[str, float]]) -> dict[str, float]:
         values = [metrics[name] for metrics in updates if name in metrics]
         if name.startswith("largest_") or name.endswith("memory_gib"):
             reduced[name] = max(values)
+        elif name.endswith("slowest_rank"):  # ranks have no average: that of the update with the longest wait
+            measured = [metrics for metrics in updates if name in metrics]
+            reduced[name] = max(measured, key=lambda metrics: metrics[f"{name}_ratio"])[name]
         else:
             reduced[name] = sum(values) / (1 if name.endswith("skipped") else len(values))
     return reduced

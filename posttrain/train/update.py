@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from posttrain.core import ops
 from posttrain.core.devices import default_device, device_memory
@@ -13,6 +13,7 @@ from posttrain.core.types import Objective, Sample, count_units
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.memory_plan import estimate_memory, without_cache
 from posttrain.train.metric_sums import OUT_OF_MEMORY, averages
+from posttrain.train.rank_report import slow_rank_warning
 from posttrain.train.run import Run
 
 BAD_STEPS_ALLOWED = 3
@@ -53,6 +54,9 @@ def update(
     if smaller and learner.micro_batch_tokens != smaller:  # another learner of this run was out of memory
         learner.limit_micro_batches(smaller)
     metrics: dict[str, float] = {}
+    every = run.config.log.communication_every_steps
+    if every and step % every == 0 and learner.workers.size > 1:
+        learner.request_communication()
     done = False
     while not done:
         sums = learner.forward_backward(samples, objective, denominator, tokens)
@@ -70,6 +74,10 @@ def update(
         finite = math.isfinite(means["loss"] + means.get("pretrain_loss", 0.0))
         metrics = means | (learner.step(rate) if finite else learner.discard())
         done = not metrics.get("rescaled")  # float16: repeat the step with a smaller loss scale
+    if learner.workers.size > 1:
+        run.log.ranks(step, "policy" if peak_rate is None else "critic", [asdict(each) for each in learner.reports])
+    if warning := slow_rank_warning(learner.reports, step):
+        run.log.warn(warning)
     progress = run.progress
     if metrics["skipped"]:
         progress.skipped += 1

@@ -1,0 +1,56 @@
+"""Measures the time that a process spends in communication with others, with torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+COLLECTIVES = ("nccl", "gloo:", "hccl", "xccl")  # how the names of kernels and operations begin
+MICROSECONDS = 1e-6
+
+
+class CommunicationMeter:
+    """Measures the block after `request`. Waiting for a slower rank is part of the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.requested = device, False
+        self.seconds: float | None = None  # of the last block that was measured
+
+    def request(self) -> None:
+        self.requested, self.seconds = True, 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the block, if that was requested; several blocks add up until `take`."""
+        if not self.requested:
+            yield
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            kinds = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds) as profile:
+            yield
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events() or ()
+            if event.name.lower().startswith(COLLECTIVES)
+        ]
+        self.seconds = (self.seconds or 0.0) + MICROSECONDS * covered(spans)
+
+    def take(self) -> float | None:
+        """Return the seconds measured since the last call; None if nothing was requested."""
+        found, self.seconds, self.requested = self.seconds, None, False
+        return found
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the time that spans cover; where several overlap, it counts once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
