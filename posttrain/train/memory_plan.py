@@ -217,11 +217,21 @@ def estimate_memory(
     sharding, average = sharding_of(config), bool(config.train.ema_decay)
     model = memory.counted_model(config.model, algo.head, dtype)
     teacher = teacher_model(config, algo, model, dtype)
-    whole = memory.model_memory(
-        model, average=average, in_4bit=config.model.load_in_4bit, optimizer=config.train.optimizer
+    in_4bit, several = config.model.load_in_4bit, sharding.devices > 1
+    whole = memory.kept(
+        ("whole", id(model), average, in_4bit, config.train.optimizer),
+        lambda: memory.model_memory(model, average=average, in_4bit=in_4bit, optimizer=config.train.optimizer),
     )
-    own = memory.sharded_memory(model, sharding, average=average) if sharding.devices > 1 else whole
-    if sharding.devices > 1 and "parameters" in config.cluster.offload:
+    own, gathered = whole, 0
+    if several:
+        own, gathered = memory.kept(
+            ("sharded", id(model), sharding, average),
+            lambda: (
+                memory.sharded_memory(model, sharding, average=average),
+                memory.gathered_bytes(model, sharding),
+            ),
+        )
+    if several and "parameters" in config.cluster.offload:
         own = replace(own, weights=0, masters=0, gradients=0, optimizer=0, average=0)
     staged = 0
     if "moments" in config.cluster.offload:
@@ -239,7 +249,7 @@ def estimate_memory(
         reference_stays=not algo.precompute_reference(),
         teacher=asked_teacher_bytes(config, algo, dtype) if teacher is None else weight_bytes(config, teacher, "actor"),
         critic=critic_bytes(config, algo, dtype) if shares_learners(config, "critic") else 0,
-        gathered=memory.gathered_bytes(model, sharding) if sharding.devices > 1 else 0,
+        gathered=gathered,
         sampler=copy_bytes if keeps_weight_copy(config, sharding) else 0,
         quantized=memory.eight_bit_bytes(model) if generates_in_8_bits(config, "actor") else 0,
         sampler_leaves=frees_weight_copy(config, sharding),
