@@ -25,7 +25,9 @@ _TABLE = yaml.safe_load((FOLDER / "cases.yaml").read_text(encoding="utf-8"))
 CASES: dict[str, list[str]] = _TABLE["cases"]
 PLANS: list[str] = _TABLE["plans"]
 
-WALL_CLOCK = re.compile("time/.*|tokens_per_second(_per_device)?|(.*/)?model_flop_utilisation|(.*/)?memory_gib|(.*_)?seconds")
+WALL_CLOCK = re.compile(
+    "time/.*|tokens_per_second(_per_device)?|(.*/)?model_flop_utilisation|(.*/)?memory_gib|(.*_)?seconds"
+)
 NOT_COMPARED = ("columns", "failure")  # copies of inputs, and message texts
 ROLLOUT_KEYS = ("step", "origin", "version", "finish", "turns", "reward", "baseline", "rewards", "logprobs")
 TENSOR_FILES = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors$")
