@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from posttrain.algorithms import Algorithm, OnlineAlgorithm
+from posttrain.algorithms.opd import SELF, is_address
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.types import Head
 from posttrain.engines.kv_cache import bytes_per_position
 from posttrain.engines.local import MORE_SLOTS_SHARE, SLOT_LIMIT, default_slots
 from posttrain.engines.vllm.options import VLLM_SHARE, VLLM_SHARE_BESIDE
 from posttrain.models import memory
+from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import compute_dtype
 from posttrain.models.memory import Sharding
 from posttrain.models.work import ModelWork, work_of
@@ -113,7 +115,7 @@ def model_work(config: Config, path: str, head: Head, device: torch.device, *, a
     """Return the work of a model of the run."""
     own = replace(config.model, path=path) if adapters else replace(config.model, path=path, lora_rank=0)
     dtype = compute_dtype(config.model, device)
-    key = ("work", path, head, own.lora_rank, own.lora_target_modules, dtype)
+    key = ("work", astuple(own), head, dtype)
     return memory.kept(key, lambda: work_of(memory.counted_model(own, head, dtype)))
 
 
@@ -187,24 +189,29 @@ def generate_time(
 def helper_time(config: Config, algo: Algorithm, device: torch.device, machines: Machines, step: StepWork) -> StepTime:
     """Estimate the passes of other models: reference, teacher, critic, reward models, old log-probabilities."""
     total, path = StepTime(), config.model.path
-    passes: list[tuple[str, str, Head, Sharding]] = []
+    passes: list[tuple[str, Head, Sharding]] = []
     needs = algo.needs()
     if "ref_logprobs" in needs and not algo.precompute_reference():
-        passes.append((algo.reference_path() or path, "reference", "token", sharding_of(config, "reference")))
+        passes.append((algo.reference_path() or path, "token", sharding_of(config, "reference")))
     if needs & {"old_logprobs", "logprobs"}:
-        passes.append((path, "actor", "token", sharding_of(config)))
+        passes.append((path, "token", sharding_of(config)))
     if algo.teacher_path():
-        passes.append((algo.teacher_path(), "teacher", "token", sharding_of(config)))
+        passes.append((algo.teacher_path(), "token", sharding_of(config)))
+    asked = algo.teachers() if isinstance(algo, OnlineAlgorithm) else None
+    for teacher in [] if asked is None else asked.teachers:
+        if not is_address(teacher):
+            passes.append((path if teacher == SELF else teacher, "token", sharding_of(config, "reference")))
     if isinstance(config, OnlineConfig):
         for index, text in enumerate(config.reward.functions):
             if text.startswith("model:"):
-                passes.append((text.removeprefix("model:"), "reward", "score", sharding_of(config, f"reward-{index}")))
-    for where, _, head, sharding in passes:
+                passes.append((text.removeprefix("model:"), "score", sharding_of(config, f"reward-{index}")))
+    for where, head, sharding in passes:
         work = model_work(config, where, head, device, adapters=False)
         total.add(step_time.pass_seconds(work, machines, sharding, step, backward=False))
     settings = algo.critic() if isinstance(algo, OnlineAlgorithm) else None
     if settings is not None:
-        work, sharding = model_work(config, settings.path or path, "score", device), sharding_of(config, "critic")
+        own = replace(config, model=without_freezing(config.model))
+        work, sharding = model_work(own, settings.path or path, "score", device), sharding_of(config, "critic")
         total.add(step_time.pass_seconds(work, machines, sharding, step, backward=False))
         total.add(step_time.train_seconds(work, machines, sharding, step))
     return total

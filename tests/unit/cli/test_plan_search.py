@@ -95,3 +95,12 @@ def test_shorter_completions_take_less_time(capsys):
         return float(found[1]) / (1000 if found[2] else 1)
 
     assert seconds("--completion_tokens", "64") < 0.7 * seconds()
+
+
+@pytest.mark.parametrize("verb", sorted(ALGORITHMS))
+def test_every_trainer_has_a_time(verb, capsys):
+    words = ["--model", "pico", "--data.max_length", "64", "--train.micro_batch_tokens", "128", "--device", "h100"]
+    words += ["--algo.teacher", "pico"] if verb in ("distill", "opd") else []
+    words += ["--reward", "gsm8k"] if ALGORITHMS[verb].online and verb != "opd" else []
+    assert plan.run([verb, *words]) == 0
+    assert re.search(r"^  all +[\d.]+ m?s", capsys.readouterr().out, re.MULTILINE)
