@@ -227,7 +227,7 @@ def train_seconds(
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Generation:
+class GenerationWork:
     """Completions of one step, and the engines that make them."""
 
     prompts: int  # different ones
@@ -242,7 +242,7 @@ class Generation:
     in_8_bits: bool = False
 
 
-def generation_seconds(work: ModelWork, machines: Machines, job: Generation) -> StepTime:
+def generation_seconds(work: ModelWork, machines: Machines, job: GenerationWork) -> StepTime:
     """Return the time in which the engines generate the completions of a step."""
     per_engine = math.ceil(job.completions / job.engines)
     active, waves = min(per_engine, job.slots), max(1.0, per_engine / job.slots)
@@ -263,7 +263,7 @@ def generation_seconds(work: ModelWork, machines: Machines, job: Generation) -> 
     return StepTime(parts)
 
 
-def remaining_sequences(job: Generation) -> Sequence[tuple[float, float]]:
+def remaining_sequences(job: GenerationWork) -> Sequence[tuple[float, float]]:
     """Return positions in completions, and the share of them that is at least as long."""
     positions = (np.arange(DECODE_POINTS) + 0.5) * job.max_tokens / DECODE_POINTS
     if job.completion_tokens >= job.max_tokens:
@@ -285,7 +285,7 @@ def untruncated_mean(mean: float, longest: int) -> float:
 
 
 def decode_seconds(
-    work: ModelWork, machines: Machines, job: Generation, sequences: float, position: float
+    work: ModelWork, machines: Machines, job: GenerationWork, sequences: float, position: float
 ) -> dict[str, float]:
     """Return the time of one decode step of an engine."""
     devices, element = job.devices_per_engine, work.element_size

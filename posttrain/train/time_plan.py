@@ -25,7 +25,7 @@ from posttrain.train import step_time
 from posttrain.train.layout_check import vllm_engine_size
 from posttrain.train.memory_plan import generates_in_8_bits, sharding_of, shares_learners
 from posttrain.train.run_data import RunData
-from posttrain.train.step_time import Generation, Machines, StepTime, StepWork
+from posttrain.train.step_time import GenerationWork, Machines, StepTime, StepWork
 
 VLLM_SEQUENCES = 256  # that vLLM generates at a time, unless max_num_seqs is set
 TRAINED_BYTES = 16  # per trained parameter: master weight, gradient, two moments
@@ -171,7 +171,7 @@ def generate_time(
     elif shares:
         room -= TRAINED_BYTES * work.trained / sharding_of(config).devices
     held = cache / size * (lengths.prompt + lengths.completion)  # by one sequence at its end
-    job = Generation(
+    job = GenerationWork(
         prompts=lengths.prompts,
         completions=lengths.samples,
         prompt_tokens=lengths.prompt,

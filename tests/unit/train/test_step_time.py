@@ -13,7 +13,7 @@ from posttrain.core.device_rates import DEVICES, rates_of
 from posttrain.models.memory import Sharding
 from posttrain.models.work import ModelWork, work_of
 from posttrain.train import step_time
-from posttrain.train.step_time import GATHERING, SUMS, Generation, Machines, StepWork
+from posttrain.train.step_time import GATHERING, SUMS, GenerationWork, Machines, StepWork
 from tests.tiny import tiny_model
 
 RESULTS = (Path(__file__).parents[3] / "bench/results.md").read_text(encoding="utf-8")
@@ -86,7 +86,8 @@ def generation(name: str, group: int = 8, sequences: int = 0, **options) -> floa
     lengths = {"prompt_tokens": 128, "completion_tokens": 256, "max_tokens": 256} | options
     cached = 2 * 2 * shape.layers * shape.kv_heads * shape.head_size
     counts = {"prompts": sequences // group, "completions": sequences, "engines": 1}
-    return step_time.generation_seconds(work(name), H200, Generation(**counts, cache_bytes=cached, **lengths)).seconds
+    job = GenerationWork(**counts, cache_bytes=cached, **lengths)
+    return step_time.generation_seconds(work(name), H200, job).seconds
 
 
 def generation_rate(name: str, group: int = 8, **options) -> float:
