@@ -113,12 +113,14 @@ class LayoutSearch:
         """Yield sizes of all axes whose product divides the learners' devices and whose states may fit."""
         work = model_work(self.config, self.config.model.path, self.algo.head, self.target.device)
         experts = (False, True) if work.expert_weights else (False,)
+        learners //= self.config.cluster.pipeline_parallel_size  # which stays as it is configured
         for tensor in powers(LARGEST_SIZE, learners):
             for context in powers(LARGEST_SIZE, learners // tensor):
                 ranks = learners // tensor // context
                 for replicate in divisors(ranks):
                     shard = learners // tensor // replicate
-                    states = TRAINED_BYTES / 2 * work.trained / (tensor * shard)  # at least: moments may leave
+                    held = work.trained / self.config.cluster.pipeline_parallel_size / (tensor * shard)
+                    states = TRAINED_BYTES / 2 * held  # at least: moments may leave
                     if states > self.target.available and not offloaded:
                         continue
                     for divided in experts:

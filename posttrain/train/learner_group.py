@@ -49,7 +49,7 @@ class LearnerGroup:
     def with_rank_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add what follows from the reports of all ranks; `memory_gib` is that of the device that has used the most."""
         self.reports = self.workers.call("rank_report")
-        found = rank_metrics(self.reports, self.ranks_per_sample)
+        found = rank_metrics(self.reports, self.ranks_per_sample, self.stages)
         if isinstance(self.workers, LocalWorkers):  # the memory of this process is logged anyway
             del found["memory_gib"]
         return metrics | found

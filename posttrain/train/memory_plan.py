@@ -276,7 +276,9 @@ def kept_pass(config: Config, algo: Algorithm, device: torch.device, samples: li
     if not samples:
         return PassMemory()
     sharding, sizes = sharding_of(config), tuple((len(sample), int(sample.mask.sum())) for sample in samples)
-    key = ("pass", astuple(config.model), type(algo), device.type, sizes, sharding.context, sharding.devices > 1)
+    stages = sharding.pipeline, sharding.virtual, sharding.layers_per_stage
+    divided = sharding.context, sharding.devices > 1, stages
+    key = ("pass", astuple(config.model), type(algo), device.type, sizes, divided)
     return memory.kept(key, lambda: estimate_pass(config, algo, device, samples))
 
 

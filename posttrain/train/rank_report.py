@@ -23,12 +23,15 @@ class RankReport:
     communication_seconds: float | None = None  # if it was measured
 
 
-def rank_metrics(reports: Sequence[RankReport], ranks_per_sample: int) -> dict[str, float]:
-    """Return the metrics of a step from the reports of all ranks, of which neighbours have the same samples."""
+def rank_metrics(reports: Sequence[RankReport], ranks_per_sample: int, stages: int = 1) -> dict[str, float]:
+    """Return the metrics of a step from the reports of all ranks, of which neighbours have the same samples.
+
+    With pipeline stages, each of as many equal parts of the ranks has all samples.
+    """
     metrics = {"memory_gib": round(max(report.memory_gib for report in reports), 3)}
     seconds, rates = max(report.seconds for report in reports), rates_of(reports[0].device)
     if rates is not None and seconds:
-        flops = sum(report.flops for report in reports[::ranks_per_sample])
+        flops = sum(report.flops for report in reports[: len(reports) // stages : ranks_per_sample])
         metrics["model_flop_utilisation"] = round(flops / seconds / len(reports) / rates.flops, 4)
     times = [report.communication_seconds for report in reports if report.communication_seconds is not None]
     if len(times) == len(reports):

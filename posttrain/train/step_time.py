@@ -10,6 +10,7 @@ A pass over a micro-batch of T tokens on one device costs, forward:
     tensor parallel   2 sums of the hidden states per layer forward and backward
     context parallel  queries, keys, values and outputs exchanged in every layer
     expert parallel   each token to its experts and back
+    pipeline          the layers of the last stage, which has the head; stages are idle for (stages - 1) micro-batches
 
 and a decode step reads all weights and the keys and values of every active sequence. The shares of the published rates
 below were fitted to the single-GPU figures of bench/results.md (tests/unit/train/test_step_time.py compares them). The
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -113,10 +114,6 @@ class StepTime:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def communication(self) -> float:
-        return sum(seconds for name, seconds in self.parts.items() if name in COMMUNICATION)
-
     def add(self, other: StepTime, times: float = 1.0) -> None:
         for name, seconds in other.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + times * seconds
@@ -128,13 +125,14 @@ class StepTime:
 
 GATHERING, SUMS, CONTEXT = "gathering parameters", "tensor-parallel sums", "context exchange"
 EXPERTS, COPIES, TRANSFER = "expert exchange", "gradients of copies", "weight transfer"
-COMMUNICATION = (GATHERING, SUMS, CONTEXT, EXPERTS, COPIES, TRANSFER)
+STAGES, BUBBLE = "sending between stages", "idle pipeline stages"
 
 
 def pass_seconds(
     work: ModelWork, machines: Machines, sharding: Sharding, step: StepWork, *, backward: bool, offload: bool = False
 ) -> StepTime:
     """Return the time of one pass over all tokens of a step, in micro-batches; without `backward`, forward only."""
+    work = busiest_stage(work, sharding)
     ranks, tensor, context = sharding.data_parallel_size, sharding.tensor, sharding.context
     share = 1 / (ranks * context)  # of the tokens on one device
     tokens, counted = step.tokens * share, step.counted * share
@@ -168,11 +166,33 @@ def pass_seconds(
     parts[EXPERTS] = work.expert_layers * machines.exchange_seconds(sent, sharding.experts, tensor)
     gathered = count * gather_seconds(work, machines, sharding, backward=backward)
     if offload:  # shards come from host memory, gradients go there
-        shard = work.parameters / sharding.devices * sharding.replicate
+        shard = work.parameters / (sharding.data * tensor) * sharding.replicate
         parts["host transfers"] = count * shard * (4 + (4 + 4 * work.trained / work.parameters) * backward)
         parts["host transfers"] /= LINK_SHARE * machines.rates.host
     parts[GATHERING] = max(0.0, gathered - kernels)
+    if sharding.pipeline > 1:
+        boundary = work.element_size * tokens * work.hidden * (1 + backward) * sharding.virtual
+        parts[STAGES] = boundary / machines.bandwidth(2, sharding.data * tensor)
+        parts[BUBBLE] = sum(parts.values()) * (sharding.pipeline - 1) / (sharding.virtual * count)
     return StepTime({name: seconds for name, seconds in parts.items() if seconds})
+
+
+def busiest_stage(work: ModelWork, sharding: Sharding) -> ModelWork:
+    """Return the work of the pipeline's last rank: its share of the layers, and the head."""
+    if sharding.pipeline == 1:
+        return work
+    dense, experts = work.dense_weights // sharding.pipeline, work.expert_weights // sharding.pipeline
+    parameters = dense + experts + work.head_weights
+    return replace(
+        work,
+        layers=math.ceil(work.layers / sharding.pipeline),
+        gates=work.gates // sharding.pipeline,
+        dense_weights=dense,
+        expert_weights=experts,
+        expert_layers=math.ceil(work.expert_layers / sharding.pipeline),
+        parameters=parameters,
+        trained=round(parameters * work.trained / work.parameters),
+    )
 
 
 def micro_batches(step: StepWork, sharding: Sharding) -> int:
@@ -198,6 +218,7 @@ def update_seconds(
     work: ModelWork, machines: Machines, sharding: Sharding, *, host_moments: bool = False, offload: bool = False
 ) -> StepTime:
     """Return the time of an optimizer step, with the communication that is left for it."""
+    work = busiest_stage(work, sharding)
     copies, ranks = sharding.replicate, sharding.data // sharding.replicate
     shard = work.trained / (sharding.tensor * ranks)
     parts = {"optimizer": OPTIMIZER_BYTES * shard / machines.memory}

@@ -47,6 +47,8 @@ def test_utilisation_counts_samples_once_and_every_device():
     metrics = rank_metrics(reports([2.0] * 4, [None] * 4, device="NVIDIA H100 80GB HBM3"), 2)
     expected = 2e12 / 2.0 / 4 / DEVICES["h100"].flops  # two data ranks of two devices each
     assert metrics["model_flop_utilisation"] == pytest.approx(expected, abs=5e-5)
+    staged = rank_metrics(reports([2.0] * 4, [None] * 4, device="NVIDIA H100 80GB HBM3"), 1, stages=2)
+    assert staged == metrics, "two data ranks of two pipeline stages each"
 
 
 def test_spans_that_overlap_count_once():

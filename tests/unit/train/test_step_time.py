@@ -180,6 +180,21 @@ def test_communication_of_7b_on_8_by_hand():
     assert tensor.parts[SUMS] == pytest.approx(by_hand, rel=1e-6)
 
 
+def test_pipeline_stages_divide_the_layers_and_wait():
+    """7B in 4 stages: a quarter of the layers and the whole head, and 3 of 8 micro-batches of waiting."""
+    machines = Machines(DEVICES["h100"])
+    step = StepWork(tokens=8 * 4096, counted=8 * 4096, squares=8 * 4096**2, micro_batch_tokens=4096)
+    one = step_time.pass_seconds(work("7b"), machines, Sharding(1), step, backward=True)
+    four = step_time.pass_seconds(work("7b"), machines, Sharding(1, pipeline=4), step, backward=True)
+    layers, head = work("7b").used_weights, work("7b").head_weights
+    share = (layers / 4 + head) / (layers + head)
+    assert four.parts["matrix products"] == pytest.approx(share * one.parts["matrix products"], rel=1e-3)
+    busy = four.seconds - four.parts[step_time.BUBBLE]
+    assert four.parts[step_time.BUBBLE] == pytest.approx(busy * 3 / 8)
+    interleaved = step_time.pass_seconds(work("7b"), machines, Sharding(1, pipeline=4, virtual=2), step, backward=True)
+    assert interleaved.parts[step_time.BUBBLE] < 0.55 * four.parts[step_time.BUBBLE]
+
+
 def test_collectives_across_machines_use_the_network():
     machines = Machines(DEVICES["h100"], devices_per_machine=8)
     inside, across = (machines.gather_seconds(1e9, 8, stride) for stride in (1, 8))
