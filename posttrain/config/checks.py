@@ -384,10 +384,10 @@ def division_problem(
             f"that the samples of {role} are divided into."
         )
     ranks = devices // tensor // replicate
-    if experts not in (1, ranks):
+    if ranks % experts:
         return (
-            f"{prefix}expert_parallel_size is {experts}; it must be 1, or {ranks}: the devices among which FSDP "
-            "divides the rest of the model. cluster.replicate_size makes copies over fewer devices each."
+            f"{prefix}expert_parallel_size is {experts}; it must divide {ranks}, the devices among which FSDP divides "
+            f"the rest of the model of {role}."
         )
     return ""
 

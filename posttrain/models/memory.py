@@ -261,7 +261,11 @@ def sharded_memory(model: Any, sharding: Sharding, *, average: bool) -> ModelMem
 
     Of pipeline stages, the one that holds the most.
     """
-    stages = [{p: elements_per_device(p, name, sharding) for name, p in held} for held in sharding.parameters(model)]
+    whole = whole_experts(model, sharding)
+    stages = [
+        {p: elements_per_device(p, name, sharding, whole=p in whole) for name, p in held}
+        for held in sharding.parameters(model)
+    ]
     sizes = max(stages, key=lambda sizes: sum(size * (16 if p.requires_grad else 1) for p, size in sizes.items()))
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     count = sum(p.requires_grad for p in sizes)
@@ -289,9 +293,11 @@ def gathered_bytes(model: Any, sharding: Sharding) -> int:
 def gathered_by_rank(model: Any, sharding: Sharding, held: list[tuple[str, torch.nn.Parameter]]) -> int:
     """Count the same of one pipeline rank, which holds the given parameters."""
     whole = Sharding(1, sharding.tensor)
-    staying = {p for _, module in experts_of(model) for p in module.parameters()} if sharding.experts > 1 else set()
+    staying = whole_experts(model, sharding)
     here = {p for _, p in held}
-    copies = sum(elements_per_device(p, "", sharding) * p.element_size() for p in staying & here if p.requires_grad)
+    copies = sum(
+        elements_per_device(p, "", sharding, whole=True) * p.element_size() for p in staying & here if p.requires_grad
+    )
     weights: Counter[str] = Counter()
     gradients: Counter[str] = Counter()  # in the compute type, and in float32 as they are accumulated
     for name, p in held:
@@ -306,8 +312,18 @@ def gathered_by_rank(model: Any, sharding: Sharding, held: list[tuple[str, torch
     return outside + layers + waiting + copies
 
 
-def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding) -> int:
-    """Count the elements of a parameter on one device: tensor ranks divide the layers' matrices, data ranks all."""
+def whole_experts(model: Any, sharding: Sharding) -> set[torch.nn.Parameter]:
+    """Return the parameters of experts that stay whole on a device: all, with expert parallelism."""
+    return {p for _, module in experts_of(model) for p in module.parameters()} if sharding.experts > 1 else set()
+
+
+def elements_per_device(parameter: torch.nn.Parameter, name: str, sharding: Sharding, *, whole: bool = False) -> int:
+    """Count the elements of a parameter on one device: tensor ranks divide the layers' matrices, data ranks all.
+
+    Of experts that stay whole, a device has those of an expert-parallel rank.
+    """
+    if whole:
+        return -(-parameter.numel() // sharding.experts)
     tensor = sharding.tensor if layer_of(name) and parameter.ndim > 1 else 1
     return -(-parameter.numel() // (tensor * sharding.data // sharding.replicate))
 

@@ -1,8 +1,9 @@
-"""Expert parallelism: each data rank holds some experts of every layer, and tokens are sent to them.
+"""Expert parallelism: groups of data ranks hold some experts of every layer each, and send tokens to them.
 
 FSDP would gather all experts of a layer on every rank, most of which few tokens use. Here each rank holds whole experts
 (a part of dimension 0 of the 3D weights that all families have in transformers), sends every token to the ranks of its
-experts and receives the results. An expert processes the tokens of all ranks, so its gradient is complete.
+experts and receives the results. An expert processes the tokens of all ranks of its group, so its gradient is complete
+for them; where there are several groups, their gradients are added up before the optimizer step.
 """
 
 from __future__ import annotations

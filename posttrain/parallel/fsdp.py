@@ -147,7 +147,7 @@ class ModelShards:
             if self.layout.tensor_parallel > 1 and hasattr(module, "config"):
                 self.summed |= apply_tensor_parallel(module, self.mesh["tensor"], self.device)
         if self.layout.expert_parallel > 1:
-            self.experts = shard_experts(model, self.mesh["data"], self.device, self.dtype)
+            self.experts = shard_experts(model, self.expert_mesh["data"], self.device, self.dtype)
         self.root = FullParameters(modules)
         for module in modules:
             for layer in decoder_layers(module):
@@ -222,10 +222,9 @@ class ModelShards:
         """Make the gradients of parameters that all tensor ranks hold equal on each rank, in place."""
         for name, parameter in self.unused_experts(gradients, parameters).items():
             gradients[name] = torch.zeros_like(local_shard(parameter))
-        if self.layout.replicate > 1:  # FSDP leaves divided experts alone
-            ids = {id(parameter) for experts in self.experts for parameter in experts.parameters()}
-            for name in (name for name in parameters if name in gradients and id(parameters[name]) in ids):
-                dist.all_reduce(gradients[name], group=self.mesh.get_group("replicate"))
+        if self.experts and self.layout.expert_copies(self.size) > 1:  # FSDP leaves divided experts alone
+            for name in sorted(self.expert_names(parameters) & gradients.keys()):
+                dist.all_reduce(gradients[name], group=self.expert_mesh.get_group("replicate"))
         size = self.layout.tensor_parallel
         for name, gradient in gradients.items():
             if size > 1 and not is_tensor_sharded(parameters[name]):
@@ -242,8 +241,18 @@ class ModelShards:
         self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the trained experts of this rank that received no token: their gradient is 0, not missing."""
+        return {name: parameters[name] for name in self.expert_names(parameters) - gradients.keys()}
+
+    def expert_names(self, parameters: dict[str, torch.Tensor]) -> set[str]:
+        """Return the names of the trained parameters of divided experts."""
         ids = {id(parameter) for experts in self.experts for parameter in experts.parameters()}
-        return {name: p for name, p in parameters.items() if id(p) in ids and name not in gradients}
+        return {name for name, parameter in parameters.items() if id(parameter) in ids}
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of divided experts: `data` are the ranks that divide them, `replicate` those with the same ones."""
+        sizes = self.layout.tensor_parallel, self.layout.expert_copies(self.size), self.layout.pipeline_parallel
+        return make_mesh(dist.group.WORLD, self.device.type, *sizes)
 
     @torch.no_grad()
     def gradient_norm(self, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -256,6 +265,10 @@ class ModelShards:
             if self.pipeline is not None and self.pipeline.tied:  # the first and the last stage have the same
                 tied = torch.tensor([name in self.pipeline.tied for name in gradients], device=self.device)
                 shares = torch.where(tied, shares / 2, shares)
+            if self.experts:
+                experts, copies = self.expert_names(parameters), self.layout.expert_copies(self.size)
+                divided = torch.tensor([name in experts for name in gradients], device=self.device)
+                shares = torch.where(divided, shares * self.layout.replicate / copies, shares)
             total = (norms.square() * shares).sum()
         dist.all_reduce(total)
         return (total / self.layout.replicate).sqrt()

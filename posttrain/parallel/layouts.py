@@ -34,7 +34,8 @@ class ParallelLayout:
     defer_reduction: bool = False
     """Gradients are reduced in the last micro-batch of a step only; until then each rank holds whole ones."""
     expert_parallel: int = 1
-    """1, or the number of FSDP ranks: each holds some whole experts (parallel/expert.py) instead of a part of each."""
+    """Neighbours among the FSDP ranks that each hold some whole experts (parallel/expert.py) instead of a part of every
+    expert. It divides these ranks; those with the same experts add up their gradients."""
     pipeline_parallel: int = 1
     """Ranks that hold different layers (parallel/pipeline.py); each of them is divided by the other sizes."""
     virtual_stages: int = 1
@@ -59,6 +60,10 @@ class ParallelLayout:
     def ranks_per_sample(self) -> int:
         """The number of consecutive ranks that process the same samples; those of other stages do so too."""
         return self.context_parallel * self.tensor_parallel
+
+    def expert_copies(self, ranks: int) -> int:
+        """Return how many of the model's `ranks` hold the same experts, not counting tensor and pipeline ranks."""
+        return ranks // self.pipeline_parallel // self.tensor_parallel // self.expert_parallel
 
     def is_sharded(self) -> bool:
         """Whether the model is sharded: there are several processes, or sharding is wanted on one."""

@@ -32,6 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BY_FOUR = ("tied", "experts")
 SPLIT = ("tied", "value head", "adapters", "half precision")  # those that tensor parallelism knows
+FOUR: dict[str, dict[str, int]] = {
+    "four": {},
+    "two by two": {"tensor_parallel": 2},
+    "two copies": {"replicate": 2},
+    "expert groups": {"expert_parallel": 2},
+}
 DIVIDED = {case: ParallelLayout(tensor_parallel=2) for case in SPLIT} | {"experts": ParallelLayout(expert_parallel=2)}
 
 
@@ -204,13 +210,15 @@ def refusals(folders: dict[str, str]) -> dict[str, Any]:
 def four(rank: int, folders: dict[str, str], place: Path) -> dict[str, Any]:
     found = {}
     for case in BY_FOUR:
-        for name, sizes in (("four", {}), ("two by two", {"tensor_parallel": 2}), ("two copies", {"replicate": 2})):
-            if "tensor_parallel" not in sizes or case in SPLIT:
+        for name, sizes in FOUR.items():
+            if ("tensor_parallel" not in sizes or case in SPLIT) and (
+                "expert_parallel" not in sizes or case not in SPLIT
+            ):
                 trained = Trained(case, folders, ParallelLayout(**sizes))
                 trained.learner.load(saved_by(case, "two", place))
                 found[f"{case}: {name}"] = trained.learn(2)
-                if name == "two copies":
-                    trained.learner.save(saved_by(case, "copies", place))
+                if name in ("two copies", "expert groups"):
+                    trained.learner.save(saved_by(case, name, place))
         trained = Trained(case, folders, ParallelLayout())
         trained.learner.load(saved_by(case, "one", place))
         found[f"{case}: from one"] = trained.learn(2)
@@ -256,10 +264,11 @@ def test_any_layout_goes_on_with_what_another_saved(found, case):
     results = {"one": resumed.learn(2)}
     if case in BY_FOUR:
         results["four"] = together(found["4"], f"{case}: four")
-        results["two copies"] = together(found["4"], f"{case}: two copies")
-        again = Trained(case, found["folders"])
-        again.learner.load(found["place"] / f"{case}-copies")
-        assert again.learn(1)[0][1] > 0, "what copies saved one process can load"
+        for layout in ("two copies", *(["expert groups"] if case == "experts" else [])):
+            results[layout] = together(found["4"], f"{case}: {layout}")
+            again = Trained(case, found["folders"])
+            again.learner.load(found["place"] / f"{case}-{layout}")
+            assert again.learn(1)[0][1] > 0, "what copies saved one process can load"
     if case in DIVIDED:
         results["divided"] = together(found["2"], f"{case}: divided", DIVIDED[case].ranks_per_sample)
         if not rough:
@@ -308,8 +317,6 @@ def test_what_cannot_be_split_is_said(found):
     assert "GPT2LMHeadModel (gpt2) cannot be split" in found["2"][0]["family"]
     assert "size is 2, which does not divide the model's num key value heads, which is 1" in found["2"][0]["heads"]
     assert "size is 2, but LlamaForCausalLM has no experts to divide" in found["2"][0]["no experts"]
-    assert (
-        "cluster.expert_parallel_size is 3; it must be 1, or 2: the devices among which FSDP" in found["2"][0]["three"]
-    )
+    assert "cluster.expert_parallel_size is 3; it must divide 2, the devices among which FSDP" in found["2"][0]["three"]
     assert "size is 2, but experts with adapters cannot be divided" in found["2"][0]["adapters"]
     assert "size is 2, which does not divide the 3 experts of a layer" in found["2"][0]["odd experts"]

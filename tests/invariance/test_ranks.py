@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and how they di
     "cp2 x tp2": (4, {"context_parallel": 2, "tensor_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
     "ep4 x cp2": (4, {"expert_parallel": 4, "context_parallel": 2}),
+    "ep2 in 2 groups": (4, {"expert_parallel": 2}),
+    "ep2 in 2 groups x cp2": (4, {"expert_parallel": 2, "context_parallel": 2}),
     "hsdp 2 x 2": (4, {"replicate": 2}),
     "hsdp of 2 copies x tp2": (4, {"replicate": 2, "tensor_parallel": 2}),
     "2 copies": (2, {"replicate": 2}),

@@ -266,6 +266,8 @@ def test_experts_that_stay_are_not_gathered(capsys, tmp_path):
     assert lines_of(capsys.readouterr().out)["devices"] == ("4", note)
     model = memory.empty_model(config.model, "token", torch.bfloat16)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    four, groups = (memory.sharded_memory(model, memory.Sharding(4, experts=size), average=False) for size in (4, 2))
+    assert groups.masters - four.masters == sum(p.numel() for p in experts), "a half of them, not a quarter"
     layer = sum(p.numel() for p in experts) // model.config.num_hidden_layers
     all_of_them, own = (memory.gathered_bytes(model, memory.Sharding(4, experts=n)) for n in (1, 4))
     expected = layer * (2 * 2 + 2 + 4) - 2 * sum(p.numel() for p in experts) // 4

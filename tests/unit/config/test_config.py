@@ -498,8 +498,8 @@ LAYOUTS = [
         "^actor has 4 devices, which cluster.tensor_parallel_size 2 times cluster.context_parallel_size 4 does not",
     ),
     (
-        {"expert_parallel_size": 2},
-        "^cluster.expert_parallel_size is 2; it must be 1, or 4: the devices among which FSDP",
+        {"expert_parallel_size": 3},
+        "^cluster.expert_parallel_size is 3; it must divide 4, the devices among which FSDP",
     ),
     ({"pipeline_parallel_size": 3}, "^actor has 4 devices, which cluster.pipeline_parallel_size 3 does not divide"),
     (
