@@ -74,6 +74,7 @@ def train(
                 "rollout": {
                     "environment": environment,
                     "environment_workers": chosen.workers,
+                    "environment_schedule": "lock_step",  # these environments take no time
                     "samples_per_prompt": chosen.samples,
                     "max_tokens": chosen.max_tokens,
                 },

@@ -96,16 +96,25 @@ class EnvironmentProcess:
     def load(self) -> None:
         self.loaded = self.supervisor.load(self.name, self.request)
 
-    def advance(self, episodes: Sequence[Episode]) -> None:
+    def advance(self, episodes: Sequence[Episode], on_result: Callable[[Episode], None] = lambda _: None) -> None:
         """Send new events to the environments; in the end each episode has its next result, or has failed.
 
-        After a stop of the run it returns at once.
+        After a stop of the run it returns at once. `on_result` is called with episodes as soon as they have theirs.
         """
         suspect: Episode | None = None
-        while waiting := [episode for episode in episodes if episode.waits]:
+        answered: set[int] = set()  # by number: these may have got another reply meanwhile, for the next call
+
+        def deliver(episode: Episode) -> None:
+            answered.add(episode.number)
+            on_result(episode)
+
+        def unanswered(among: Sequence[Episode]) -> list[Episode]:
+            return [episode for episode in among if episode.number not in answered and episode.waits]
+
+        while waiting := unanswered(episodes):
             repeated, sent, suspect = suspect, [suspect] if suspect else waiting, None
             try:
-                self._send(sent)
+                self._send(sent, deliver)
                 continue
             except ProcessRetiredError:
                 self.stop()
@@ -114,7 +123,7 @@ class EnvironmentProcess:
                 reason, timed_out = str(error), isinstance(error, ProcessTimeoutError)
             except UsageError as error:  # it was loaded before: its file must have changed
                 reason, timed_out, sent = str(error), False, []
-            current = next((episode for episode in sent if episode.waits), None)
+            current = next(iter(unanswered(sent)), None)
             self.stop()
             if self.stop_flag.is_set():
                 return  # the caller raises the reason
@@ -126,7 +135,7 @@ class EnvironmentProcess:
             else:
                 suspect = current  # it may have been killed, or suffer from another episode: repeat it alone
 
-    def _send(self, episodes: Sequence[Episode]) -> None:
+    def _send(self, episodes: Sequence[Episode], on_result: Callable[[Episode], None]) -> None:
         self.load()
         self.episodes |= {episode.number: episode for episode in episodes}
         events = [(episode, event) for episode in episodes for event in episode.events()]
@@ -136,8 +145,11 @@ class EnvironmentProcess:
         for reply in self.supervisor.ask(request):
             if received == len(events):
                 raise ProcessDiedError("there are more replies than events")
-            events[received][0].add_result(reply)
+            episode = events[received][0]
+            episode.add_result(reply)
             received += 1
+            if not episode.waits:
+                on_result(episode)
         if received != len(events):
             raise ProcessDiedError("a reply is missing")
 

@@ -26,7 +26,7 @@ from posttrain.data.encoding.chat import ChatRenderer
 from posttrain.data.encoding.tokens import Segment, TokenEncoder
 from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion, completion_thread, shared_engine
 from posttrain.engines.base import GenerationRequest, Generator, Sampling, seed_for
-from posttrain.rollout.environments import STOPPED, Environments, Episode
+from posttrain.rollout.environments import STOPPED, EnvironmentProcess, Environments, Episode
 from posttrain.rollout.records import ENVIRONMENT_FAILED, Rollout
 from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
 
@@ -329,11 +329,11 @@ class ConcurrentEpisodes:
 
     def __init__(self, runner: EpisodeRunner, engine: CompletionThread, sampling: Sampling) -> None:
         self.runner, self.engine, self.sampling = runner, engine, sampling
-        self.open: list[int] = []  # episodes of each environment process
 
-    async def run(self, episodes: Sequence[TokenizedEpisode], processes: Sequence[ThreadPoolExecutor]) -> None:
-        """Play all episodes; after a stop of the run, those that are not over are left. `processes`: their threads."""
-        self.processes, self.open = processes, [0] * len(processes)
+    async def run(self, episodes: Sequence[TokenizedEpisode], threads: Sequence[ThreadPoolExecutor]) -> None:
+        """Play all episodes; after a stop of the run, those that are not over are left. `threads`: of the processes."""
+        processes = self.runner.environments.processes
+        self.processes = [ProcessQueue(*pair) for pair in zip(processes, threads, strict=True)]
         self.free = asyncio.Semaphore(self.runner.most or len(episodes) or 1)
         ended = self.engine.start()
         tasks = [asyncio.ensure_future(self.play(each)) for each in episodes]
@@ -351,8 +351,9 @@ class ConcurrentEpisodes:
         async with self.free:
             if environments.stop_flag.is_set():
                 return
-            environments.place(episode, self.open.index(min(self.open)))
-            self.open[episode.process] += 1
+            loads = [process.episodes for process in self.processes]
+            process = self.processes[environments.place(episode, loads.index(min(loads)))]
+            process.episodes += 1
             tokenized.started = time.monotonic()
             if not await self.advance(tokenized):
                 return
@@ -364,19 +365,14 @@ class ConcurrentEpisodes:
                 if not await self.advance(tokenized):
                     return
                 runner.append_environment_turn(tokenized)
-            await self.in_process(tokenized, environments.processes[episode.process].end, episode)
-            self.open[episode.process] -= 1
+            process.end(episode)
 
     async def advance(self, tokenized: TokenizedEpisode) -> bool:
         """Run the next step of the environment; False if the run was asked to stop before it ended."""
-        episode, began = tokenized.episode, time.monotonic()
-        await self.in_process(tokenized, self.runner.environments.processes[episode.process].advance, [episode])
+        began = time.monotonic()
+        await self.processes[tokenized.episode.process].advance(tokenized.episode)
         tokenized.environment_seconds = time.monotonic() - began
-        return not episode.waits
-
-    async def in_process(self, tokenized: TokenizedEpisode, function: Callable[..., None], *args: Any) -> None:
-        thread = self.processes[tokenized.episode.process]
-        await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+        return not tokenized.episode.waits
 
     async def reply(self, tokenized: TokenizedEpisode) -> Sample:
         """Generate the next reply."""
@@ -390,3 +386,55 @@ class ConcurrentEpisodes:
         if completion.sample is None:
             raise PosttrainError("the engine ended before all episodes were over")
         return completion.sample
+
+
+class ProcessQueue:
+    """What waits for one environment process: it is sent together, and each result is delivered when it comes."""
+
+    def __init__(self, process: EnvironmentProcess, thread: ThreadPoolExecutor) -> None:
+        """`thread`: in which all calls of the process are made."""
+        self.process, self.thread = process, thread
+        self.episodes = 0  # that it has, and that are not over
+        self.waiting: dict[int, tuple[Episode, asyncio.Future[None]]] = {}  # by number of the episode
+        self.ended: list[Episode] = []
+        self.sender: asyncio.Task[None] | None = None
+
+    async def advance(self, episode: Episode) -> None:
+        """Wait for the episode's next result; there is none if the run was asked to stop."""
+        result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting[episode.number] = (episode, result)
+        if self.sender is None or self.sender.done():
+            self.sender = asyncio.ensure_future(self.send())
+        await result
+
+    async def send(self) -> None:
+        """Make calls until nothing waits."""
+        loop = asyncio.get_running_loop()
+        while self.waiting:
+            sent, self.waiting = self.waiting, {}
+            ended, self.ended = self.ended, []
+
+            def deliver(number: int, sent: dict[int, tuple[Episode, asyncio.Future[None]]] = sent) -> None:
+                if not sent[number][1].done():
+                    sent[number][1].set_result(None)
+
+            def on_result(episode: Episode, deliver: Callable[[int], None] = deliver) -> None:
+                loop.call_soon_threadsafe(deliver, episode.number)
+
+            try:
+                episodes = [episode for episode, _ in sent.values()]
+                await loop.run_in_executor(self.thread, self.call, episodes, ended, on_result)
+            finally:
+                for number in sent:  # those that failed, or were given up after a stop
+                    deliver(number)
+
+    def call(self, episodes: Sequence[Episode], ended: Sequence[Episode], on_result: Callable[[Episode], None]) -> None:
+        """Make one call of the process; in its thread."""
+        for episode in ended:
+            self.process.end(episode)
+        self.process.advance(episodes, on_result)
+
+    def end(self, episode: Episode) -> None:
+        """Free an episode that is over, with the next call."""
+        self.ended.append(episode)
+        self.episodes -= 1
