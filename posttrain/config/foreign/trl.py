@@ -184,7 +184,7 @@ DPO: Table = {
     "f_alpha_divergence_coef": "algo.f_alpha",
     "ld_alpha": "algo.ld_alpha",
     "discopop_tau": "algo.discopop_tau",
-    "use_weighting": absent("this variant of the loss does not exist"),
+    "use_weighting": absent("algo.weight_by_policy is WPO without the alignment of its weights"),
 }
 KTO: Table = {
     "desirable_weight": "algo.desirable_weight",
@@ -234,7 +234,11 @@ DISTILL: Table = {
 
 OPD: Table = {
     **{key: DISTILL[key] for key in ("teacher_model_name_or_path", "beta", "teacher_model_init_kwargs")},
-    "lmbda": absent("all completions are the student's; posttrain distill learns from the data's", "1", "1.0"),
+    "lmbda": Meaning(
+        ("algo.student_fraction", "algo.completion_column"),
+        "the share of the student's completions, drawn for each completion and not for each step",
+        same=("1", "1.0"),
+    ),
     "max_new_tokens": "rollout.max_tokens",
     "seq_kd": absent("posttrain generate writes a teacher's completions, posttrain sft learns them"),
 }
@@ -304,7 +308,11 @@ ROLLOUTS: Table = {
     ),
     "ref_model_mixup_alpha": absent("the policy itself becomes the reference, without mixing"),
     "entropy_coef": "algo.entropy_coef",
-    "top_entropy_quantile": absent("tokens of any entropy count", "1", "1.0"),
+    "top_entropy_quantile": Meaning(
+        ("algo.top_entropy_fraction",),
+        "the same share, but of each completion's tokens and not of the batch's",
+        same=("1", "1.0"),
+    ),
     "reward_funcs": made(
         "reward.functions", by=reward_functions, note="accuracy_reward is math; model:PATH for models"
     ),

@@ -66,7 +66,9 @@ ESTIMATORS = {
     "reinforce_plus_plus": ("reinforce",),
     "reinforce_plus_plus_baseline": ("reinforce",),
     "remax": ("remax",),
+    "opo": ("grpo",),
 }
+GROUP_ADVANTAGES = {"grpo_passk": "best_minus_second", "opo": "length_weighted_mean"}
 
 
 def column(ours: str) -> Meaning:
@@ -549,6 +551,14 @@ SAPO: Table = {
     f"{ACTOR}.tau_pos": "algo.temperature_positive",
     f"{ACTOR}.tau_neg": "algo.temperature_negative",
 }
+GROUP: Table = {
+    "algorithm.adv_estimator": Meaning(
+        ("algo.group_advantage",),
+        "not an option: the verb here; of grpo_passk and opo also algo.group_advantage",
+        lambda value, given: {"algo.group_advantage": GROUP_ADVANTAGES[value]} if value in GROUP_ADVANTAGES else {},
+        verbs=ESTIMATORS,
+    ),
+}
 REINFORCE: Table = {
     "algorithm.gamma": "algo.gamma",
     "algorithm.adv_estimator": Meaning(
@@ -580,6 +590,7 @@ VERL = Library(
         (ONLINE, NO_GROUPS),
         (tuple(verb for verb in ONLINE if verb != "ppo"), NO_CRITIC),
         (("reinforce",), REINFORCE),
+        (("grpo",), GROUP),
         (GROUPED, {"algorithm.norm_adv_by_std_in_grpo": "algo.scale_by_std"}),
         (("sapo",), SAPO),
         (("ppo",), PPO),
