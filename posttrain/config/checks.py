@@ -46,6 +46,7 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("train.max_grad_norm", 0, None),
     ("train.ema_decay", 0, 0.999999),
     ("train.neftune_noise_alpha", 0, None),
+    ("train.profile_steps", 0, None),
     ("model.freeze_layers", 0, None),
     ("data.max_length", 2, None),
     ("data.max_examples", 0, None),
@@ -125,6 +126,11 @@ def check(config: Config, *, data: bool = True) -> Config:
     refuse(
         train.fp8 and bool(model.lora_rank),
         "train.fp8 is for layers without adapters, but model.lora_rank is set. Leave one of them out.",
+    )
+    refuse(
+        bool(train.profile_steps) and not all(0 <= rank < config.cluster.devices for rank in train.profile_ranks),
+        f"train.profile_ranks is {train.profile_ranks}; ranks count from 0, and cluster.devices is "
+        f"{config.cluster.devices}.",
     )
     refuse(
         train.fp8 and config.cluster.devices > 1,

@@ -27,6 +27,7 @@ AGGREGATIONS = {"token": "token_mean", "sample": "sample_mean", "length": "fixed
 NAMES: dict[str, str | tuple[str, ...]] = {
     "out": "output_dir",
     "steps": "train.max_steps",
+    "profile": "train.profile_steps",
     "epochs": "train.epochs",
     "model.lora_targets": "model.lora_target_modules",
     "model.router_loss": "model.router_aux_loss_coef",

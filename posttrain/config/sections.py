@@ -142,6 +142,11 @@ class TrainConfig:
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights with this decay, such as 0.992; `posttrain export --ema`
     exports it."""
+    profile_steps: int = 0
+    """Profile this many steps, after the first one of the command: traces and a page in the run directory's profile/;
+    short: --profile N."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Learner ranks that train.profile_steps profiles."""
 
 
 @dataclass(kw_only=True, slots=True)

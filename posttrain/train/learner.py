@@ -79,6 +79,7 @@ from posttrain.parallel.pipeline import StageInput
 from posttrain.parallel.shards import full_tensor, local_shard, shard_slices
 from posttrain.train.local_generator import LocalGenerator
 from posttrain.train.metric_sums import LARGEST, OUT_OF_MEMORY, MetricSums, Sums
+from posttrain.train.profiler import WorkerProfile
 from posttrain.train.rank_report import RankReport
 
 PLAIN = SamplingDistribution()
@@ -170,6 +171,7 @@ class Learner:
         self.meter = CommunicationMeter(self.device)
         self.seconds = self.flops = 0.0  # of training since the last report
         self.dropout_seed = seed if model.lora_dropout and trainable else None
+        self.profile: WorkerProfile | None = None
         self.passes = 0  # calls of forward_backward since the last step
         if sampler_copy and self.shards is not None and engine.name == "local":
             self.generator.update(0)
@@ -350,6 +352,14 @@ class Learner:
         self.optimizer.clear_gradients()
         self.passes = 0
         return {"skipped": 1.0}
+
+    def start_profile(self, chosen: bool) -> None:
+        """Start torch's profiler, if this rank is one of those chosen."""
+        self.profile = WorkerProfile() if chosen else None
+
+    def stop_profile(self, file: Path | None) -> list[dict[str, Any]]:
+        """Stop the profiler, write its trace, and return time and calls of each operator."""
+        return self.profile.stop(file) if self.profile is not None and file is not None else []
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -54,6 +54,14 @@ class LearnerGroup:
             del found["memory_gib"]
         return metrics | found
 
+    def start_profile(self, ranks: Sequence[int]) -> None:
+        self.workers.scatter("start_profile", [rank in ranks for rank in range(self.workers.size)])
+
+    def stop_profile(self, files: dict[int, Path]) -> dict[int, list[dict[str, Any]]]:
+        """Write the trace of each chosen rank, and return its operators by rank."""
+        found = self.workers.scatter("stop_profile", [files.get(rank) for rank in range(self.workers.size)])
+        return {rank: rows for rank, rows in enumerate(found) if rows}
+
     def limit_micro_batches(self, tokens: int) -> None:
         self.micro_batch_tokens = tokens
         self.workers.call("limit_micro_batches", tokens)

@@ -12,6 +12,7 @@ from posttrain.data.dataset import ExampleStream
 from posttrain.train.callbacks import add_custom_metrics
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.metric_sums import Sums, add_sums, averages
+from posttrain.train.profiler import StepProfiler
 from posttrain.train.run import Result, Run, due
 from posttrain.train.streams import StreamFiller
 from posttrain.train.summary import closing_message
@@ -42,8 +43,11 @@ class OfflineLoop:
         """Train until all steps are done."""
         run, config, steps, metrics = self.run, self.run.config, self.run.data.steps, dict[str, float]()
         run.callbacks.call("on_start", self.step)
+        profiler = StepProfiler(run, self.policy, self.step)
         while self.step < steps and not run.callbacks.stop_reason:
+            profiler.before(self.step)
             metrics = self.train_step(self.next_batch())
+            profiler.after(self.step)
             if run.data.eval and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"):
                     metrics |= self.evaluate()

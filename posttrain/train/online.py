@@ -27,6 +27,7 @@ from posttrain.train.held_out_eval import HeldOutEval
 from posttrain.train.learner_group import CurrentWeights, LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.pretraining_mix import PretrainingMix
+from posttrain.train.profiler import StepProfiler
 from posttrain.train.reference import ReferenceModel
 from posttrain.train.rollout_workers import RolloutWorkers
 from posttrain.train.run import Result, Run, due
@@ -80,13 +81,16 @@ class OnlineLoop:
         if self.step == 0 and self.algorithm.config.needs_reward():
             run.log.message(LOSS_NOTE)
         run.callbacks.call("on_start", self.step)
+        profiler = StepProfiler(run, self.policy, self.step)
         while self.step < steps and not run.callbacks.stop_reason:
+            profiler.before(self.step)
             try:
                 experience = self.make_experience()
             except RunStoppedError:
                 run.stop_if_signalled(self.step, self.policy)
                 raise
             metrics = self.train_step(experience)
+            profiler.after(self.step)
             if self.held_out is not None and due(self.step, config.eval.every_steps, steps):
                 with run.log.phase("eval"), suppress(RunStoppedError):  # the stop follows below
                     metrics |= self.evaluate()

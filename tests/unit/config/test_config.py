@@ -32,6 +32,7 @@ SPECIAL = {
     "train.adam_beta1": 0.8,
     "train.adam_beta2": 0.999,
     "train.ema_decay": 0.99,
+    "train.profile_ranks": [0, 1],
     "train.fp8": False,  # refused beside model.lora_rank
     "algo.positive_token": "#",
     "algo.reference": "there",
@@ -255,6 +256,7 @@ BOUNDS = [
     ("train.weight_decay", [-0.1]),
     ("train.max_grad_norm", [-1]),
     ("train.ema_decay", [-0.1, 1.0]),
+    ("train.profile_steps", [-1]),
     ("train.adam_beta1", [-0.1, 1.0, float("nan")]),
     ("train.adam_beta2", [-0.1, 1.0, float("nan")]),
     ("data.eval_fraction", [-0.1, 1.0, float("nan")]),
