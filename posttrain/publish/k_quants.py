@@ -64,18 +64,18 @@ def affine_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and negated minimum of each group of 32 that minimise the weighted squared error of 4-bit codes."""
     importance = groups.square().mean(-1, keepdim=True).sqrt() + groups.abs()
     low = groups.amin(-1, keepdim=True).clamp(max=0)
-    span = groups.amax(-1, keepdim=True) - low
-    constant = span == 0
-    span = torch.where(constant, torch.ones(()), span)
-    shifted = groups - low
+    high = groups.amax(-1, keepdim=True)
+    constant = high == low
+    span = torch.where(constant, torch.ones(()), high - low)
     sum_w = importance.sum(-1, keepdim=True)
     weighted = importance * groups
     sum_x = weighted.sum(-1, keepdim=True)
     scale, minimum = span / 15, low
-    codes = (shifted * (15 / span)).round_().clamp_(0, 15)
+    codes = ((groups - low) * (15 / span)).round_().clamp_(0, 15)
     error = (importance * (scale * codes + minimum - groups).square_()).sum(-1, keepdim=True)
-    for number in range(21):
-        codes = (shifted * ((14 + 0.1 * number) / span)).round_().clamp_(0, 15)
+    for number in range(21):  # each starts from the best minimum so far
+        span = torch.where(constant, torch.ones(()), high - minimum)
+        codes = ((groups - minimum) * ((14 + 0.1 * number) / span)).round_().clamp_(0, 15)
         product = importance * codes
         sum_l, sum_l2 = product.sum(-1, keepdim=True), (product * codes).sum(-1, keepdim=True)
         sum_xl = (weighted * codes).sum(-1, keepdim=True)

@@ -20,7 +20,7 @@ def slow_affine(x, weights):
     scale, minimum = (high - low) / 15, low
     best = (weights * (scale * codes + minimum - x) ** 2).sum(dtype=F)
     for step in range(21):
-        codes = np.clip(np.rint(F(-1 + 0.1 * step + 15) / (high - low) * (x - low)), 0, 15).astype(F)
+        codes = np.clip(np.rint(F(-1 + 0.1 * step + 15) / (high - minimum) * (x - minimum)), 0, 15).astype(F)
         sum_l, sum_l2, sum_xl = ((weights * v).sum(dtype=F) for v in (codes, codes * codes, codes * x))
         determinant = sum_w * sum_l2 - sum_l * sum_l
         if determinant > 0:
