@@ -87,7 +87,7 @@ class TrainingOptions(TypedDict, total=False):
     algo: Annotated[Section | None, "section `algo`: options of the algorithm"]
     eval: Annotated[Section | None, "section `eval`: when and how to evaluate"]
     save: Annotated[Section | None, "section `save`: when to save, which checkpoints to keep"]
-    log: Annotated[Section | None, "section `log`: tensorboard, wandb"]
+    log: Annotated[Section | None, "section `log`: trackers"]
     cluster: Annotated[Section | None, "section `cluster`: devices, and how models are divided among them"]
 
 
@@ -113,7 +113,7 @@ class PipelineOptions(TypedDict, total=False):
     algo: Annotated[Section | None, "section `algo`: options of the algorithm"]
     eval: Annotated[Section | None, "section `eval`: how to evaluate"]
     save: Annotated[Section | None, "section `save`: which checkpoints to keep"]
-    log: Annotated[Section | None, "section `log`: tensorboard, wandb"]
+    log: Annotated[Section | None, "section `log`: trackers"]
     cluster: Annotated[Section | None, "section `cluster`: devices"]
 
 

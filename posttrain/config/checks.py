@@ -56,6 +56,7 @@ BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("model.router_aux_loss_coef", 0, None),
     ("eval.every_steps", 0, None),
     ("save.every_steps", 0, None),
+    ("log.completions_every_steps", 0, None),
     ("save.max_checkpoints", 1, None),
     ("save.max_gigabytes", 0, None),
 )
@@ -101,22 +102,8 @@ def check(config: Config, *, data: bool = True) -> Config:
         if problem:
             raise UsageError(message)
 
-    model, source, train, report_to = config.model, config.data, config.train, config.log.report_to
-    refuse(
-        "wandb" in report_to and not config.log.wandb_project,
-        "log.report_to has wandb, but log.wandb_project is not set. Name the project: --log.wandb_project NAME",
-    )
-    refuse(
-        bool(config.log.wandb_project) and "wandb" not in report_to,
-        f"log.wandb_project is {config.log.wandb_project}, but log.report_to does not have wandb. "
-        "Add --log.report_to wandb.",
-    )
-    for name, tracker in (("wandb_name", "wandb"), ("wandb_dir", "wandb"), ("tensorboard_dir", "tensorboard")):
-        value = getattr(config.log, name)
-        refuse(
-            bool(value) and tracker not in report_to,
-            f"log.{name} is {value}, but log.report_to does not have {tracker}. Add --log.report_to {tracker}.",
-        )
+    model, source, train = config.model, config.data, config.train
+    check_trackers(config, refuse)
     refuse(not model.path, "model.path is not set. Give a model directory, a Hugging Face name or pico: --model pico")
     refuse(data and not source.train, "data.train is not set. Name the files to train on: --data examples.jsonl")
     refuse(
@@ -169,6 +156,27 @@ def check(config: Config, *, data: bool = True) -> Config:
     if isinstance(config, OnlineConfig):
         check_online(config, refuse)
     return config
+
+
+def check_trackers(config: Config, refuse: Refuse) -> None:
+    """Refuse names and directories of trackers that are not used."""
+    log, named = config.log, [tracker for tracker in config.log.report_to if tracker != "tensorboard"]
+    for name in ("project", "run_name", "group", "tracker_dir"):
+        value = getattr(log, name)
+        refuse(
+            bool(value) and not named,
+            f"log.{name} is {value}, but log.report_to names no tracker that has it. Add --log.report_to wandb, "
+            "trackio, mlflow or swanlab.",
+        )
+    refuse(
+        bool(log.tensorboard_dir) and "tensorboard" not in log.report_to,
+        f"log.tensorboard_dir is {log.tensorboard_dir}, but log.report_to does not have tensorboard. "
+        "Add --log.report_to tensorboard.",
+    )
+    refuse(
+        bool(log.prometheus_file) and not log.prometheus_file.endswith(".prom"),
+        f"log.prometheus_file is {log.prometheus_file}; node_exporter reads files whose names end in .prom.",
+    )
 
 
 def check_weights(config: Config, refuse: Refuse) -> None:

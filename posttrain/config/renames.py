@@ -25,6 +25,9 @@ AGGREGATIONS = {"token": "token_mean", "sample": "sample_mean", "length": "fixed
 
 # The same value under another name. Of several new names the first that a verb has is meant.
 NAMES: dict[str, str | tuple[str, ...]] = {
+    "log.wandb_project": "log.project",
+    "log.wandb_name": "log.run_name",
+    "log.wandb_dir": "log.tracker_dir",
     "out": "output_dir",
     "steps": "train.max_steps",
     "profile": "train.profile_steps",
@@ -212,7 +215,7 @@ def log_to(words: list[Any]) -> Values:
         if word.startswith("wandb:"):
             project = word.removeprefix("wandb:")
         places.append("wandb" if word.startswith("wandb:") else word)
-    return {"log.report_to": places, "log.wandb_project": project}
+    return {"log.report_to": places, "log.project": project}
 
 
 def normalize_models(words: list[Any]) -> Values:

@@ -173,14 +173,21 @@ class SaveConfig:
 class LogConfig:
     """Where metrics are logged besides metrics.jsonl."""
 
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Also report metrics to tensorboard (files in the run directory) or wandb (Weights & Biases)."""
-    wandb_project: str = ""
-    """Weights & Biases project; required with log.report_to wandb."""
-    wandb_name: str = ""
-    """Name of the run in Weights & Biases; empty: that of the run directory."""
-    wandb_dir: str = ""
-    """Directory for the local files of Weights & Biases; empty: logs in the run directory."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...] = ()
+    """Trackers that get the metrics too; tensorboard: files in the run directory."""
+    project: str = ""
+    """Project of the run in trackers (in MLflow: the experiment); empty: posttrain."""
+    run_name: str = ""
+    """Name of the run in trackers; empty: that of the run directory."""
+    group: str = ""
+    """Group of the run in trackers."""
+    tracker_dir: str = ""
+    """Directory for local files of wandb, trackio, mlflow and swanlab; empty: logs in the run directory."""
+    completions_every_steps: int = 10
+    """Steps between tables of completions in trackers, for online trainers; 0: none."""
+    prometheus_file: str = ""
+    """File that gets the metrics of the last step in the format of Prometheus: NAME.prom in a directory that
+    node_exporter collects."""
     tensorboard_dir: str = ""
     """Directory for tensorboard's files; empty: logs/tensorboard in the run directory."""
     communication_every_steps: int = 0

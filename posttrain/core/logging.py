@@ -9,21 +9,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from posttrain.core.host import peak_memory_gib
 from posttrain.core.jsonl import LineFile, cut_after
-from posttrain.core.metrics_sinks import (
-    Metrics,
-    MetricsFile,
-    MetricsSink,
-    TensorBoardSink,
-    WandbSink,
-    check_sinks,
-)
+from posttrain.core.metrics_sinks import Metrics, MetricsSink, Trackers
 from posttrain.core.phases import PhaseTimer
 from posttrain.core.progress import ProgressDisplay, duration, short_number
 
@@ -56,18 +49,14 @@ class Log:
         *,
         total_steps: int,
         quiet: bool,
-        tensorboard: bool,
-        wandb: str,
-        wandb_name: str = "",
-        wandb_dir: str = "",
-        tensorboard_dir: str = "",
+        trackers: Trackers = Trackers(),  # noqa: B008  frozen
         config: dict[str, Any],
         start_step: int | None = None,
     ) -> None:
         """`start_step`: on resume, the steps already done; what a killed run logged after them is dropped."""
-        check_sinks(tensorboard, wandb)
+        trackers.check()
         assert total_steps > 0, "a run has steps"
-        assert folder is not None or not (tensorboard or wandb), "sinks need a run directory"
+        assert folder is not None or not trackers.names, "trackers need a run directory"
         self.folder = folder
         self.phases = PhaseTimer()
         self.console = RunConsole(total_steps=total_steps, quiet=quiet)
@@ -76,6 +65,7 @@ class Log:
         self.start_step = start_step
         self.devices = 1  # over which tokens_per_second_per_device divides
         self.sinks: list[MetricsSink] = []
+        self.has_trackers = False
         self.handler = WarningsToLog(self)
         if folder is None:
             return
@@ -84,12 +74,9 @@ class Log:
             for path in (folder / "samples").glob("step-*.jsonl"):
                 if int(path.stem.removeprefix("step-")) > start_step:
                     path.unlink()
-        self.sinks.append(MetricsFile(folder, start_step))
         self.run_file = LineFile(folder / "logs" / "run.log")
-        if tensorboard:
-            self.sinks.append(TensorBoardSink(folder, start_step, tensorboard_dir))
-        if wandb:
-            self.sinks.append(WandbSink(folder, wandb, config, quiet, wandb_name, wandb_dir))
+        self.sinks = trackers.open(folder, config, quiet=quiet, start_step=start_step)
+        self.has_trackers = bool(trackers.names)
 
     def __enter__(self) -> Log:
         logging.getLogger("posttrain").addHandler(self.handler)
@@ -137,14 +124,22 @@ class Log:
         row |= {f"time/{name}": round(s, 6) for name, s in seconds.items()}
         row |= {f"memory/{name}": round(gib, 3) for name, gib in self.phases.take_peaks().items()}
         row = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
+        self._tell_sinks(lambda sink: sink.step(step, row))
+        self.console.step(step, row)
+        return row
+
+    def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Show completions of a step in the trackers, as a table of rows with the same keys."""
+        if rows:
+            self._tell_sinks(lambda sink: sink.completions(step, rows))
+
+    def _tell_sinks(self, call: Callable[[MetricsSink], None]) -> None:
         for sink in list(self.sinks):
             try:
-                sink.step(step, row)
+                call(sink)
             except OSError as error:
                 self.sinks.remove(sink)
                 self.warn(f"metrics are not written to {type(sink).__name__.removesuffix('Sink')} any more: {error}")
-        self.console.step(step, row)
-        return row
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append rows, each such as a prompt with its completion and score, to samples/step-<step>.jsonl."""

@@ -27,6 +27,7 @@ STEP = re.compile(rb'\{"step": (\d+),')  # how a line begins
 ZERO = np.uint8(ord("0"))
 SWITCH_SECONDS = 5e-4  # a thread yields the interpreter at least this often: generation needs it for every few tokens
 PAUSE_SECONDS = 2e-4  # between two lines, for the same reason
+TABLE_TEXT = 10_000  # characters of a text in a table of a tracker
 STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
@@ -64,6 +65,24 @@ def as_row(rollout: Rollout, step: int) -> dict[str, Any]:
         packed = base64.b64encode(experts.astype("<i2").tobytes()).decode("ascii")
         per_token |= {"experts": packed, "experts_shape": experts.shape}
     return without_streams(rollout, step) | per_token
+
+
+def table_row(rollout: Rollout) -> dict[str, Any]:
+    """Return what a table in a tracker shows of a completion; long texts are cut, and say so."""
+    messages = rollout.prompt.messages
+    texts = [messages] if isinstance(messages, str) else [str(message.get("content", "")) for message in messages]
+    return {
+        "prompt": shortened("\n".join(texts)),
+        "completion": shortened(rollout.text),
+        "reward": float(rollout.sample.reward or 0.0),
+        "rewards": json.dumps(rollout.rewards),
+        "tokens": rollout.completion_tokens,
+        "failure": rollout.failure,
+    }
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= TABLE_TEXT else f"{text[:TABLE_TEXT]} ... ({len(text):,} characters)"
 
 
 def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:

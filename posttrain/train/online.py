@@ -13,6 +13,7 @@ import numpy as np
 from posttrain.algorithms import OnlineAlgorithm
 from posttrain.config.sections import OnlineConfig
 from posttrain.core.errors import DivergedError, PosttrainError, RewardError, UsageError
+from posttrain.core.metrics_sinks import TABLE_ROWS
 from posttrain.core.types import Objective, Sample, WeightVersion, count_units
 from posttrain.engines.base import Generator
 from posttrain.rollout import records
@@ -180,6 +181,9 @@ class OnlineLoop:
         add_custom_metrics(self.run.metric_functions, [r for r in fresh if not r.failure], metrics)
         with self.run.log.phase("record"):
             self.writer.add(fresh, self.step)
+            every = self.config.log.completions_every_steps
+            if every and self.run.log.has_trackers and due(self.step, every, self.run.data.steps):
+                self.run.log.completions(self.step, [records.table_row(rollout) for rollout in fresh[:TABLE_ROWS]])
         return metrics
 
     def trained_samples(self, samples: list[Sample]) -> list[Sample]:

@@ -27,7 +27,7 @@ from posttrain.core import accelerators
 from posttrain.core import logging as logs
 from posttrain.core.errors import CheckpointError, PosttrainError, Stopped, UsageError, WorkerError
 from posttrain.core.files import read_json, write_json
-from posttrain.core.metrics_sinks import check_sinks
+from posttrain.core.metrics_sinks import Trackers
 from posttrain.core.types import Sample
 from posttrain.models.export import load_trained_model
 from posttrain.models.loading import vocabulary_size
@@ -148,7 +148,16 @@ class Run:
     @contextmanager
     def open(cls, verb: str, config: Config, algorithm: Algorithm, inputs: RunInputs = NO_INPUTS) -> Iterator[Run]:
         """Open the run directory, read and encode all data, and make every check that needs no weights."""
-        check_sinks("tensorboard" in config.log.report_to, config.log.wandb_project)
+        trackers = Trackers(
+            names=config.log.report_to,
+            project=config.log.project,
+            run_name=config.log.run_name,
+            group=config.log.group,
+            directory=config.log.tracker_dir,
+            tensorboard_dir=config.log.tensorboard_dir,
+            prometheus_file=config.log.prometheus_file,
+        )
+        trackers.check()
         logs.quiet_libraries()
         with ExitStack() as stack:
             folder: RunDirectory | None = None
@@ -172,11 +181,7 @@ class Run:
                 folder.path,
                 total_steps=data.steps,
                 quiet=config.quiet,
-                tensorboard="tensorboard" in config.log.report_to,
-                wandb=config.log.wandb_project,
-                wandb_name=config.log.wandb_name,
-                wandb_dir=config.log.wandb_dir,
-                tensorboard_dir=config.log.tensorboard_dir,
+                trackers=trackers,
                 config=configs.as_mapping(config),
                 start_step=start if config.resume else None,
             )

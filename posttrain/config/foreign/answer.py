@@ -390,8 +390,6 @@ def translated(meaning: Meaning, value: Any, given: Found) -> Found | None:
 def missing(request: Request, options: Found) -> list[str]:
     """Return what a run needs and the translation does not have."""
     needed = [option for option in ("model.path", "data.train", "reward.functions") if option in request.known]
-    if "wandb" in options.get("log.report_to", []):
-        needed.append("log.wandb_project")
     if any(option.startswith("cluster.") and option.endswith(("_size", "_devices")) for option in options):
         needed.append("cluster.devices")
     return [option for option in needed if option not in options]

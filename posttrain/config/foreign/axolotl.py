@@ -30,6 +30,7 @@ from posttrain.config.foreign.meanings import (
     chosen,
     here,
     if_positive,
+    if_true,
     listed,
     made,
     needless,
@@ -67,6 +68,15 @@ def adapter(value: Any, given: Given) -> Found | None:
 def held_out(value: Any, given: Given) -> Found | None:
     size = number(value)
     return None if size is None or size >= 1 else {"data.eval_fraction": value} if size else {}
+
+
+def tracker(name: str, option: str) -> Meaning:
+    """Naming a project or a run is enough to use a tracker."""
+    return Meaning(
+        (option, "log.report_to"),
+        f"with log.report_to {name}",
+        lambda value, given: {option: value, "log.report_to": [name]},
+    )
 
 
 def unfrozen(value: Any, given: Given) -> Found | None:
@@ -184,23 +194,35 @@ COMMON: Table = {
     "loss_watchdog_threshold loss_watchdog_patience": unrelated("a run ends at values that are not finite"),
     "early_stopping_patience": absent("a run ends after its steps, or at values that are not finite"),
     "wandb_project": Meaning(
-        ("log.wandb_project", "log.report_to"),
+        ("log.project", "log.report_to"),
         "with log.report_to wandb",
-        lambda value, given: {"log.wandb_project": value, "log.report_to": ["wandb"]},
+        lambda value, given: {"log.project": value, "log.report_to": ["wandb"]},
     ),
-    "wandb_entity wandb_name wandb_run_id wandb_watch wandb_log_model wandb_mode": needless(
-        "the variables WANDB_ENTITY, WANDB_NAME and WANDB_MODE"
+    "wandb_name": Meaning(
+        ("log.run_name",),
+        "with wandb_project",
+        lambda value, given: {"log.run_name": value} if given.get("wandb_project") else {},
+    ),
+    "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode": needless(
+        "the variables WANDB_ENTITY and WANDB_MODE"
     ),
     "use_ray ray_num_workers ray_run_name resources_per_worker": by_hand(
         "cluster.ray_address", note="auto, with cluster.devices", harmless=True
     ),
-    "use_wandb": by_hand("log.report_to", note="wandb, with log.wandb_project", harmless=True),
+    "use_wandb": by_hand("log.report_to", note="wandb", harmless=True),
     "use_tensorboard": Meaning(
         ("log.report_to",),
         "tensorboard, in the run directory",
         lambda value, given: {"log.report_to": ["tensorboard"]} if truth(value) else {},
     ),
-    "mlflow_* use_mlflow comet_* use_comet trackio_*": unrelated("log.report_to takes tensorboard and wandb"),
+    "mlflow_experiment_name": tracker("mlflow", "log.project"),
+    "mlflow_run_name": tracker("mlflow", "log.run_name"),
+    "use_mlflow": if_true({"log.report_to": ["mlflow"]}, note="mlflow"),
+    "mlflow_*": needless("the variable MLFLOW_TRACKING_URI"),
+    "trackio_project_name": tracker("trackio", "log.project"),
+    "trackio_run_name": tracker("trackio", "log.run_name"),
+    "use_trackio": if_true({"log.report_to": ["trackio"]}, note="trackio"),
+    "trackio_* comet_* use_comet": unrelated("log.report_to takes tensorboard, wandb, trackio, mlflow and swanlab"),
     "auto_resume_from_checkpoints": by_hand("resume", "output_dir", note="continues the run in output_dir"),
     "fsdp_version fsdp_config.* deepcompile dp_shard_size dp_replicate_size": by_hand(
         "cluster.zero_stage", note="several devices share a model by FSDP2 without further settings", harmless=True

@@ -103,11 +103,14 @@ def saving(value: Any, given: Given) -> Found | None:
     return {"save.every_steps": "0"} if str(value).lower() in ("no", "false") else {} if value == "steps" else None
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+
+
 def trackers(value: Any, given: Given) -> Found | None:
     """Only places that exist here are taken over."""
     names = value if isinstance(value, list) else [value]
-    known = [str(name) for name in names if name in ("wandb", "tensorboard")]
-    project = {"log.wandb_project": "huggingface"} if "wandb" in known and "wandb_project" not in given else {}
+    known = [str(name) for name in names if name in TRACKERS]
+    project = {"log.project": "huggingface"} if "wandb" in known and "wandb_project" not in given else {}
     return {"log.report_to": known, **project} if known else {}
 
 
@@ -209,7 +212,7 @@ TRAINING: Table = {
     ),
     "logging_steps logging_strategy logging_first_step logging_dir plot_loss": STEP_LOG,
     "log_level disable_tqdm": by_hand("quiet", note="prints only warnings, errors and the last line", harmless=True),
-    "report_to": made("log.report_to", by=trackers, note="wandb also needs log.wandb_project"),
+    "report_to": made("log.report_to", "log.project", by=trackers, note="trackers that exist here"),
     "run_name": needless("a run is named by output_dir"),
     "seed": "seed",
     "data_seed": ONE_SEED,

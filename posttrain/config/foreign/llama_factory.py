@@ -88,6 +88,13 @@ def with_freeze(option: str, note: str) -> Meaning:
     )
 
 
+def with_swanlab(option: str) -> Meaning:
+    """Counts only with use_swanlab."""
+    return Meaning(
+        (option,), "with use_swanlab", lambda value, given: {option: value} if truth(given.get("use_swanlab")) else {}
+    )
+
+
 def extra_modules(value: Any, given: Given) -> Found:
     """A weight is trained if its name has the module's in it."""
     if given.get("finetuning_type") != "freeze":
@@ -218,7 +225,11 @@ COMMON: Table = {
     "use_muon": if_true({"train.optimizer": "muon"}, note="muon"),
     "create_new_adapter additional_target loraplus_* use_llama_pro freeze_* oft_* module_dropout": OTHER_METHODS,
     "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_mca": OTHER_METHODS,
-    "use_swanlab swanlab_*": unrelated("log.report_to takes tensorboard and wandb"),
+    "use_swanlab": if_true({"log.report_to": ["swanlab"]}, note="swanlab"),
+    "swanlab_project": with_swanlab("log.project"),
+    "swanlab_run_name": with_swanlab("log.run_name"),
+    "swanlab_logdir": with_swanlab("log.tracker_dir"),
+    "swanlab_*": needless("swanlab's own variables, such as SWANLAB_MODE and SWANLAB_API_KEY"),
     "use_dft_loss": absent("an option of posttrain sft alone: --algo.loss_type dft"),
     "use_asft_loss asft_alpha use_eaft_loss eaft_alpha": absent("the loss is the plain one"),
     "infer_backend infer_dtype vllm_* sglang_* export_*": needless("posttrain generate, serve and export do this"),

@@ -498,10 +498,12 @@ RL: Table = with_pattern(
             ),
         ),
         "use_wandb": tracked("wandb"),
-        "wandb_project": with_wandb("log.wandb_project"),
-        "wandb_exp_name": with_wandb("log.wandb_name"),
-        "wandb_save_dir": with_wandb("log.wandb_dir"),
-        "use_swanlab swanlab_*": unrelated("log.report_to takes tensorboard and wandb"),
+        "wandb_project": with_wandb("log.project"),
+        "wandb_exp_name": with_wandb("log.run_name"),
+        "wandb_save_dir": with_wandb("log.tracker_dir"),
+        "use_swanlab swanlab_*": by_hand(
+            "log.report_to", note="swanlab, with log.project and log.run_name", harmless=True
+        ),
         "log_max_throughput": STEP_LOG,
         "gamma lam cliprange_value advantage_whiten": unrelated("this trainer has no critic; posttrain ppo has"),
         "beta": absent("rule rewards and reward models are weighed by reward.weights"),

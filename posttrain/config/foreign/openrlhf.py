@@ -109,11 +109,11 @@ def tool_template(value: Any, given: Given) -> Found:
 
 def wandb_project(value: Any, given: Given) -> Found:
     used = given.get("use_wandb", given.get("logger.wandb.key"))
-    return {} if is_off(used) else {"log.wandb_project": value}
+    return {} if is_off(used) else {"log.project": value}
 
 
 def wandb_name(value: Any, given: Given) -> Found:
-    return {"log.wandb_name": value} if wandb_project("", given) else {}
+    return {"log.run_name": value} if wandb_project("", given) else {}
 
 
 def sources(value: Any, given: Given) -> Found:
@@ -345,10 +345,10 @@ FLAT: Table = {
     "lora_dropout": "model.lora_dropout",
     "target_modules": listed("model.lora_target_modules"),
     "aux_loss_coef": "model.router_aux_loss_coef",
-    "use_wandb": made("log.report_to", by=tracking, note="wandb, with log.wandb_project; the key by wandb login"),
-    "wandb_project": made("log.wandb_project", by=wandb_project, note="with use_wandb"),
+    "use_wandb": made("log.report_to", by=tracking, note="wandb; the key by wandb login"),
+    "wandb_project": made("log.project", by=wandb_project, note="with use_wandb"),
     "wandb_org wandb_group": ENTITY,
-    "wandb_run_name": made("log.wandb_name", by=wandb_name, note="with use_wandb"),
+    "wandb_run_name": made("log.run_name", by=wandb_name, note="with use_wandb"),
     "use_tensorboard": made(
         "log.report_to",
         "log.tensorboard_dir",

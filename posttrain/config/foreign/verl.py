@@ -12,6 +12,7 @@ from posttrain.config.foreign.huggingface import (
     ONE_SEED,
     PACKING,
     SAVES_ALL,
+    TRACKERS,
     scheduler,
 )
 from posttrain.config.foreign.meanings import (
@@ -81,16 +82,21 @@ def column(ours: str) -> Meaning:
 
 
 def loggers(value: Any, given: Given) -> Found:
-    known = [name for name in items(value) if name in ("wandb", "tensorboard")]
+    known = [name for name in items(value) if name in TRACKERS]
     return {"log.report_to": known} if known else {}
 
 
+def has_tracker(given: Given) -> bool:
+    """Whether there is a tracker that has projects."""
+    return any(name in TRACKERS and name != "tensorboard" for name in items(given.get("trainer.logger", [])))
+
+
 def project(value: Any, given: Given) -> Found:
-    return {"log.wandb_project": value} if "wandb" in items(given.get("trainer.logger", [])) else {}
+    return {"log.project": value} if has_tracker(given) else {}
 
 
 def experiment(value: Any, given: Given) -> Found:
-    return {"log.wandb_name": value} if "wandb" in items(given.get("trainer.logger", [])) else {}
+    return {"log.run_name": value} if has_tracker(given) else {}
 
 
 def virtual_stages(value: Any, given: Given) -> Found:
@@ -173,8 +179,8 @@ TRAINER: Table = with_pattern(
         "save_freq": positive_only("save.every_steps", "-1 there is 0 here: only at the end"),
         "test_freq": positive_only("eval.every_steps", "-1 there is 0 here: only at the end"),
         "default_local_dir": here("output_dir", "the run directory"),
-        "project_name": made("log.wandb_project", by=project, note="with log.report_to wandb"),
-        "experiment_name": made("log.wandb_name", by=experiment, note="with log.report_to wandb"),
+        "project_name": made("log.project", by=project, note="with wandb, trackio, mlflow or swanlab"),
+        "experiment_name": made("log.run_name", by=experiment, note="with wandb, trackio, mlflow or swanlab"),
         "logger": made("log.report_to", by=loggers, note="console and metrics.jsonl are always there"),
         "nnodes n_gpus_per_node": made(
             "cluster.devices", by=total_devices, note="all devices together; several nodes by cluster.ray_address"

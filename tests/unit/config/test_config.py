@@ -90,7 +90,25 @@ SPECIAL = {
     "rollout.quantization": "none",  # likewise
     "rollout.speculative_tokens": 0,  # likewise
     "rollout.agent": "",  # refused beside rollout.environment
+    "train.optimizer": "adamw",  # others are refused on several devices
+    "train.neftune_noise_alpha": 0.0,  # refused for online trainers
+    "model.use_dora": False,  # refused on several devices
+    "model.lora_init": "zeros",  # likewise
+    "model.freeze_layers": 0,  # refused beside model.lora_rank
+    "model.trainable_layers": 0,  # likewise
+    "model.frozen_parameters": [],  # likewise
+    "model.trainable_parameters": [],  # likewise
+    "log.prometheus_file": "some folder/a.prom",
 }
+ALONE = {
+    "train.optimizer": "muon",
+    "train.neftune_noise_alpha": 5.5,
+    "model.freeze_layers": 1,
+    "model.trainable_layers": -2,
+    "model.frozen_parameters": ["a.*", "b c"],
+    "model.trainable_parameters": ["lm_head"],
+}
+"""Options that do not go with those above."""
 
 
 def another(annotation, value):
@@ -113,6 +131,15 @@ def others(verb):
         holder = option_value(start, section) if section else start
         changed[key] = another(typing.get_type_hints(type(holder)).get(name), getattr(holder, name))
     return changed | {key: value for key, value in SPECIAL.items() if key in changed}
+
+
+@pytest.mark.parametrize("kind", [{"model.use_dora": True}, {"model.lora_init": "pissa_niter_16"}, ALONE])
+def test_options_that_need_one_device(kind):
+    rank = {} if kind is ALONE else {"model.lora_rank": 4}
+    mapping = {"model.path": "m", "data.train": ["d"]} | rank | kind
+    config = made("sft", mapping)
+    assert {key: configs.tuple_as_list(option_value(config, key)) for key in kind} == kind
+    assert made("sft", configs.as_mapping(config) | {"verb": "sft"}) == config
 
 
 def made(verb, mapping):
@@ -306,8 +333,9 @@ CONFLICTS = [
     ),
     ({"data": {"train": "a", "weights": [1, 2]}}, "data.weights has 2 numbers for 1 sources in data.train"),
     ({"train": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "train.warmup_steps is 2 and train.warmup_ratio is 0.1"),
-    ({"log": {"report_to": "wandb"}}, "log.report_to has wandb, but log.wandb_project is not set"),
-    ({"log": {"wandb_project": "p"}}, "log.wandb_project is p, but log.report_to does not have wandb"),
+    ({"log": {"report_to": "tensorboard", "group": "g"}}, "log.group is g, but log.report_to names no tracker"),
+    ({"log": {"wandb_project": "p"}}, "log.project is p, but log.report_to names no tracker that has it"),
+    ({"log": {"prometheus_file": "x.txt"}}, "log.prometheus_file is x.txt; node_exporter reads files whose names end"),
     ({"cluster": {"offload": ["optimizer", "critic"]}}, "no phase without optimizer and critic. cluster.offload param"),
 ]
 

@@ -19,13 +19,16 @@ import pytest
 from posttrain.core.errors import UsageError
 from posttrain.core.host import peak_memory_gib
 from posttrain.core.logging import Log, RunConsole
-from posttrain.core.metrics_sinks import check_sinks, is_wall_clock
+from posttrain.core.metrics_sinks import Trackers, is_wall_clock
 from posttrain.core.phases import PhaseTimer
 
 
 def new_log(folder: Path | None, **options) -> Log:
-    defaults = {"total_steps": 10, "quiet": False, "tensorboard": False, "wandb": "", "config": {}}
+    defaults = {"total_steps": 10, "quiet": False, "config": {}}
     return Log(folder, **(defaults | options))
+
+
+TENSORBOARD = Trackers(names=("tensorboard",))
 
 
 def read(path: Path) -> list[dict]:
@@ -216,7 +219,7 @@ def screen_of(seen: str) -> list[str]:
 def test_a_closed_pipe_does_not_end_the_run(tmp_path):
     program = (
         "import sys; from pathlib import Path; from posttrain.core.logging import Log\n"
-        "options = dict(total_steps=3, quiet=False, tensorboard=False, wandb='', config={})\n"
+        "options = dict(total_steps=3, quiet=False, config={})\n"
         "with Log(Path(sys.argv[1]), **options) as l:\n"
         "    sys.stdin.readline()\n"
         "    for step in (1, 2, 3):\n"
@@ -304,10 +307,10 @@ def test_tensorboard_holds_every_metric_and_forgets_what_is_done_again(tmp_path)
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with new_log(tmp_path, tensorboard=True) as log:
+    with new_log(tmp_path, trackers=TENSORBOARD) as log:
         for step in (1, 2, 3):
             log.step(step, {"loss": float(step), "eval/loss": 0.5})
-    with new_log(tmp_path, tensorboard=True, start_step=1) as log:
+    with new_log(tmp_path, trackers=TENSORBOARD, start_step=1) as log:
         log.step(2, {"loss": 20.0})
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
     assert {"loss", "eval/loss", "memory_gib", "time/other"} <= set(events.Tags()["scalars"])
@@ -320,7 +323,7 @@ class Error(Exception): ...
 class Settings:
     def __init__(self, silent): self.silent = silent
 class Run:
-    def __init__(self, told): self.told, self.file = told, open(told["dir"] / "told.jsonl", "a")
+    def __init__(self, told): self.told, self.file = told, open(told["dir"] + "/told.jsonl", "a")
     def log(self, metrics, step): print(json.dumps([step, metrics["loss"]]), file=self.file)
     def finish(self, exit_code):
         print(json.dumps(["end", exit_code, self.told["id"]]), file=self.file)
@@ -338,9 +341,10 @@ def test_wandb_gets_every_step_beside_tensorboard_and_one_run_across_a_resume(tm
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     folder = tmp_path / "run"
-    options = {"wandb": "project", "config": {"seed": 1}}
-    with new_log(folder, tensorboard=True, **options) as log:
+    both = Trackers(names=("tensorboard", "wandb"), project="project")
+    with new_log(folder, trackers=both, config={"seed": 1}) as log:
         log.step(1, {"loss": 1.0})
+    options = {"trackers": Trackers(names=("wandb",), project="project"), "config": {"seed": 1}}
     with pytest.raises(KeyboardInterrupt), new_log(folder, start_step=1, **options) as log:
         log.step(2, {"loss": 2.0})
         raise KeyboardInterrupt
@@ -349,18 +353,18 @@ def test_wandb_gets_every_step_beside_tensorboard_and_one_run_across_a_resume(tm
     assert told[1][2] == told[3][2], "the same wandb run"
     assert list((folder / "logs" / "tensorboard").iterdir())
     with pytest.raises(UsageError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
-        new_log(tmp_path / "other", wandb="locked")
+        new_log(tmp_path / "other", trackers=Trackers(names=("wandb",), project="locked"))
     sys.modules.pop("wandb")
 
 
-@pytest.mark.parametrize(("name", "options"), [("wandb", {"wandb": "p"}), ("tensorboard", {"tensorboard": True})])
-def test_a_missing_sink_is_a_usage_error_with_the_command_that_installs_it(tmp_path, monkeypatch, name, options):
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "trackio", "mlflow", "swanlab"])
+def test_a_missing_sink_is_a_usage_error_with_the_command_that_installs_it(tmp_path, monkeypatch, name):
     found = __import__("importlib").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None if wanted == name else found(wanted))
-    with pytest.raises(UsageError, match=f"pip install '{name}>="):
-        new_log(tmp_path / "run", **options)
+    with pytest.raises(UsageError, match=f"log.report_to {name} needs a package: pip install '{name}.*>="):
+        new_log(tmp_path / "run", trackers=Trackers(names=(name,)))
     assert not (tmp_path / "run").exists(), "nothing was started"
-    check_sinks(tensorboard=False, wandb="")
+    Trackers().check()
 
 
 def test_log_and_its_module_import_no_heavy_library():

@@ -192,7 +192,7 @@ VALUES = {
         "cluster.offload": ("optimizer",),
         "reward.functions": ("rewards/math.py:score",),
         "log.report_to": ("wandb",),
-        "log.wandb_project": "math",
+        "log.project": "math",
         "eval.samples_per_prompt": 4,
     },
     "mindspeed_rl_grpo.yaml": {
@@ -243,7 +243,7 @@ VALUES = {
         "model.lora_rank": 32,
         "data.train": ("teknium/some-instructions:train", "local.jsonl"),
         "data.eval_fraction": 0.05,
-        "log.wandb_project": "instruct",
+        "log.project": "instruct",
         "train.warmup_steps": 10,
     },
     "trl_grpo.yaml": {
