@@ -28,6 +28,7 @@ SHARED_SIZES = (
     *("pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     "rollout_tensor_parallel_size",
 )
+FREEZING = ("freeze_layers", "trainable_layers", "frozen_parameters", "trainable_parameters")
 BELOW_ONE = math.nextafter(1.0, 0.0)
 BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("train.max_steps", 0, None),
@@ -198,7 +199,7 @@ def check_weights(config: Config, refuse: Refuse) -> None:
         f"model.lora_init {model.lora_init} needs the weights themselves, which model.load_in_4bit rounds; leave out "
         "one of them.",
     )
-    for name in ("freeze_layers", "trainable_layers", "frozen_parameters", "trainable_parameters"):
+    for name in FREEZING:
         value = getattr(model, name)
         refuse(
             bool(value) and bool(model.lora_rank),
@@ -245,9 +246,16 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"train.neftune_noise_alpha is {train.neftune_noise_alpha}: noise would change the log-probabilities of "
         "completions that were sampled without it. It is for offline trainers; leave it out.",
     )
+    divided_by = "context" if cluster.context_parallel_size > 1 else "pipeline"
     refuse(
-        bool(train.neftune_noise_alpha) and cluster.context_parallel_size > 1,
-        "train.neftune_noise_alpha does not combine with cluster.context_parallel_size; leave out one of them.",
+        bool(train.neftune_noise_alpha) and max(cluster.context_parallel_size, cluster.pipeline_parallel_size) > 1,
+        f"train.neftune_noise_alpha does not combine with cluster.{divided_by}_parallel_size; leave out one of them.",
+    )
+    frozen = [name for name in FREEZING if getattr(model, name)]
+    refuse(
+        bool(frozen) and cluster.pipeline_parallel_size > 1,
+        f"model.{frozen[0] if frozen else ''} chooses among the layers of a whole model, but with "
+        "cluster.pipeline_parallel_size a device has a part of them. Leave out one of them.",
     )
 
 

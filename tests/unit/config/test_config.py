@@ -91,7 +91,6 @@ SPECIAL = {
     "rollout.speculative_tokens": 0,  # likewise
     "rollout.agent": "",  # refused beside rollout.environment
     "rollout.tools": [],  # refused beside rollout.environment
-    "train.fp8": False,  # refused beside model.lora_rank
     "train.optimizer": "adamw",  # others are refused on several devices
     "train.neftune_noise_alpha": 0.0,  # refused for online trainers
     "model.use_dora": False,  # refused on several devices
