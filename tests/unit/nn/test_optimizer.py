@@ -287,3 +287,38 @@ def test_bytes_that_a_step_still_needs(name):
     assert optimizer.missing_bytes(cpu) == before - gradients > 0
     optimizer.step(0.01)
     assert optimizer.missing_bytes(cpu) == gradients
+
+
+@pytest.mark.gpu
+@EACH
+def test_each_optimizer_resumes_on_an_accelerator_also_after_its_states_were_in_host_memory(name, tmp_path):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    device = torch.accelerator.current_accelerator()
+
+    def on_device():
+        return {n: torch.nn.Parameter(p.detach().to(device)) for n, p in layer_weights(torch.bfloat16).items()}
+
+    def give(params, seed):
+        generator = torch.Generator().manual_seed(seed)
+        sum((torch.randn(p.shape, generator=generator).to(p) * p).sum() for p in params.values()).backward()
+
+    config = TrainConfig(optimizer=name, weight_decay=0.1)
+    first, second = on_device(), on_device()
+    one = Optimizer(first, config, embeddings=EMBEDDINGS)
+    for step in range(3):
+        give(first, step)
+        one.step(0.01)
+    one.save(tmp_path)
+    for n in second:
+        second[n].data.copy_(first[n])
+    two = Optimizer(second, config, embeddings=EMBEDDINGS)
+    two.load(tmp_path)
+    one.move(torch.device("cpu"))
+    assert one.missing_bytes(device) > two.missing_bytes(device)
+    one.move(device)
+    for step in range(3, 6):
+        for params, optimizer in ((first, one), (second, two)):
+            give(params, step)
+            optimizer.step(0.01)
+    assert all(torch.equal(one.masters[n], two.masters[n]) and torch.equal(first[n], second[n]) for n in first)
