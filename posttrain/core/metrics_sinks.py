@@ -340,7 +340,7 @@ class SwanlabSink:
         self.library.finish(state="crashed", error="the run failed") if failed else self.library.finish()
 
 
-SINKS: dict[str, type[MetricsSink]] = {
+SINKS: dict[str, Callable[[TrackedRun], MetricsSink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "trackio": TrackioSink,
