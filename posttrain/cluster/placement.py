@@ -21,6 +21,7 @@ from posttrain.cluster.ray import RayCluster
 from posttrain.cluster.worker_pool import WorkerPool
 from posttrain.cluster.worker_slots import WorkerSlot
 from posttrain.config.sections import ROLES, ClusterConfig
+from posttrain.core import accelerators
 from posttrain.parallel.weight_transfer import Rendezvous
 
 
@@ -97,6 +98,13 @@ class Placement:
     def has_rollout_devices(self) -> bool:
         """Whether generation has devices of its own (cluster.rollout_devices)."""
         return "rollout" in self.cluster.own_devices()
+
+    @property
+    def on_accelerators(self) -> bool:
+        """Whether the workers compute on accelerators, not on a CPU."""
+        if self.cluster.ray_address:
+            return self.ray_cluster().kind != "CPU"
+        return bool(accelerators.accelerator_type())
 
     def rollout_slots(self, start_role: Callable[[Pool], Workers]) -> list[WorkerSlot]:
         """Return one slot per engine; each is a pool of its own, so that a lost one can be replaced."""

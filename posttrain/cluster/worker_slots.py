@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from posttrain.cluster.base import PendingCall, Pool, Workers
-from posttrain.core.errors import WorkerError
+from posttrain.core.errors import PosttrainError, WorkerError
 
 ATTEMPTS = 3  # of an operation, each with a new worker in place of one that was lost
 
@@ -23,18 +23,55 @@ class WorkerSlot:
         self.make_pool, self.start_role = make_pool, start_role
         self.pool: Pool | None = None
         self.workers: Workers | None = None
+        self.has_weights = False  # whether the worker has received weights, where it has to
+        self.starting: threading.Thread | None = None  # starts a worker, which is not in the slot yet
+        self.closing = threading.Lock()
+        self.closed = 0  # how often: a worker that is being started then is not needed any more
 
     def start(self) -> None:
-        """Start a worker, if the slot has none."""
+        """Start a worker, if the slot has none; waits for one that is being started in the background."""
+        if self.starting is not None:
+            self.starting.join()
         if self.workers is None:
             self.pool = self.make_pool()
             self.workers = self.start_role(self.pool)
 
+    def start_in_background(self, wait_until_ready: Callable[[Workers], None]) -> None:
+        """Start a worker without waiting for it; the slot has it once `wait_until_ready` returns.
+
+        If that fails, the slot stays empty, and the log says why.
+        """
+        if self.workers is None and (self.starting is None or not self.starting.is_alive()):
+            self.starting = threading.Thread(
+                target=self.start_and_wait, args=(wait_until_ready, self.closed), name="slot", daemon=True
+            )
+            self.starting.start()
+
+    def start_and_wait(self, wait_until_ready: Callable[[Workers], None], closed: int) -> None:
+        try:
+            pool = self.make_pool()
+            with self.closing:
+                if self.closed != closed:
+                    pool.close()
+                    return
+                self.pool = pool
+            workers = self.start_role(pool)
+            wait_until_ready(workers)
+        except PosttrainError as error:
+            if self.closed == closed:
+                log.warning("a worker could not be replaced, and the run goes on with the others: %s", error)
+                self.close()
+            return
+        with self.closing:
+            self.workers = workers if self.closed == closed else None
+
     def close(self) -> None:
         """End the worker; the slot is empty then."""
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = self.workers = None
+        with self.closing:
+            self.closed += 1
+            pool, self.pool, self.workers, self.has_weights = self.pool, None, None, False
+        if pool is not None:
+            pool.close()
 
     def submit(self, method: str, *args: Any) -> PendingCall:
         assert self.workers is not None, "no worker assigned"

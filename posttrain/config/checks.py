@@ -72,6 +72,9 @@ ONLINE_BOUNDS: tuple[tuple[str, float, float | None], ...] = (
     ("rollout.speculative_max_sequences", 1, None),
     ("rollout.min_p", 0, 1),
     ("rollout.ahead", 0, None),
+    ("rollout.partial_prompts", 0, None),
+    ("rollout.partial_tokens", 1, None),
+    ("rollout.max_staleness", 0, None),
     ("rollout.prompts_per_stage", 0, None),
     ("rollout.dynamic_sampling_max_batches", 1, None),
     ("rollout.skip_epochs", 0, None),
@@ -485,6 +488,7 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
         "rollout.inflight_updates is set, but completions are not generated during training: set --rollout.ahead 1 and "
         "--cluster.rollout_devices N.",
     )
+    check_partial(config, refuse)
     refuse(
         rollout.router_replay and (rollout.engine == "vllm" or bool(rollout.replay)),
         "rollout.router_replay needs the experts that the local engine records while it samples: leave it out with "
@@ -526,6 +530,32 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     for key, low, high in ONLINE_BOUNDS:
         refuse(*outside(config, key, low, high))
     refuse(*outside(config, "reward.overlong_tokens", 0, rollout.max_tokens))
+
+
+def check_partial(config: OnlineConfig, refuse: Refuse) -> None:
+    """Check what must hold between the options of partial rollouts and others."""
+    rollout, batch_size = config.rollout, config.train.batch_size
+    conflicts = {
+        "rollout.engine vllm": rollout.engine == "vllm",
+        "rollout.inflight_updates": rollout.inflight_updates,
+        "rollout.dynamic_sampling": rollout.dynamic_sampling,
+        "rollout.environment": bool(rollout.environment),
+        "rollout.agent": bool(rollout.agent),
+        "rollout.replay": bool(rollout.replay),
+        "rollout.prompts_per_stage": bool(rollout.prompts_per_stage),
+        "rollout.router_replay": rollout.router_replay,
+    }
+    for name, is_set in conflicts.items():
+        refuse(
+            bool(rollout.partial_prompts) and is_set,
+            f"rollout.partial_prompts carries completions over to the next step, which {name} does not support: leave "
+            "out one of them.",
+        )
+    refuse(
+        rollout.partial_prompts > batch_size,
+        f"rollout.partial_prompts is {rollout.partial_prompts}, more than train.batch_size {batch_size}: a step could "
+        "not train on all prompts that rollout.max_staleness says are due. Lower it.",
+    )
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -376,6 +376,14 @@ class RolloutConfig:
     """Texts that end a completion, besides the end-of-turn token."""
     ahead: int = 0
     """Batches generated in advance, with older weights, while earlier ones are trained on; 0: on-policy."""
+    partial_prompts: int = 0
+    """Prompts in progress beyond train.batch_size: a step ends when train.batch_size of all are complete, and
+    completions that are cut off carry on in the next step, with its weights; 0: each step finishes its prompts."""
+    partial_tokens: int = 256
+    """Tokens by which completions advance before the complete prompts are counted, with rollout.partial_prompts."""
+    max_staleness: int = 2
+    """Most updates between the weights that begin a completion and those at its end, with rollout.partial_prompts; 0:
+    each step finishes its prompts."""
     prompts_per_stage: int = 0
     """Divide a batch into parts of this many prompts: while one is generated, roles on other devices compute rewards,
     log-probabilities and values of those before; 0: one stage after the other. On-policy either way."""

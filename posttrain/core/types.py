@@ -86,6 +86,7 @@ class Sample:
     group: int = 0  # samples of one prompt (or the two of a pair) share it
     version: WeightVersion = 0  # of the weights that generated its first token
     newest: WeightVersion = 0  # of those that generated its last token: larger, if they changed in between
+    version_spans: tuple[tuple[WeightVersion, int], ...] = ()  # of weights and their tokens, in order, if several
     finish: str = ""  # stop, length, error
     origin: str = ""  # file:line of its example
     reused: float = 0.0  # share of the prompt's tokens (of all turns) whose keys and values were in the KV cache

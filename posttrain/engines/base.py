@@ -117,6 +117,13 @@ class GenerationRequest:
 
     Completions are then equal up to rounding. The local engine reuses them while the weights are the same.
     """
+    token_limit: int = 0
+    """Cut the completion off at this many tokens, if Sampling.max_tokens is larger; 0: not. Only the local engine."""
+    begun: tuple[Ints, Floats] | None = None
+    """Tokens and log-probabilities that were sampled before, maybe with other weights; the completion continues them.
+
+    Only the local engine. Keys and values of these tokens are computed again.
+    """
     constraint: Constraint | None = None
     """Restricts the tokens; log-probabilities are those of the restricted distribution, which tokens are sampled from.
 
@@ -177,6 +184,8 @@ def problem_of(request: GenerationRequest, sample: Sample, sampling: Sampling, v
         return "it does not begin with the prompt"
     if not 1 <= len(completion) <= sampling.max_tokens:
         return f"it has {len(completion)} tokens, of at most {sampling.max_tokens}"
+    if request.begun is not None and not np.array_equal(completion[: len(request.begun[0])], request.begun[0]):
+        return "it does not continue the completion that was begun"
     if completion.min() < 0 or completion.max() >= vocabulary:
         wrong = completion[(completion < 0) | (completion >= vocabulary)][0]
         return f"token id {wrong} is not in the vocabulary of {vocabulary}"

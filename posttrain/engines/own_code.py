@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from posttrain.core import ops
+from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample, WeightVersion
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.kernels.reference import draw
@@ -69,6 +70,11 @@ class OwnCodeGenerator:
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
         """Generate one sample per request, in order. The model must be in eval mode."""
+        if any(request.begun is not None or request.token_limit for request in requests):
+            raise UsageError(
+                f"{type(self.runner.model).__name__} generates by its own code, which cannot continue completions that "
+                "were cut off: leave out rollout.partial_prompts."
+            )
         samples: dict[int, Sample] = {}
         for rows in batches(requests):
             sampler = BatchSampler(self.tokenizer, rows, sampling, on_token, between_steps)

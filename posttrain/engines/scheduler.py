@@ -58,7 +58,7 @@ class ActiveRequest:
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of known_tokens, if prefixes are reused
     reused_tokens: int = 0  # of the prompt, found in the cache when it was admitted first
     preemptions: int = 0
-    begun: tuple[Ints, Floats] = NOTHING  # tokens and log-probabilities sampled before it was preempted
+    begun: tuple[Ints, Floats] = NOTHING  # tokens and log-probabilities sampled before: preempted, or of the request
     drafts: SequenceDrafts | None = None  # once it was among few active sequences
 
     @property
@@ -235,7 +235,13 @@ class BatchScheduler:
         index = self.submitted
         self.submitted += 1
         group = self.group_for(sampling, request.top_logprobs)
-        self.waiting.append(ActiveRequest(index, request, sampling, group, self.adapter_of(request)))
+        if request.token_limit:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, request.token_limit))
+        active = ActiveRequest(index, request, sampling, group, self.adapter_of(request))
+        if request.begun is not None:
+            assert len(request.begun[0]) < sampling.max_tokens, "there is nothing to generate"
+            active.begun, active.tokens, active.length = request.begun, request.begun[0].tolist(), len(request.begun[0])
+        self.waiting.append(active)
         return index
 
     def adapter_of(self, request: GenerationRequest) -> int:

@@ -117,6 +117,8 @@ def without_streams(rollout: Rollout, step: int) -> dict[str, Any]:
         row["turn_seconds"] = [[round(program, 6), round(model, 6)] for program, model in rollout.turn_seconds]
     if sample.turns:
         row["turn_credits"] = [list(turn) for turn in sample.turns]
+    if sample.version_spans:
+        row["version_spans"] = sample.version_spans
     if rollout.branch:
         row["branch"] = rollout.branch
     return row
@@ -162,6 +164,7 @@ def from_row(row: dict[str, Any]) -> Rollout:
         group=row["group"],
         version=row["version"],
         newest=row.get("newest", row["version"]),  # missing in files of the first versions
+        version_spans=tuple((version, tokens) for version, tokens in row.get("version_spans", ())),
         finish=row["finish"],
         origin=row["origin"],
         turns=tuple((first, end, reward, state) for first, end, reward, state in row.get("turn_credits", [])),

@@ -3,7 +3,8 @@
 `next_batch` returns one batch per step. With `rollout.ahead` batches in flight, a thread generates the next ones while
 the caller trains, with the weights of the moment at which each was started. Each is started at one fixed point of the
 loop, so that equal runs give equal completions regardless of timing. `inflight` gives that up: a batch that is being
-generated takes the newest weights as soon as they arrive.
+generated takes the newest weights as soon as they arrive. With `rollout.partial_prompts` some prompts are not complete
+when a batch is: they carry on with the next one (partial.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from posttrain.rollout.curriculum import PromptHistory, Visits
 from posttrain.rollout.data_completions import DataCompletions
 from posttrain.rollout.episodes import EpisodePlayer
 from posttrain.rollout.overlap import OverlappingStages
+from posttrain.rollout.partial import PartialGeneration, PromptInProgress, batch_is_complete, from_rows, rows_of
 from posttrain.rollout.records import Rollout, as_row, from_row, unscored
 from posttrain.rollout.scoring import RolloutScorer
 from posttrain.sandbox.supervisor import STOP_SECONDS, RunStoppedError
@@ -85,6 +87,7 @@ class Rollouts:
         self.history = PromptHistory(config.rollout, config.seed, scorer.first_reward)
         self.skipped = 0  # prompts that the batch returned last has left out
         self.batches: deque[BatchJob] = deque()  # started and not returned yet
+        self.in_progress: list[PromptInProgress] = []  # after the batch that was started last
         self.position = 0  # of the stream, after the batch that was returned last; batches ahead are not counted
 
     def next_batch(self, version: WeightVersion) -> list[Rollout]:
@@ -144,13 +147,13 @@ class Rollouts:
 
     def make_batch(self, version: WeightVersion, phase: Phase, choice: PromptChoice) -> list[Rollout]:
         """Make a batch; if a stop of the run ends this before all is generated, its prompts are the next ones again."""
-        position, statistics = self.stream.position, self.scorer.state()
+        position, statistics, in_progress = self.stream.position, self.scorer.state(), self.in_progress
         try:
             return self.generate_and_score(version, phase, choice)
         except UnscoredBatchError:
             raise
         except RunStoppedError:
-            self.stream.position = position
+            self.stream.position, self.in_progress = position, in_progress
             self.scorer.load_state(statistics)
             raise
 
@@ -161,6 +164,8 @@ class Rollouts:
         wanted = self.config.train.batch_size
         batch: list[Rollout] = []
         rollout = self.config.rollout
+        if rollout.partial_prompts or self.in_progress:
+            return self.make_partial_rollouts(wanted, version, phase, choice)
         for _ in range(rollout.dynamic_sampling_max_batches if rollout.dynamic_sampling else 1):
             rollouts = self.make_rollouts([choice.next_prompt() for _ in range(wanted)], version, phase)
             if not rollout.dynamic_sampling:
@@ -201,6 +206,35 @@ class Rollouts:
             # Without batches ahead the same batch can be made again after a resume. Others have the weights of an
             # earlier step, which are lost then; with dynamic sampling more completions may be needed.
             if self.config.rollout.ahead and not self.config.rollout.dynamic_sampling and rollouts:
+                raise UnscoredBatchError(rollouts, greedy) from None
+            raise
+
+    def make_partial_rollouts(
+        self, wanted: int, version: WeightVersion, phase: Phase, choice: PromptChoice
+    ) -> list[Rollout]:
+        """Generate until `wanted` prompts are complete, and score those; the others carry on with the next batch."""
+        rollout, in_progress = self.config.rollout, [prompt.copy() for prompt in self.in_progress]
+        n, seed, oldest = rollout.samples_per_prompt, self.config.seed, version - rollout.max_staleness
+        cut = rollout.partial_tokens if rollout.max_staleness else 0
+        generation = PartialGeneration(self.generator, self.sampling, self.tokenizer, cut)
+        while len(in_progress) < wanted + (rollout.partial_prompts if rollout.max_staleness else 0):
+            in_progress.append(PromptInProgress.begin(*choice.next_prompt(), version, seed, n))
+        budget = self.timeout_budget(len(in_progress) * n + wanted * self.greedy_baseline)
+        rollouts: list[Rollout] = []
+        greedy: list[Rollout] = []
+        try:
+            with phase("generate"), self.scorer.score_early(len(in_progress) * n, budget) as early:
+                while not batch_is_complete(in_progress, wanted, oldest):
+                    generation.advance(in_progress, version, early.add)
+                complete = [prompt for prompt in in_progress if prompt.is_complete][:wanted]
+                if self.greedy_baseline:
+                    prompts = [(prompt.position, prompt.prompt) for prompt in complete]
+                    greedy = self.generate(prompts, [0] * len(prompts), greedy=True)
+                rollouts = [one for prompt in complete for one in prompt.rollouts]
+            self.in_progress = [prompt for prompt in in_progress if prompt not in complete]
+            return self.score(rollouts, greedy, phase, budget)
+        except RunStoppedError:
+            if rollout.ahead and rollouts:  # as in make_rollouts
                 raise UnscoredBatchError(rollouts, greedy) from None
             raise
 
@@ -299,6 +333,13 @@ class Rollouts:
                 added = {"position": job.position}
                 rows += [as_row(rollout, number) | added | job.choice_state() for rollout in job.result()]
         return rows
+
+    def state_in_progress(self) -> list[dict[str, Any]]:
+        """Return the prompts that carry on with the next batch, as JSON rows; `state` comes first."""
+        return rows_of(self.in_progress)
+
+    def load_in_progress(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.in_progress = from_rows(rows)
 
     def load_state(self, rows: Sequence[dict[str, Any]]) -> None:
         self.batches.clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -164,7 +165,7 @@ class OnlineLoop:
         metrics = rollout_metrics(fresh, self.step - 1)
         if self.replay is not None:
             metrics["replayed_groups"] = float(len({r.sample.group for r in rollouts if r.replayed}))
-        if self.config.rollout.inflight_updates:
+        if self.config.rollout.inflight_updates or self.config.rollout.partial_prompts:
             metrics["mixed_versions"] = mixed_versions(samples)
         with self.run.log.phase("train"), self.offloader.on_device("optimizer", self.policy):
             metrics |= self.update(self.trained_samples(samples))
@@ -174,6 +175,7 @@ class OnlineLoop:
         if self.rollout_workers is not None:
             transfer = self.rollout_workers.last_transfer
             metrics |= {"sync_bytes": float(transfer.bytes), "sync_seconds": transfer.seconds}
+            metrics |= self.rollout_workers.fault_metrics()
         if self.teachers is not None:
             metrics |= self.teachers.metrics
         if self.rollouts.history.is_used:
@@ -283,8 +285,9 @@ class OnlineLoop:
     def save(self, folder: Path) -> None:
         self.writer.flush()
         pending = self.rollouts.state()  # first: batches that are still being generated change the state of the scorer
-        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in pending)
-        (folder / "pending.jsonl").write_text(lines, encoding="utf-8")
+        write_rows(folder / "pending.jsonl", pending)
+        if self.config.rollout.partial_prompts or self.rollouts.in_progress:
+            write_rows(folder / "partial.jsonl", self.rollouts.state_in_progress())
         state = {
             "algo": self.algorithm.state(),
             "pretraining": self.pretraining.position if self.pretraining else [],
@@ -297,8 +300,9 @@ class OnlineLoop:
             (folder / "replay.jsonl").write_text("".join(rows), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        with (folder / "pending.jsonl").open(encoding="utf-8") as lines:
-            self.rollouts.load_state([json.loads(line) for line in lines])
+        self.rollouts.load_state(read_rows(folder / "pending.jsonl"))
+        if (folder / "partial.jsonl").exists():
+            self.rollouts.load_in_progress(read_rows(folder / "partial.jsonl"))
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.algorithm.load_state(state["algo"])
         self.scorer.load_state(state.get("judge", {}))  # absent in checkpoints of earlier versions
@@ -308,6 +312,16 @@ class OnlineLoop:
         if self.replay is not None and (folder / "replay.jsonl").is_file():
             with (folder / "replay.jsonl").open(encoding="utf-8") as lines:
                 self.replay.load_state([json.loads(line) for line in lines])
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    path.write_text(lines, encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def scored_samples(rollouts: list[Rollout], step: int) -> list[Sample]:

@@ -1,19 +1,20 @@
 """Rollout workers on devices of their own: engines that receive the learners' weights. A lost one is replaced.
 
-controller          RolloutWorkers: sends weights, divides requests, replaces lost workers
+controller          RolloutWorkers: sends weights, has the queue of requests, replaces lost workers
 learner processes   WeightSender: broadcasts the weights
 rollout processes   RolloutWorker: receives the weights and generates
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from posttrain.cluster.base import PendingCall, Workers, split_evenly
-from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, SlotCall, WorkerSlot
+from posttrain.cluster.base import PendingCall, Workers
+from posttrain.cluster.worker_slots import ATTEMPTS, ReplaceableWorkers, WorkerSlot
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
@@ -25,14 +26,20 @@ from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_diffe
 from posttrain.models.loading import compute_dtype, read_config
 from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.parallel.weight_transfer import Rendezvous, TransferResult, WeightTransfer
+from posttrain.rollout.request_queue import RequestQueue, divide
 from posttrain.train.learner import Learner
 from posttrain.train.model_lock import ModelLock, agree_by_all_reduce
+
+PARTS_PER_WORKER = 4
+POLL_SECONDS = 0.5  # between two looks for workers that have joined
 
 
 class RolloutWorkers(ReplaceableWorkers):
     """All rollout workers as one generator with the weights of the last `update`.
 
-    With in-flight updates, weights may be sent while another thread waits for completions.
+    They take requests from one queue. One that is lost leaves: its requests go back to the queue, and a new worker is
+    started in the background, which joins with the first update after it is ready. With in-flight updates, weights may
+    be sent while another thread waits for completions.
     """
 
     def __init__(
@@ -41,28 +48,38 @@ class RolloutWorkers(ReplaceableWorkers):
         sender: Workers,
         rendezvous: Callable[[int], Rendezvous],
         check_samples: Callable[[Sequence[GenerationRequest], Sequence[Sample], Sampling], None] = lambda *_: None,
+        *,
+        parts_per_worker: int = PARTS_PER_WORKER,
     ) -> None:
         """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form.
 
-        `check_samples` raises an error for samples that no policy can have generated.
+        `check_samples` raises an error for samples that no policy can have generated. `parts_per_worker`: how many
+        parts a batch is divided into, per worker, if there are several: more parts balance better, larger ones are
+        generated faster.
         """
         super().__init__(slots)
         self.sender, self.rendezvous, self.check_samples = sender, rendezvous, check_samples
-        self.connected = False
+        self.parts = parts_per_worker * len(self.slots) if len(self.slots) > 1 else 1  # of a batch
+        self.connected: list[WorkerSlot] = []  # the members of the transfer group
         self.version: WeightVersion = -1  # before the first update
         self.last_transfer = TransferResult(0, 0.0)
+        self.returned_requests = 0  # of lost workers, to the queue, so far
 
     # Weights
 
     def update(self, version: WeightVersion) -> None:
-        """Send the learners' current weights to all workers as `version`; lost workers are replaced first."""
+        """Send the learners' current weights to all workers as `version`.
+
+        Lost workers are replaced in the background; only if no worker is left, this waits for the new ones.
+        """
         with self.lock:
             self.version = version
             for attempt in range(1, ATTEMPTS + 1):
-                if any(slot.workers is None for slot in self.slots):
-                    self.connected = False
+                if not self.members:
                     self.start()
-                problem = "" if self.connected else self.connect()
+                for slot in self.slots:
+                    slot.start_in_background(wait_until_ready)
+                problem = "" if self.connected == self.members else self.connect()
                 problem = problem or self.send()
                 if not problem:
                     return
@@ -71,40 +88,50 @@ class RolloutWorkers(ReplaceableWorkers):
                         f"weights did not reach the rollout workers in {ATTEMPTS} attempts: {problem}", lost=True
                     )
 
+    @property
+    def members(self) -> list[WorkerSlot]:
+        """The slots that have a worker."""
+        return [slot for slot in self.slots if slot.workers is not None]
+
     def connect(self) -> str:
-        """Form a new transfer group; returns what went wrong, or an empty text."""
-        sizes = [slot.workers.size if slot.workers else 1 for slot in self.slots]
+        """Form a new transfer group of all workers; returns what went wrong, or an empty text."""
+        members = self.members
+        sizes = [slot.workers.size if slot.workers else 1 for slot in members]
         rendezvous = self.rendezvous(sum(sizes) + 1)
         first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         pending = [
-            (slot, slot.submit("connect", rendezvous, first))
-            for first, slot in zip(first_ranks, self.slots, strict=True)
+            (slot, slot.submit("connect", rendezvous, first)) for first, slot in zip(first_ranks, members, strict=True)
         ]
         sending = self.sender.submit("connect", rendezvous)
         problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
-        self.connected = not problem
+        self.connected = [] if problem else members
         return problem
 
     def send(self) -> str:
         """Send weights to all workers and check that they arrived; returns what went wrong, or an empty text."""
-        pending = [(slot, slot.submit("receive", self.version)) for slot in self.slots]
+        members = list(self.connected)
+        pending = [(slot, slot.submit("receive", self.version)) for slot in members]
         sending = self.sender.submit("send")
         problem = self.first_problem(pending)
         result: TransferResult = sending.result()[0]
         problem = problem or result.failure or self.check(result.probe)
-        self.connected = self.connected and not problem
-        if not problem:
-            self.last_transfer = TransferResult(result.bytes * len(self.slots), result.seconds)
-        return problem
+        if problem:
+            self.connected = []
+            return problem
+        self.last_transfer = TransferResult(result.bytes * len(members), result.seconds)
+        for slot in members:
+            slot.has_weights = slot.workers is not None
+        return ""
 
     def check(self, probe: list[Floats]) -> str:
         """Check that all workers have the weights that were sent; returns what is missing, or an empty text.
 
         Raises if weights arrived and the log-probabilities differ: completions would not show it.
         """
-        pending = [(slot, slot.submit("check", probe)) for slot in self.slots]
+        pending = [(slot, slot.submit("check", probe)) for slot in self.connected]
         problem = ""
-        for number, (slot, call) in enumerate(pending):
+        for slot, call in pending:
+            number = self.slots.index(slot)
             try:
                 version, found = call.result()[0]
             except WorkerError as error:
@@ -138,8 +165,14 @@ class RolloutWorkers(ReplaceableWorkers):
     def discard(self, slot: WorkerSlot, workers: Workers | None, error: WorkerError) -> None:
         with self.lock:
             if slot.workers is workers:
-                self.connected = False
+                self.connected = []
             super().discard(slot, workers, error)
+
+    def fault_metrics(self) -> dict[str, float]:
+        """Return the numbers of workers lost and of requests that went back to the queue so far; empty without any."""
+        if not self.lost:
+            return {}
+        return {"rollout_workers_lost": float(self.lost), "requests_returned": float(self.returned_requests)}
 
     # Generation
 
@@ -151,37 +184,69 @@ class RolloutWorkers(ReplaceableWorkers):
         current: bool = False,
         on_completion: OnCompletion | None = None,
     ) -> list[Sample]:
-        """Generate one sample per request, in order; the requests are divided among the workers."""
+        """Generate one sample per request, in order; each worker takes the next part of them when it has room."""
         with self.lock:
-            slots = self.filled_slots()
-            shards = split_evenly(range(len(requests)), len(slots))
-            calls = [
-                (shard, SlotCall(slot, "generate", ([requests[i] for i in shard], sampling)))
-                for slot, shard in zip(slots, shards, strict=True)
-                if shard
-            ]
+            if not self.ready:
+                self.update(self.version)
+        queue = RequestQueue(divide(requests, self.parts), ATTEMPTS)
+        threads: dict[WorkerSlot, threading.Thread] = {}
         samples: dict[int, Sample] = {}
-        for shard, call in calls:
-            generated = self.result(call)
-            self.check_samples([requests[i] for i in shard], generated, sampling)
-            found = dict(zip(shard, generated, strict=True))
-            samples |= found
-            if on_completion is not None:
-                for index, sample in found.items():
-                    on_completion(index, sample)
+        try:
+            while len(samples) < len(requests):
+                self.serve_from(queue, sampling, threads)
+                if (finished := queue.next_finished(POLL_SECONDS)) is None:
+                    continue
+                part, generated = finished
+                self.check_samples(part.requests, generated, sampling)
+                for index, sample in enumerate(generated, part.first):
+                    samples[index] = sample
+                    if on_completion is not None:
+                        on_completion(index, sample)
+        finally:
+            queue.close()
+            self.returned_requests += queue.returned
         return [samples[i] for i in range(len(requests))]
 
-    def filled_slots(self) -> list[WorkerSlot]:
-        """Return the slots that have a worker; if none has, all workers are replaced and receive the weights again."""
-        if all(slot.workers is None for slot in self.slots):
-            self.update(self.version)
-        return [slot for slot in self.slots if slot.workers is not None]
+    @property
+    def ready(self) -> list[WorkerSlot]:
+        """The slots whose worker has weights."""
+        return [slot for slot in self.slots if slot.workers is not None and slot.has_weights]
 
-    def slot_for_retry(self, slot: WorkerSlot) -> WorkerSlot:
-        """Return the next slot that has a worker: a new worker gets its weights only with the next update."""
-        filled = self.filled_slots()
-        index = self.slots.index(slot)
-        return next(other for other in [*self.slots[index:], *self.slots[:index]] if other in filled)
+    def serve_from(self, queue: RequestQueue, sampling: Sampling, threads: dict[WorkerSlot, threading.Thread]) -> None:
+        """Let every worker that has weights, and does not do so yet, take parts; if none is left, replace all."""
+        if not self.ready and not any(thread.is_alive() for thread in threads.values()):
+            with self.lock:
+                self.update(self.version)
+        for slot in self.ready:
+            if slot not in threads or not threads[slot].is_alive():
+                threads[slot] = threading.Thread(
+                    target=self.serve, args=(slot, queue, sampling), name="rollout worker", daemon=True
+                )
+                threads[slot].start()
+
+    def serve(self, slot: WorkerSlot, queue: RequestQueue, sampling: Sampling) -> None:
+        """Let the worker of a slot generate part after part, until none is left or the worker is lost."""
+        workers = slot.workers
+        while workers is not None and slot.workers is workers and (part := queue.take()) is not None:
+            try:
+                queue.finish(part, workers.submit("generate", part.requests, sampling).result()[0])
+            except WorkerError as error:
+                try:
+                    self.discard(slot, workers, error)
+                except WorkerError as failed:
+                    queue.fail(failed)
+                queue.put_back(part, error)
+                return
+            except BaseException as error:  # raised again by the thread that reads the results
+                queue.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+
+
+def wait_until_ready(workers: Workers) -> None:
+    """Wait until a worker has loaded its model."""
+    workers.call("is_ready")
 
 
 # In the worker processes
@@ -255,6 +320,10 @@ class RolloutWorker:
             options = ({"async_scheduling": False} if self.inflight else {}) | engine.vllm_options
             self.generator = engine_for_path(model, template, options, read_weights=False)
         self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
+
+    def is_ready(self) -> bool:
+        """Return once the engine is loaded."""
+        return True
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> str:
         """Join the group of sender and receivers; returns why that failed, or an empty text."""

@@ -66,9 +66,9 @@ def bytes_of(folder):
     verify(newest)
     files = {str(f.relative_to(newest)): f.read_bytes() for f in sorted(newest.rglob("*")) if f.is_file()}
     del files["manifest.json"]
-    if "online/pending.jsonl" in files:  # how long a reward took is another time's business
-        rows = [json.loads(line) for line in files["online/pending.jsonl"].splitlines()]
-        files["online/pending.jsonl"] = [row | {"seconds": 0} for row in rows]
+    for name in {"online/pending.jsonl", "online/partial.jsonl"} & files.keys():
+        rows = [json.loads(line) for line in files[name].splitlines()]
+        files[name] = [row | {"seconds": 0} for row in rows]  # how long a reward took is another time's business
     state = json.loads(files.pop("state.json"))
     state["config"] = {key: value for key, value in state["config"].items() if key not in ("output_dir", "resume")}
     return files, state
@@ -94,6 +94,19 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
                 "max_tokens": 6,
                 "skip_epochs": 1,
                 "prompt_sampling": "difficulty",
+            }
+        },
+    ),
+    (
+        "grpo",
+        {
+            "rollout": {
+                "ahead": 1,
+                "samples_per_prompt": 3,
+                "max_tokens": 24,
+                "partial_prompts": 2,
+                "partial_tokens": 3,
+                "stop": ["e"],
             }
         },
     ),

@@ -108,15 +108,29 @@ class Together:
         dist.barrier()
 
 
+class NumberedRequest(int):
+    """A request of a prompt of its own."""
+
+    @property
+    def group(self):
+        return int(self)
+
+
 class FakeRolloutWorker:
     """Returns the request and the version of its weights, as the sample of a rollout worker depends on both."""
 
     def __init__(self, folder):
         self.folder, self.version = folder, None
 
+    def is_ready(self):
+        self.misbehave("start")
+        return True
+
     def misbehave(self, moment):
         """Fails at a moment that a file names: is lost once, or raises an error every time."""
         for fault in sorted(self.folder.glob(f"{moment}-*")):
+            if "-of-" in fault.name and f"-of-{os.getpid()}-" not in fault.name:  # another one's
+                continue
             if fault.name.endswith("hang"):  # for good, although the process answers pings
                 fault.unlink()
                 time.sleep(3600)

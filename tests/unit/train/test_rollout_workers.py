@@ -16,7 +16,7 @@ from posttrain.core.types import Sample
 from posttrain.engines.base import GenerationRequest, Sampling, check_samples
 from posttrain.train.model_lock import ModelLock
 from posttrain.train.rollout_workers import RolloutWorkers
-from tests.unit.cluster.things import FakeRolloutWorker, FakeWeightSender
+from tests.unit.cluster.things import FakeRolloutWorker, FakeWeightSender, NumberedRequest
 
 SECONDS = 60.0
 
@@ -46,7 +46,7 @@ def workers(tmp_path):
         group.close()
 
 
-REQUESTS = list(range(11))
+REQUESTS = [NumberedRequest(number) for number in range(11)]
 
 
 def asked(folder):
@@ -66,19 +66,65 @@ def test_samples_come_in_order_with_the_newest_weights(workers, tmp_path):
 def test_a_worker_that_is_lost_during_generation(workers, tmp_path, how, caplog):
     group = workers(2)
     group.update(0)
-    group.slots[0].pool.timeout_seconds = SECONDS if how == "kill" else 2.0
-    fault = tmp_path / f"generate-{how}"
-    fault.touch()
-    group.slots[0].submit("misbehave", "generate")
-    while fault.exists():  # so that it is this one
+    pool = group.slots[0].pool
+    pool.timeout_seconds = SECONDS if how == "kill" else 2.0
+    (tmp_path / f"generate-of-{pool.channels[0].process.pid}-{how}").touch()
+    (tmp_path / "slow").touch()  # so that the other one does not take all parts
+    found = []
+    work = threading.Thread(target=lambda: found.extend(group.generate(REQUESTS, None)))
+    work.start()
+    until = time.monotonic() + SECONDS
+    while not group.lost:
+        assert work.is_alive() and time.monotonic() < until
         time.sleep(0.01)
-    assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS], "by the other, with its weights"
-    assert asked(tmp_path) == REQUESTS
+    (tmp_path / "slow").unlink()
+    work.join(SECONDS)
+    assert found == [(request, 0) for request in REQUESTS], "by the other, with its weights"
+    assert asked(tmp_path) == REQUESTS, "each once"
     assert "rollout worker, rank 0" in caplog.text and "the worker is replaced" in caplog.text
-    assert len(group.made) == 2
-    group.update(1)  # now it is replaced
-    assert len(group.made) == 3
+    assert group.lost == 1 and 1 <= group.returned_requests <= 2, "one part of eleven requests in eight parts"
+    assert len(group.made) == 2 and len(group.ready) == 1
+    group.update(1)  # does not wait for a new one
     assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
+    wait_for_new_workers(group)
+    group.update(2)
+    assert len(group.made) == 3 and len(group.ready) == 2, "it has joined"
+    assert group.generate(REQUESTS, None) == [(request, 2) for request in REQUESTS]
+
+
+def wait_for_new_workers(group):
+    for slot in group.slots:
+        if slot.starting is not None:
+            slot.starting.join(SECONDS)
+
+
+def test_a_run_goes_on_without_a_worker_that_cannot_be_replaced(workers, tmp_path, caplog):
+    group = workers(2)
+    group.update(0)
+    group.slots[1].pool.channels[0].process.kill()
+    assert group.generate(REQUESTS, None) == [(request, 0) for request in REQUESTS]
+    (tmp_path / "start-raise").touch()
+    for version in (1, 2):
+        group.update(version)
+        wait_for_new_workers(group)
+        assert group.generate(REQUESTS, None) == [(request, version) for request in REQUESTS]
+        assert group.ready == group.slots[:1]
+    assert caplog.text.count("could not be replaced, and the run goes on with the others") == 2
+    (tmp_path / "start-raise").unlink()
+    group.update(3)
+    wait_for_new_workers(group)
+    group.update(4)
+    assert group.ready == group.slots, "it joins when it can be started again"
+
+
+def test_requests_that_lose_every_worker_end_the_run(workers, tmp_path):
+    group = workers(1)
+    group.update(0)
+    for number in range(9):
+        (tmp_path / f"generate-{number}-kill").touch()
+    with pytest.raises(WorkerError, match="workers were lost 3 times in a row during one call of generate") as failed:
+        group.generate(REQUESTS[:1], None)
+    assert failed.value.lost and group.lost == 3
 
 
 def test_the_only_worker_is_replaced_at_once(workers, tmp_path):
@@ -155,6 +201,7 @@ def test_garbage_of_an_engine_is_not_trained_on(garbage, words):
         check = partial(check_samples, vocabulary=10, engine="a rollout worker")
         slot = WorkerSlot(LocalPool, lambda pool: pool.start("rollout", Engine))
         group = RolloutWorkers([slot], None, lambda size: size, check)
+        slot.has_weights = True
         return group.generate([GenerationRequest(prompt=PROMPT, group=4)], Sampling(max_tokens=2))
 
     with pytest.raises(PosttrainError, match=f"a rollout worker returned .*{words}"):
@@ -187,7 +234,7 @@ def test_a_worker_that_is_lost_during_generation_and_a_weight_update(workers, tm
     (tmp_path / "slow").unlink()
     work.join(SECONDS)
     assert found == [(request, 1) for request in REQUESTS]
-    assert asked(tmp_path) == REQUESTS and len(group.made) == 3
+    assert asked(tmp_path) == REQUESTS and group.lost == 1
 
 
 def test_the_group_is_formed_once(workers, tmp_path):
