@@ -24,14 +24,14 @@ from posttrain.core.types import Sample
 from posttrain.engines.base import LOCAL, GenerationRequest, Sampling
 from posttrain.parallel.weight_transfer import TransferResult
 from posttrain.train.learner import Learner
-from posttrain.train.rollout_workers import PARTS_PER_WORKER, RolloutWorker, RolloutWorkers, WeightSender
+from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 
 SECONDS = 600.0
-ROUNDS = 5
+ROUNDS = 3
 PROMPTS, SAMPLES = 64, 8
 SIGMA = 1.0  # of the logarithm of a prompt's mean length; completions of a prompt vary by a third of it
 MEDIAN_TOKENS, MAX_TOKENS = 64, 512
-TOKEN_SECONDS = 2e-4  # of a simulated worker
+TOKEN_SECONDS = 1e-3  # of a simulated worker
 PICO = ModelConfig(path="pico")
 
 
@@ -40,9 +40,9 @@ def measure_stream() -> None:
         print("stream: measures processes on a CPU", flush=True)
         return
     with tempfile.TemporaryDirectory() as name:
-        for count in (2, 4, 8):
-            compare(f"{count} simulated workers", count, simulated(count, Path(name) / str(count)))
-        compare("2 workers with pico", 2, real(2, Path(name) / "real"), prompts=16)
+        for count in (4, 8):
+            compare(f"{count} simulated workers", simulated(count, Path(name) / str(count)))
+        compare("2 workers with pico", real(2, Path(name) / "real"), prompts=16)
 
 
 def requests_with_lengths(round_number: int, prompts: int) -> list[GenerationRequest]:
@@ -109,16 +109,16 @@ def real(count: int, folder: Path) -> tuple[Placement, RolloutWorkers]:
     return places, RolloutWorkers(slots, sender, places.rendezvous)
 
 
-def compare(what: str, count: int, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS) -> None:
+def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS) -> None:
     """Print the median ratio of the times of both ways, measured in turns."""
     places, workers = made
-    seconds: dict[int, list[float]] = {1: [], PARTS_PER_WORKER: []}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     try:
         workers.update(0)
         for number in range(ROUNDS):
             requests = requests_with_lengths(number, prompts)
-            for parts, taken in seconds.items():
-                workers.parts = parts * count
+            for evenly, taken in seconds.items():
+                workers.evenly = evenly
                 began = time.perf_counter()
                 workers.generate(requests, Sampling(max_tokens=MAX_TOKENS))
                 taken.append(time.perf_counter() - began)

@@ -15,7 +15,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
+SHARD_NAME = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
+VERIFY_THREADS = 16  # hashing does not hold Python's lock; more than cores, since files may be on slow storage
+
+FileEntries = dict[str, dict[str, Any]]
+"""Size and sha256 of files, by path relative to their folder."""
+
 log = logging.getLogger("posttrain")
 
 
@@ -40,10 +48,13 @@ def write_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
     return start_checkpoint(checkpoints, step, write)()
 
 
-def start_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]) -> Callable[[], Path]:
+def start_checkpoint(
+    checkpoints: Path, step: int, write: Callable[[Path], None], described: Callable[[], FileEntries] = dict
+) -> Callable[[], Path]:
     """Let `write` fill a directory; the returned function syncs and seals it and gives it its name.
 
-    That function may run in another thread: it needs only the files, which do not change any more.
+    That function may run in another thread: it needs only the files, which do not change any more. `described` returns
+    the entries of files that other processes sync and hash; the rest is done here.
     """
     final = checkpoint_path(checkpoints, step)
     with ExitStack() as stack:
@@ -57,7 +68,7 @@ def start_checkpoint(checkpoints: Path, step: int, write: Callable[[Path], None]
 
     def finish() -> Path:
         with written, _save_errors(checkpoints, step, temporary):
-            _seal(temporary, step)
+            _seal(temporary, step, described())
             _put_in_place(temporary, final)
         return final
 
@@ -76,14 +87,21 @@ def _save_errors(checkpoints: Path, step: int, temporary: Path | None = None) ->
         raise CheckpointError(_save_error(error, checkpoints, step, written)) from error
 
 
-def _seal(folder: Path, step: int) -> None:
-    """Sync every file to the disk, then write and sync the manifest that lists them."""
+def _seal(folder: Path, step: int, described: FileEntries) -> None:
+    """Sync every file to the disk that is not `described`, then write and sync the manifest that lists all of them."""
     readers = folder.stat().st_mode & 0o666
     paths = sorted(_files(folder))
     for path in paths:
         assert path != folder / MANIFEST, "the writer must not write the manifest"
         path.chmod(readers)  # safetensors creates files that only their owner may read, regardless of the umask
-    files = describe_files(folder, paths)
+    for name, entry in described.items():
+        found = (folder / name).stat().st_size
+        if found != entry["size"]:
+            raise CheckpointError(
+                f"{folder / name}: has {found} bytes, but the worker that wrote it found {entry['size']}"
+            )
+    files = described | describe_files(folder, [path for path in paths if _name(folder, path) not in described])
+    files = dict(sorted(files.items()))
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     with (folder / MANIFEST).open("rb") as file:
         os.fsync(file.fileno())
@@ -178,20 +196,56 @@ def step_of(checkpoint: Path) -> int:
 
 
 def verify(checkpoint: Path) -> None:
-    """Read every file and raise CheckpointError for the first that differs from what was saved."""
+    """Read every file, several at a time, and raise CheckpointError for the first that differs from what was saved."""
     try:
-        for name, entry in _check_sizes(checkpoint).items():
-            if file_sha256(checkpoint / name) != entry["sha256"]:
+        files = _check_sizes(checkpoint)
+        with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify") as threads:
+            hashes = list(threads.map(lambda name: file_sha256(checkpoint / name), files))
+        for (name, entry), found in zip(files.items(), hashes, strict=True):
+            if found != entry["sha256"]:
                 raise CheckpointError(f"{checkpoint / name}: damaged: its content differs from what was saved")
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
 
 
-def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+class FileHashing:
+    """A thread that syncs and hashes the files of a checkpoint that this process has written, while it trains."""
+
+    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+        """`folder`: of the checkpoint."""
+        self.outcome: FileEntries | BaseException | None = None
+        self.folder, self.files = folder, files
+        threading.Thread(target=self.work, name="hash", daemon=True).start()
+
+    def work(self) -> None:
+        try:
+            self.outcome = describe_files(self.folder, self.files)
+        except BaseException as error:
+            self.outcome = error  # raised by `result`
+            if not isinstance(error, Exception):
+                raise
+
+    def result(self) -> FileEntries | None:
+        """Return the entries of the files, for the manifest; None while the thread works."""
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """Return the files of tensors that a rank has written, if several have; their names have numbers from 1."""
+    found = sorted(path for pattern in ("*.safetensors", "model/*.safetensors") for path in folder.glob(pattern))
+    return [path for path in found if (match := SHARD_NAME.search(path.name)) and int(match[1]) == rank + 1]
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def describe_files(folder: Path, files: Iterable[Path]) -> FileEntries:
     """Sync files to the disk; returns their sizes and sha256 by path relative to the folder, for `verify_files`."""
     return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path, sync=True)}
-        for path in files
+        _name(folder, path): {"size": path.stat().st_size, "sha256": file_sha256(path, sync=True)} for path in files
     }
 
 

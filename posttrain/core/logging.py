@@ -20,7 +20,7 @@ from posttrain.core.metrics_sinks import Metrics, MetricsSink, Trackers
 from posttrain.core.phases import PhaseTimer
 from posttrain.core.progress import ProgressDisplay, duration, short_number
 
-NOT_TRAINING = ("load", "eval", "save")
+NOT_TRAINING = ("load", "resume", "eval", "save")
 """Phases that do not count in tokens_per_second."""
 
 
@@ -233,7 +233,9 @@ class RunConsole:
             self.message(f"step {step}  " + "  ".join(evaluation))
         # The first step includes one-time costs; its time is used only until there is a second.
         if self.steps_seen == 1:
-            seconds_per_step = sum(row[key] for key in row if key.startswith("time/") and key != "time/load")
+            seconds_per_step = sum(
+                row[key] for key in row if key.startswith("time/") and key not in ("time/load", "time/resume")
+            )
         else:
             seconds_per_step = (now - self.first_step_ended) / (self.steps_seen - 1)
         left = duration(seconds_per_step * max(self.total_steps - step, 0))

@@ -27,6 +27,10 @@ class PhaseTimer:
         self._count()
         self.open.pop()
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add time that passed before this object was made."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
     def restart(self) -> dict[str, float]:
         """Return the seconds of each phase since the last restart, `other` last; their sum is the wall time."""
         self._count()

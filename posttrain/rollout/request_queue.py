@@ -86,19 +86,22 @@ class RequestQueue:
             return self.finished.popleft() if self.finished else None
 
 
-def divide(requests: Sequence[GenerationRequest], parts: int) -> list[Part]:
-    """Divide requests into at most `parts` parts of nearly equal size; those of one prompt stay together, if they can.
+def divide(requests: Sequence[GenerationRequest], workers: int, *, evenly: bool = False) -> list[Part]:
+    """Divide requests into parts, the first ones large and the last ones small, so that workers finish at one time.
 
-    Completions of a prompt share its prefill. They are divided if there are fewer prompts than parts.
+    A part has half of each worker's share of what is left (guided self-scheduling; Polychronopoulos and Kuck, 1987).
+    `evenly`: one part per worker instead, of nearly equal size. Completions of a prompt, which share its prefill, stay
+    together unless there are fewer prompts than workers.
     """
     groups = [len(list(members)) for _, members in groupby(requests, key=lambda request: request.group)]
-    sizes = groups if len(groups) >= parts else [1] * len(requests)
-    wanted = len(requests) / max(1, min(parts, len(sizes)))
-    found: list[Part] = []
-    first = end = 0
-    for size in sizes:
-        end += size
-        if end >= wanted * (len(found) + 1) - 1e-9 or end == len(requests):
-            found.append(Part(first, list(requests[first:end])))
-            first = end
-    return found
+    units = deque(groups if len(groups) >= workers else [1] * len(requests))
+    parts: list[Part] = []
+    first, count = 0, len(requests)
+    while units:
+        shares = max(1, workers - len(parts)) if evenly or workers == 1 else 2 * workers
+        size = units.popleft()
+        while units and size + units[0] / 2 <= (count - first) / shares:
+            size += units.popleft()
+        parts.append(Part(first, list(requests[first : first + size])))
+        first += size
+    return parts

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from posttrain.checkpoints.checkpoint import FileEntries, FileHashing, files_of_rank
 from posttrain.checkpoints.tensor_files import load_tensors, save_tensors
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.device_rates import rates_of
@@ -150,6 +151,7 @@ class Learner:
         self.reshard()
         self.runner.value_head = values
         offload = layout.offload if layout else frozenset()
+        self.hashing: FileHashing | None = None  # of the checkpoint that was saved last
         self.generator = self.make_generator(engine, meta_model, sampler_copy, frees_copy="engine" in offload)
         self.optimizer = None
         if trainable:
@@ -681,6 +683,16 @@ class Learner:
             local_shard(weight).copy_(load_tensors(folder / "value-head.safetensors")[VALUE_HEAD][shard_slices(weight)])
         self.optimizer.load(folder)
         self.generator.weights_changed()
+
+    def start_hashing(self, checkpoint: Path, folder: Path) -> None:
+        """Sync and hash, in a thread, the files that this rank has written into a folder of a checkpoint."""
+        rank = 0 if self.shards is None else torch.distributed.get_rank()
+        self.hashing = FileHashing(checkpoint, files_of_rank(folder, rank))
+
+    def hashed_files(self) -> FileEntries | None:
+        """Return the result of `start_hashing`; None while the thread works."""
+        assert self.hashing is not None, "start_hashing comes first"
+        return self.hashing.result()
 
     # Host memory
 

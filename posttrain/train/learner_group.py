@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from posttrain.checkpoints.checkpoint import FileEntries
 from posttrain.cluster.base import Workers, split_evenly
 from posttrain.cluster.local import LocalWorkers
 from posttrain.core.types import ExpertUse, Floats, Ints, Objective, Sample, SamplingDistribution, WeightVersion
@@ -16,6 +18,7 @@ from posttrain.train.metric_sums import Sums, add_sums
 from posttrain.train.rank_report import RankReport, rank_metrics
 
 T = TypeVar("T")
+HASH_POLL_SECONDS = 0.05  # between two questions whether files are hashed
 
 
 class LearnerGroup:
@@ -130,6 +133,25 @@ class LearnerGroup:
 
     def load(self, folder: Path) -> None:
         self.workers.call("load", folder)
+
+    def start_hashing(self, checkpoint: Path, folder: Path) -> Callable[[], FileEntries]:
+        """Let each worker sync and hash what it has saved in a folder of a checkpoint, while it trains.
+
+        The returned function waits for the result; another thread may call it. If the only worker is this process,
+        there is nothing to divide, and it returns no files.
+        """
+        if isinstance(self.workers, LocalWorkers):
+            return dict
+        self.workers.call("start_hashing", checkpoint, folder)
+
+        def wait() -> FileEntries:
+            while True:
+                found = self.workers.call("hashed_files")
+                if all(entries is not None for entries in found):
+                    return {name: entry for entries in found for name, entry in entries.items()}
+                time.sleep(HASH_POLL_SECONDS)
+
+        return wait
 
     def spread(
         self, method: str, samples: Sequence[Sample], group_size: int = 1, *args: Any, **kwargs: Any

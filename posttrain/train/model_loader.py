@@ -28,7 +28,7 @@ from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.reference import ReferenceModel
 from posttrain.train.reward_model import RewardModel
-from posttrain.train.rollout_workers import PARTS_PER_WORKER, RolloutWorker, RolloutWorkers, WeightSender
+from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run import Run
 from posttrain.train.teachers import LocalTeacher, ServiceTeacher, Teacher, TeacherPrompts, Teachers
 
@@ -168,8 +168,7 @@ class ModelLoader:
         vocabulary = int(read_config(path, "token").get_text_config().vocab_size)
         check = partial(check_samples, vocabulary=vocabulary, engine="a rollout worker")
         # An accelerator generates its whole share in hardly more time than a part of it.
-        parts = 1 if placement.on_accelerators else PARTS_PER_WORKER
-        return RolloutWorkers(slots, sender, placement.rendezvous, check, parts_per_worker=parts)
+        return RolloutWorkers(slots, sender, placement.rendezvous, check, evenly=placement.on_accelerators)
 
     def load(self, model: ModelConfig, *, role: str, name: str = "", **options: Any) -> LearnerGroup:
         """Start a learner on every device of the role; `name`: if a role has several; `options`: of Learner."""

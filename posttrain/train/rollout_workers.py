@@ -30,7 +30,6 @@ from posttrain.rollout.request_queue import RequestQueue, divide
 from posttrain.train.learner import Learner
 from posttrain.train.model_lock import ModelLock, agree_by_all_reduce
 
-PARTS_PER_WORKER = 4
 POLL_SECONDS = 0.5  # between two looks for workers that have joined
 
 
@@ -49,17 +48,16 @@ class RolloutWorkers(ReplaceableWorkers):
         rendezvous: Callable[[int], Rendezvous],
         check_samples: Callable[[Sequence[GenerationRequest], Sequence[Sample], Sampling], None] = lambda *_: None,
         *,
-        parts_per_worker: int = PARTS_PER_WORKER,
+        evenly: bool = False,
     ) -> None:
         """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form.
 
-        `check_samples` raises an error for samples that no policy can have generated. `parts_per_worker`: how many
-        parts a batch is divided into, per worker, if there are several: more parts balance better, larger ones are
-        generated faster.
+        `check_samples` raises an error for samples that no policy can have generated. `evenly`: each worker takes its
+        whole share of a batch at once.
         """
         super().__init__(slots)
         self.sender, self.rendezvous, self.check_samples = sender, rendezvous, check_samples
-        self.parts = parts_per_worker * len(self.slots) if len(self.slots) > 1 else 1  # of a batch
+        self.evenly, self.shares = evenly, len(self.slots)  # how a batch is divided
         self.connected: list[WorkerSlot] = []  # the members of the transfer group
         self.version: WeightVersion = -1  # before the first update
         self.last_transfer = TransferResult(0, 0.0)
@@ -188,7 +186,7 @@ class RolloutWorkers(ReplaceableWorkers):
         with self.lock:
             if not self.ready:
                 self.update(self.version)
-        queue = RequestQueue(divide(requests, self.parts), ATTEMPTS)
+        queue = RequestQueue(divide(requests, self.shares, evenly=self.evenly), ATTEMPTS)
         threads: dict[WorkerSlot, threading.Thread] = {}
         samples: dict[int, Sample] = {}
         try:

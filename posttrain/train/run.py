@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,7 @@ class Run:
     callbacks: CallbackRunner
     metric_functions: MetricFunctions
     from_python: bool = False
+    newest: Path | None = None  # the checkpoint to resume from, which was verified
     progress: Progress = field(default_factory=Progress)
     parts: dict[str, CheckpointPart] = field(default_factory=dict)
     saved_step: int = 0  # of the newest checkpoint
@@ -175,7 +177,9 @@ class Run:
             fingerprints |= {name: model_fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
                 fingerprints["evaluation data"] = data.eval.fingerprint
+            verification_began = time.perf_counter()
             newest = checkpoint.checkpoint_to_resume(folder.checkpoints) if config.resume else None
+            verification_seconds = time.perf_counter() - verification_began
             start = checkpoint.step_of(newest) if newest else 0
             log = logs.Log(
                 folder.path,
@@ -187,6 +191,8 @@ class Run:
             )
             log.devices = config.cluster.devices
             stack.enter_context(log)
+            if newest is not None:
+                log.phases.add("resume", verification_seconds)
             for line in (*data.train.descriptions, *describe(config, data, folder.path)):
                 log.message(line)
             if too_long:
@@ -211,6 +217,7 @@ class Run:
                 callbacks=CallbackRunner(inputs.callbacks, state),
                 metric_functions=inputs.metrics,
                 from_python=inputs.from_python,
+                newest=newest,
             )
             try:
                 yield run
@@ -228,7 +235,7 @@ class Run:
             gc.collect()  # frees what loading has left on the device
         gc.freeze()  # a full garbage-collection pass over library objects costs more than a short step
         random_state.seed_everything(self.config.seed)
-        newest = checkpoint.checkpoint_to_resume(self.directory.checkpoints) if self.config.resume else None
+        newest = self.newest
         if newest is None:
             if self.config.resume:
                 self.log.message("no checkpoint yet: starting from step 0")
@@ -242,9 +249,10 @@ class Run:
             raise CheckpointError(f"{newest / 'state.json'}: has no {', '.join(missing)}; it was not written by a run")
         changed = changes_since(state["config"], self.config)
         self.check_unchanged(newest, state, changed)
-        policy.load(newest)
-        for name, part in self.parts.items():
-            part.load(newest / name)
+        with self.log.phase("resume"):
+            policy.load(newest)
+            for name, part in self.parts.items():
+                part.load(newest / name)
         self.progress = Progress(**state["progress"])
         if self.progress.micro_batch_tokens:
             policy.limit_micro_batches(self.progress.micro_batch_tokens)
@@ -336,8 +344,22 @@ class Run:
                 },
             )
 
+        def write_and_hash(folder: Path) -> None:
+            write(folder)
+            groups = {folder: policy} | {
+                folder / name: part for name, part in self.parts.items() if isinstance(part, LearnerGroup)
+            }
+            hashing.extend(group.start_hashing(folder, place) for place, group in groups.items())
+
+        def hashed() -> checkpoint.FileEntries:
+            try:
+                return {name: entry for wait in hashing for name, entry in wait().items()}
+            except WorkerError:  # the files are complete, and a worker that is lost now must not cost the checkpoint
+                return {}
+
+        hashing: list[Callable[[], checkpoint.FileEntries]] = []
         self.finish_save()
-        seal = checkpoint.start_checkpoint(self.directory.checkpoints, step, write)
+        seal = checkpoint.start_checkpoint(self.directory.checkpoints, step, write_and_hash, hashed)
         best_step = self.progress.best_step
 
         def complete() -> Path:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import GRPOTrainer
+from posttrain import GRPOTrainer, SFTTrainer
+from posttrain.checkpoints import checkpoint
 from posttrain.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -147,13 +148,29 @@ def test_lost_rollout_workers_are_replaced_and_the_completions_stay_the_same(tmp
     assert "SIGKILL" in caplog.text and "does not answer a ping" in caplog.text
 
 
+def test_each_rank_hashes_what_it_saves_and_the_controller_reads_no_weights(tmp_path, monkeypatch):
+    read = []
+    plain = checkpoint.file_sha256
+    monkeypatch.setattr(checkpoint, "file_sha256", lambda path, **how: read.append(path.name) or plain(path, **how))
+    rows = str(ROOT / "examples/data/chat.jsonl")
+    train = {"batch_size": 4, "max_steps": 2}
+    config = {"train": train, "save": {"every_steps": 1}, "cluster": {"devices": 2}, "quiet": True}
+    with SFTTrainer("pico", rows, config | {"output_dir": str(tmp_path / "run")}) as trainer:
+        trainer.train()
+    assert "state.json" in read and not [name for name in read if name.endswith(".safetensors")]
+    newest = checkpoint.newest_valid(tmp_path / "run/checkpoints")
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    assert {"model/model-00001-of-00002.safetensors", "model/model-00002-of-00002.safetensors"} < files.keys()
+    assert [name for name in read if name.endswith(".safetensors")], "verifying reads them"
+
+
 def test_results_do_not_depend_on_which_worker_takes_a_prompt(tmp_path, caplog):
     """Bit for bit: one worker does everything in order; with two, one of which is lost, timing decides."""
     one = {"devices": 2, "layout": ["rollout.devices=1"], "limits": [0, SECONDS]}
     two = {"devices": 3, "layout": ["rollout.devices=2"], "limits": [0, SECONDS]}
     with grpo(tmp_path / "one", **one) as in_order, grpo(tmp_path / "two", **two) as shared:
         alone, both = in_order._loop.rollout_workers, shared._loop.rollout_workers
-        alone.parts = both.parts
+        alone.shares = both.shares  # the same parts
         for step in range(3):
             if step == 1:
                 both.slots[0].pool.channels[0].process.kill()
@@ -166,7 +183,7 @@ def test_results_do_not_depend_on_which_worker_takes_a_prompt(tmp_path, caplog):
             assert {name: found[name] for name in ("loss", "grad_norm", "reward", "sampler_kl")} == {
                 name: expected[name] for name in ("loss", "grad_norm", "reward", "sampler_kl")
             }
-        assert found["rollout_workers_lost"] == 1 and found["requests_returned"] > 0
+        assert found["rollout_workers_lost"] == 1
         assert "rollout_workers_lost" not in expected
 
 

@@ -14,8 +14,11 @@ import torch
 
 from posttrain.checkpoints import checkpoint
 from posttrain.checkpoints.checkpoint import (
+    FileHashing,
     checkpoint_to_resume,
     delete_old_checkpoints,
+    describe_files,
+    files_of_rank,
     is_run_directory,
     is_valid,
     list_checkpoints,
@@ -23,6 +26,7 @@ from posttrain.checkpoints.checkpoint import (
     newest_valid,
     remove_temporaries,
     resolve_model_folder,
+    start_checkpoint,
     step_of,
     verify,
     write_checkpoint,
@@ -494,3 +498,40 @@ def test_looking_at_folders_needs_no_torch():
     code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert checkpoint.MANIFEST == "manifest.json"
+
+
+def test_files_that_others_have_hashed_are_not_read_again(tmp_path):
+    def write(folder):
+        for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "state.json"):
+            (folder / name).write_bytes(name.encode())
+
+    def described(size=32, sha256="0" * 64):
+        return {"model-00002-of-00002.safetensors": {"size": size, "sha256": sha256}}
+
+    path = start_checkpoint(tmp_path, 1, write, described)()
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert list(files) == sorted(files) and len(files) == 3
+    assert files["model-00002-of-00002.safetensors"]["sha256"] == "0" * 64, "as it was told"
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: damaged"):
+        verify(path)
+    with pytest.raises(CheckpointError, match="has 32 bytes, but the worker that wrote it found 31"):
+        start_checkpoint(tmp_path, 2, write, partial(described, 31))()
+
+
+def test_a_rank_hashes_the_files_that_it_wrote(tmp_path):
+    (tmp_path / "model").mkdir()
+    names = [f"{stem}-0000{n}-of-00002.safetensors" for stem in ("model/model", "optimizer") for n in (1, 2)]
+    for name in (*names, "value-head.safetensors", "model/config.json"):
+        (tmp_path / name).write_bytes(name.encode())
+    assert [path.name for path in files_of_rank(tmp_path, 0)] == [Path(name).name for name in (names[0], names[2])]
+    found = {}
+    for rank in range(3):
+        hashing = FileHashing(tmp_path, files_of_rank(tmp_path, rank))
+        while (entries := hashing.result()) is None:
+            pass
+        found |= entries
+    assert found == describe_files(tmp_path, [tmp_path / name for name in names])
+    failed = FileHashing(tmp_path, [tmp_path / "absent"])
+    with pytest.raises(FileNotFoundError):
+        while failed.result() is None:
+            pass

@@ -82,7 +82,7 @@ def test_a_worker_that_is_lost_during_generation(workers, tmp_path, how, caplog)
     assert found == [(request, 0) for request in REQUESTS], "by the other, with its weights"
     assert asked(tmp_path) == REQUESTS, "each once"
     assert "rollout worker, rank 0" in caplog.text and "the worker is replaced" in caplog.text
-    assert group.lost == 1 and 1 <= group.returned_requests <= 2, "one part of eleven requests in eight parts"
+    assert group.lost == 1 and 1 <= group.returned_requests <= 3, "one part of eleven requests"
     assert len(group.made) == 2 and len(group.ready) == 1
     group.update(1)  # does not wait for a new one
     assert group.generate(REQUESTS, None) == [(request, 1) for request in REQUESTS]
