@@ -435,7 +435,8 @@ class BatchScheduler:
                 active.version = self.version
         prompts, seeds = [active.request.prompt for active in requests], [active.request.seed for active in requests]
         earlier, adapters = [active.begun for active in requests], [active.adapter for active in requests]
-        rows = self.slots.admit(list(activated), prompts, seeds, earlier, adapters)
+        limits = [active.sampling.max_tokens for active in requests]
+        rows = self.slots.admit(list(activated), prompts, seeds, earlier, adapters, limits)
         self.sample(rows, self.executor.logits(hidden), requests)
         self.active |= activated
 

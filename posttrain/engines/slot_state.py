@@ -28,7 +28,7 @@ class SlotState:
         self.seed = torch.zeros_like(self.index)
         self.adapter = torch.zeros_like(self.index)  # number; 0: none
         self.done = torch.ones(count, dtype=torch.bool, device=device)
-        self.limit = torch.zeros(1, dtype=torch.long, device=device)
+        self.limit = torch.zeros(count, dtype=torch.long, device=device)  # most tokens of a completion
         # The last column takes what finished sequences write.
         self.tokens = lazy_zeros((count, max_tokens + 1), torch.long, device)
         self.logprobs = lazy_zeros((count, max_tokens + 1), torch.float32, device)
@@ -66,16 +66,19 @@ class SlotState:
         seeds: Sequence[int],
         begun: Sequence[tuple[Ints, Floats]],
         adapters: Sequence[int],
+        limits: Sequence[int],
     ) -> torch.Tensor:
         """Start sequences in these slots; returns the slots as a tensor.
 
-        `begun`: tokens and log-probabilities of each completion so far; none, unless it was preempted. `adapters`: the
-        number of each sequence's.
+        `begun`: tokens and log-probabilities of each completion so far; none, unless it was preempted or cut off.
+        `adapters`: the number of each sequence's; `limits`: most tokens of each completion.
         """
         lengths = [len(tokens) for tokens, _ in begun]
         signed = [as_signed(seed) for seed in seeds]
-        table = torch.tensor([list(slots), [len(prompt) for prompt in prompts], signed, lengths, list(adapters)])
-        rows, prompt_length, seed, length, adapter = copy_to_device(table, self.device)
+        prompt_lengths = [len(prompt) for prompt in prompts]
+        table = torch.tensor([list(slots), prompt_lengths, signed, lengths, list(adapters), list(limits)])
+        rows, prompt_length, seed, length, adapter, limit = copy_to_device(table, self.device)
+        self.limit[rows] = limit
         self.prompt_length[rows], self.seed[rows], self.adapter[rows] = prompt_length, seed, adapter
         self.length[rows], self.done[rows] = length, False
         for slot, (tokens, logprobs) in zip(slots, begun, strict=True):
@@ -140,7 +143,7 @@ class SlotState:
         self.logprobs[rows, column] = logprobs
         length = length + (~done).long()
         self.length[rows], self.last_token[rows] = length, tokens
-        self.done[rows] = done | (length >= self.limit) | (tokens[:, None] == stops).any(1)
+        self.done[rows] = done | (length >= self.limit[rows]) | (tokens[:, None] == stops).any(1)
         if self.track_seen:
             assert self.seen is not None
             self.seen[rows, tokens] = self.true
@@ -155,7 +158,7 @@ class SlotState:
         """
         length, drafted = self.length[rows], tokens.shape[1] - 1
         lengths = length[:, None] + torch.arange(1, drafted + 2, device=self.device)  # with each token
-        ends = (lengths >= self.limit) | (tokens[:, :, None] == stops).any(2)
+        ends = (lengths >= self.limit[rows, None]) | (tokens[:, :, None] == stops).any(2)
         agrees = (tokens[:, :-1] == self.drafts[rows, :drafted]) & ~ends[:, :-1]
         counts = torch.cat([~self.done[rows, None], agrees], 1).long().cumprod(1).bool()
         column = torch.where(counts, lengths - 1, self.max_tokens)
@@ -183,7 +186,16 @@ class SlotState:
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, longest: int) -> None:
         """Move sequences whose completions have at most `longest` tokens; the slots that they leave are free."""
-        small = (self.last_token, self.prompt_length, self.length, self.seed, self.adapter, self.done, self.seen)
+        small = (
+            self.last_token,
+            self.prompt_length,
+            self.length,
+            self.seed,
+            self.adapter,
+            self.done,
+            self.seen,
+            self.limit,
+        )
         for stream in (*small, self.tokens[:, :longest], self.logprobs[:, :longest]):
             if stream is not None:
                 stream.index_copy_(0, targets, stream.index_select(0, sources))

@@ -25,7 +25,14 @@ from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
 from posttrain.models.loading import compute_dtype, read_config
 from posttrain.models.paths import base_model_path, resolve_path
-from posttrain.parallel.weight_transfer import Rendezvous, TransferResult, WeightTransfer
+from posttrain.parallel.weight_transfer import (
+    BUCKET_BYTES,
+    MAX_SENDERS,
+    Rendezvous,
+    TransferResult,
+    WeightTransfer,
+    receive_from_all,
+)
 from posttrain.rollout.request_queue import RequestQueue, divide
 from posttrain.train.learner import Learner
 from posttrain.train.model_lock import ModelLock, agree_by_all_reduce
@@ -95,12 +102,12 @@ class RolloutWorkers(ReplaceableWorkers):
         """Form a new transfer group of all workers; returns what went wrong, or an empty text."""
         members = self.members
         sizes = [slot.workers.size if slot.workers else 1 for slot in members]
-        rendezvous = self.rendezvous(sum(sizes) + 1)
+        groups = [self.rendezvous(sum(sizes) + 1) for _ in range(min(self.sender.size, MAX_SENDERS))]
         first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         pending = [
-            (slot, slot.submit("connect", rendezvous, first)) for first, slot in zip(first_ranks, members, strict=True)
+            (slot, slot.submit("connect", groups, first)) for first, slot in zip(first_ranks, members, strict=True)
         ]
-        sending = self.sender.submit("connect", rendezvous)
+        sending = self.sender.submit("connect", groups)
         problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
         self.connected = [] if problem else members
         return problem
@@ -111,12 +118,14 @@ class RolloutWorkers(ReplaceableWorkers):
         pending = [(slot, slot.submit("receive", self.version)) for slot in members]
         sending = self.sender.submit("send")
         problem = self.first_problem(pending)
-        result: TransferResult = sending.result()[0]
-        problem = problem or result.failure or self.check(result.probe)
+        results: list[TransferResult] = sending.result()
+        failures = filter(None, (result.failure for result in results))
+        problem = problem or next(failures, "") or self.check(results[0].probe)
         if problem:
             self.connected = []
             return problem
-        self.last_transfer = TransferResult(result.bytes * len(members), result.seconds)
+        sent, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
+        self.last_transfer = TransferResult(sent * len(members), seconds)
         for slot in members:
             slot.has_weights = slot.workers is not None
         return ""
@@ -251,19 +260,23 @@ def wait_until_ready(workers: Workers) -> None:
 
 
 class WeightSender:
-    """Runs in the learners' processes. All processes that share the model take part; the first one sends."""
+    """Runs in the learners' processes. All that share the model gather its tensors together; several of them send."""
 
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
+    def __init__(self, learner: Learner, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.learner, self.bucket_bytes = learner, bucket_bytes
         self.transfer: WeightTransfer | None = None
-        self.is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.senders = 0
+        self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
-    def connect(self, rendezvous: Rendezvous) -> str:
-        """Join the group of sender and receivers; returns why that failed, or an empty text."""
-        self.transfer = None
-        if self.is_first:
+    def connect(self, groups: Sequence[Rendezvous]) -> str:
+        """Join the group of this sender and all receivers; returns why that failed, or an empty text.
+
+        `groups`: of the first learners, one each; the others send nothing.
+        """
+        self.transfer, self.senders = None, len(groups)
+        if self.rank < self.senders:
             try:
-                self.transfer = WeightTransfer(rendezvous, 0)
+                self.transfer = WeightTransfer(groups[self.rank], 0)
             except RuntimeError as error:  # a receiver is gone; the controller replaces it
                 return first_line(error)
         return ""
@@ -277,10 +290,10 @@ class WeightSender:
         started = time.monotonic()
         weights = iter(self.learner.weights())
         sent, failure = 0, ""
-        if self.is_first:
+        if self.rank < self.senders:
             assert self.transfer is not None, "connect comes first"
             try:
-                sent = self.transfer.send(weights)
+                sent = self.transfer.send(weights, self.rank, self.senders, self.bucket_bytes)
                 if self.learner.device.type != "cpu":
                     torch.accelerator.synchronize()
             except RuntimeError as error:
@@ -301,7 +314,7 @@ class RolloutWorker:
         self, model: ModelConfig, engine: EngineSpec, template: str, seed: int, inflight: bool = False
     ) -> None:
         """With `inflight` new weights do not wait until completions are finished."""
-        self.transfer: WeightTransfer | None = None
+        self.transfers: list[WeightTransfer] = []  # one from each sender
         self.version: WeightVersion = 0
         self.inflight = inflight
         self.dtype = compute_dtype(model, default_device())
@@ -323,25 +336,26 @@ class RolloutWorker:
         """Return once the engine is loaded."""
         return True
 
-    def connect(self, rendezvous: Rendezvous, rank: int) -> str:
-        """Join the group of sender and receivers; returns why that failed, or an empty text."""
+    def connect(self, groups: Sequence[Rendezvous], rank: int) -> str:
+        """Join the groups of all senders; returns why that failed, or an empty text."""
+        self.transfers = []
         try:
-            self.transfer = WeightTransfer(rendezvous, rank + rank_in_engine())
+            self.transfers += [WeightTransfer(group, rank + rank_in_engine()) for group in groups]
         except RuntimeError as error:  # a member is gone; the controller replaces it
             return first_line(error)
         return ""
 
     def receive(self, version: WeightVersion) -> str:
         """Receive the weights that the learners send now; returns why that failed, or an empty text."""
-        assert self.transfer is not None, "connect comes first"
+        assert self.transfers, "connect comes first"
         with self.lock.update():
             try:
                 if isinstance(self.generator, Learner):
-                    self.generator.set_weights(self.transfer.receive())
+                    self.generator.set_weights(receive_from_all(self.transfers))
                 else:
-                    self.generator.load(self.transfer.receive(), version)
+                    self.generator.load(receive_from_all(self.transfers), version)
             except RuntimeError as error:
-                self.transfer = None  # closes the connection, so that the others do not wait
+                self.transfers = []  # closes the connections, so that the others do not wait
                 self.lock.incomplete = True
                 return first_line(error)
             self.version, self.lock.incomplete = version, False
