@@ -1,8 +1,8 @@
 """Measure one queue of requests for all rollout workers against a static split, with log-normal lengths, on a CPU.
 
-The workers are processes of this machine. Simulated ones wait instead of computing, for as long as an engine with the
-given cost per token would take, so that the ratio does not depend on what else the machine does. Real ones generate
-with pico and have one core each.
+The workers are processes of this machine, which wait instead of computing, for as long as an engine with slots would
+take: the ratio hardly depends on what else the machine does. In both ways a slot that is free is filled again, with
+the static split from the worker's own share, with the queue from what is left for all.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ import numpy as np
 from bench.common import GPU
 from posttrain.cluster.local import LocalPool
 from posttrain.cluster.placement import Placement
-from posttrain.cluster.worker_host import RoleRef
-from posttrain.config.sections import ModelConfig, OnlineClusterConfig, TrainConfig
+from posttrain.config.sections import OnlineClusterConfig
 from posttrain.core.types import Sample
-from posttrain.engines.base import LOCAL, GenerationRequest, Sampling
+from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.parallel.weight_transfer import TransferResult
-from posttrain.train.learner import Learner
-from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
+from posttrain.train.rollout_workers import RolloutWorkers
 
 SECONDS = 600.0
 ROUNDS = 3
-PROMPTS, SAMPLES = 64, 8
+PROMPTS, SAMPLES = 64, 16
+SLOTS = 16  # sequences that a worker generates at a time
 SIGMA = 1.0  # of the logarithm of a prompt's mean length; completions of a prompt vary by a third of it
-MEDIAN_TOKENS, MAX_TOKENS = 64, 512
-TOKEN_SECONDS = 1e-3  # of a simulated worker
-PICO = ModelConfig(path="pico")
+MEDIAN_TOKENS, MAX_TOKENS = 200, 2048
+STEP_SECONDS, SEQUENCE_SECONDS = 1e-3, 3e-5  # of a decode step of a simulated worker, and of each sequence in it
 
 
 def measure_stream() -> None:
@@ -42,7 +40,6 @@ def measure_stream() -> None:
     with tempfile.TemporaryDirectory() as name:
         for count in (4, 8):
             compare(f"{count} simulated workers", simulated(count, Path(name) / str(count)))
-        compare("2 workers with pico", real(2, Path(name) / "real"), prompts=16)
 
 
 def requests_with_lengths(round_number: int, prompts: int) -> list[GenerationRequest]:
@@ -61,12 +58,15 @@ def requests_with_lengths(round_number: int, prompts: int) -> list[GenerationReq
 
 
 class SimulatedWorker:
-    """Waits for as long as its tokens take."""
+    """Waits for as long as an engine with slots would generate: a step takes longer with more sequences."""
+
+    def __init__(self) -> None:
+        self.batch, self.left = 0, dict[int, int]()  # tokens that are left, by index of the request
 
     def is_ready(self) -> bool:
         return True
 
-    def connect(self, rendezvous: int, rank: int) -> str:
+    def connect(self, groups: list[int], rank: int) -> str:
         return ""
 
     def receive(self, version: int) -> str:
@@ -77,15 +77,50 @@ class SimulatedWorker:
         return self.version, ""
 
     def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> list[Sample]:
-        time.sleep(TOKEN_SECONDS * sum(request.token_limit for request in requests))
-        mask = np.array([False, True])
-        return [Sample(tokens=np.zeros(2, dtype=np.int32), mask=mask, group=request.group) for request in requests]
+        """Generate a whole share: slots are filled again from it."""
+        waiting, active = [request.token_limit for request in reversed(requests)], list[int]()
+        seconds = 0.0
+        while waiting or active:
+            active += [waiting.pop() for _ in range(min(len(waiting), SLOTS - len(active)))]
+            steps = min(active)
+            seconds += steps * step_seconds(len(active))
+            active = [left - steps for left in active if left > steps]
+        time.sleep(seconds)
+        return [made_sample(request.group) for request in requests]
+
+    def advance(
+        self,
+        batch: int,
+        requests: dict[int, GenerationRequest],
+        sampling: Sampling,
+        longest_prompt: int,
+        slots: int,
+        wanted: int,
+    ) -> tuple[list[int], list[Sample], int]:
+        """Generate until some are finished: requests are added when there is room."""
+        self.left |= {index: request.token_limit for index, request in requests.items()}
+        if not 0 < wanted <= slots - len(self.left):
+            steps = sorted(self.left.values())[len(self.left) // 16]
+            time.sleep(steps * step_seconds(len(self.left)))
+            self.left = {index: left - steps for index, left in self.left.items()}
+        finished = [index for index, left in self.left.items() if left <= 0]
+        for index in finished:
+            del self.left[index]
+        return finished, [made_sample(index // SAMPLES) for index in finished], slots - len(self.left)
+
+
+def step_seconds(sequences: int) -> float:
+    return STEP_SECONDS + SEQUENCE_SECONDS * sequences
+
+
+def made_sample(group: int) -> Sample:
+    return Sample(tokens=np.zeros(2, dtype=np.int32), mask=np.array([False, True]), group=group)
 
 
 class NoWeights:
     """Sends nothing."""
 
-    def connect(self, rendezvous: int) -> str:
+    def connect(self, groups: list[int]) -> str:
         return ""
 
     def send(self) -> TransferResult:
@@ -99,26 +134,16 @@ def simulated(count: int, folder: Path) -> tuple[Placement, RolloutWorkers]:
     return places, RolloutWorkers(slots, LocalPool().start("sender", NoWeights), lambda size: size)
 
 
-def real(count: int, folder: Path) -> tuple[Placement, RolloutWorkers]:
-    cluster = OnlineClusterConfig(devices=count + 1, worker_timeout_seconds=SECONDS, rollout_devices=count)
-    places = Placement(cluster, folder / "logs")
-    actor = places.pool("actor")
-    actor.start("actor", Learner, PICO, TrainConfig(), trainable=False)
-    sender = actor.start("sender", WeightSender, RoleRef("actor"))
-    slots = places.rollout_slots(lambda pool: pool.start("rollout", RolloutWorker, PICO, LOCAL, "", 0))
-    return places, RolloutWorkers(slots, sender, places.rendezvous)
-
-
 def compare(what: str, made: tuple[Placement, RolloutWorkers], prompts: int = PROMPTS) -> None:
     """Print the median ratio of the times of both ways, measured in turns."""
     places, workers = made
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[int, list[float]] = {0: [], SLOTS: []}
     try:
         workers.update(0)
         for number in range(ROUNDS):
             requests = requests_with_lengths(number, prompts)
-            for evenly, taken in seconds.items():
-                workers.evenly = evenly
+            for slots, taken in seconds.items():
+                workers.slots_per_worker = slots
                 began = time.perf_counter()
                 workers.generate(requests, Sampling(max_tokens=MAX_TOKENS))
                 taken.append(time.perf_counter() - began)

@@ -174,8 +174,8 @@ class WorkerPool:
             call = Call(self, named_role or role, method, self.number)
             with self.changed:
                 self.calls[call.number] = call
-            # Only `generate` needs no other worker, so only it may run in parallel with other calls.
-            parallel = method == "generate" and threading.current_thread() is not threading.main_thread()
+            # Only generation needs no other worker, so only it may run in parallel with other calls.
+            parallel = method in ("generate", "advance") and threading.current_thread() is not threading.main_thread()
             for channel, own in zip(self.channels, args, strict=True):
                 try:
                     channel.send("call", call.number, (role, method, own, kwargs), parallel=parallel)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,12 @@ class LocalEngine:
         """Generate one sample per request, in order. Tokens, log-probabilities and mask cover prompt and completion."""
         if not requests:
             return []
-        was_training = self.runner.model.training
-        self.runner.model.eval()
         try:
-            if self.own_code is not None:
-                with torch.no_grad():
+            with self.generating():
+                if self.own_code is not None:
                     return self.own_code.generate(requests, sampling, on_token, between_steps, on_completion)
-            with torch.inference_mode():
                 return self.run(requests, sampling, on_token, between_steps, on_completion)
         finally:
-            self.runner.model.train(was_training)
             if self.device.type == "cpu" and not self.frozen:
                 self.sleep()
 
@@ -140,47 +137,27 @@ class LocalEngine:
         on_completion: OnCompletion | None,
     ) -> list[Sample]:
         """Schedule the requests until all are finished."""
-        executor = self.prepare(requests, sampling)
-
-        def report(active: ActiveRequest) -> None:
-            assert on_token is not None
-            on_token(active.index, active.tokens[-1])
-
-        scheduler = BatchScheduler(
-            executor,
-            self.tokenizer,
-            None if on_token is None else report,
-            check_behind=executor.graphs is not None and on_token is None and between_steps is None,
-            reuse_prefixes=self.frozen or self.device.type == "cuda",  # equal CPU runs compute equally
-            drafter=self.drafter,
-        )
-        if self.drafter is not None and not self.keeps_completions:
-            self.drafter.forget()
-        for request in requests:
-            scheduler.submit(request, sampling)
+        longest = max(len(request.prompt) for request in requests)
+        stream = RequestStream(self, longest, len(requests), sampling, on_token, between_steps)
+        stream.add(requests)
         samples: dict[int, Sample] = {}
-
-        def collect() -> None:
-            for index, sample in scheduler.collect().items():
+        while stream.busy:
+            for index, sample in stream.step().items():
                 samples[index] = sample
                 if on_completion is not None:
                     on_completion(index, sample)
-
-        packed_version: WeightVersion | None = None
-        while scheduler.busy:
-            if between_steps is not None:
-                scheduler.version = between_steps()
-            if scheduler.version != packed_version:
-                self.pack_weights(len(requests), sampling.max_tokens)
-                if packed_version is not None:
-                    executor.cache.pool.forget()
-                packed_version = scheduler.version
-            scheduler.start_step()
-            collect()  # what the previous check found
-            scheduler.check()
-        collect()
-        self.preemptions += scheduler.preemptions
         return [samples[index] for index in range(len(requests))]
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Set the model to evaluation, without gradients, for as long as it generates."""
+        was_training = self.runner.model.training
+        self.runner.model.eval()
+        try:
+            with torch.inference_mode() if self.own_code is None else torch.no_grad():
+                yield
+        finally:
+            self.runner.model.train(was_training)
 
     def open_scheduler(
         self, max_length: int, max_tokens: int, on_new_token: OnNewToken, slots: int | None = None
@@ -254,10 +231,13 @@ class LocalEngine:
                 "16, and layers with adapters need a GPU."
             )
 
-    def prepare(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> ModelExecutor:
-        """Return an executor for these requests; the existing one if it is large enough: graphs hold its addresses."""
+    def prepare(self, longest_prompt: int, count: int, sampling: Sampling) -> ModelExecutor:
+        """Return an executor for `count` requests at a time; the existing one if that is large enough.
+
+        Graphs hold its addresses.
+        """
         self.check_weight_addresses()
-        longest = max(len(request.prompt) for request in requests) + sampling.max_tokens
+        longest = longest_prompt + sampling.max_tokens
         wanted = round_length(longest, self.device), round_length(sampling.max_tokens, self.device)
         # Calls of different sizes alternate: a cache that is large enough for all of them is kept.
         slots, *existing = self.allocated if self.executor is not None else (0, 0, 0)
@@ -267,7 +247,7 @@ class LocalEngine:
         most = self.max_slots
         if self.may_use_more_slots:
             most = slots_for_known_requests(self.device, self.bytes_per_slot(capacity))
-        size = bucket_size(len(requests)) if self.device.type == "cuda" else len(requests)
+        size = bucket_size(count) if self.device.type == "cuda" else count
         executor = self.allocate(min(most, max(slots, size)), capacity, max_tokens)
         penalized = sampling.repetition_penalty != 1.0
         executor.reset(sampling.max_tokens, self.runner.vocabulary_size if penalized else None)
@@ -347,6 +327,77 @@ class LocalEngine:
     @property
     def bytes_per_position(self) -> int:
         return bytes_per_position(self.runner.model.config, next(self.runner.model.parameters()).dtype)
+
+
+class RequestStream:
+    """Requests of one engine, to which others are added while they are generated."""
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        longest_prompt: int,
+        count: int,
+        sampling: Sampling,
+        on_token: OnToken | None = None,
+        between_steps: BetweenSteps | None = None,
+    ) -> None:
+        """`longest_prompt`: tokens of the longest one that will be added; `count`: requests at a time."""
+        executor = engine.prepare(longest_prompt, count, sampling)
+        self.engine, self.count, self.sampling, self.between_steps = engine, count, sampling, between_steps
+
+        def report(active: ActiveRequest) -> None:
+            assert on_token is not None
+            on_token(active.index, active.tokens[-1])
+
+        self.scheduler = BatchScheduler(
+            executor,
+            engine.tokenizer,
+            None if on_token is None else report,
+            check_behind=executor.graphs is not None and on_token is None and between_steps is None,
+            reuse_prefixes=engine.frozen or engine.device.type == "cuda",  # equal CPU runs compute equally
+            drafter=engine.drafter,
+        )
+        self.packed_version: WeightVersion | None = None
+        if engine.drafter is not None and not engine.keeps_completions:
+            engine.drafter.forget()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or bool(self.scheduler.finished)
+
+    @property
+    def in_progress(self) -> int:
+        """Requests that wait or run."""
+        return len(self.scheduler.admitted) + len(self.scheduler.waiting)
+
+    @property
+    def room(self) -> int:
+        """How many requests could be added without waiting."""
+        return max(0, self.scheduler.cache.slots - self.in_progress)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add requests; they are numbered in this order, from 0."""
+        for request in requests:
+            self.scheduler.submit(request, self.sampling)
+
+    def step(self) -> dict[int, Sample]:
+        """Generate a few tokens of each sequence; returns the samples of finished requests, by number."""
+        scheduler, engine = self.scheduler, self.engine
+        if not scheduler.busy:
+            engine.preemptions += scheduler.preemptions
+            scheduler.preemptions = 0
+            return scheduler.collect()
+        if self.between_steps is not None:
+            scheduler.version = self.between_steps()
+        if scheduler.version != self.packed_version:
+            engine.pack_weights(self.count, self.sampling.max_tokens)
+            if self.packed_version is not None:
+                scheduler.cache.pool.forget()
+            self.packed_version = scheduler.version
+        scheduler.start_step()
+        samples = scheduler.collect()  # what the previous check found
+        scheduler.check()
+        return samples
 
 
 def default_slots(device: torch.device) -> int:

@@ -165,7 +165,8 @@ def receive_from_all(transfers: Sequence[WeightTransfer]) -> Iterator[tuple[str,
     threads = [BucketReader(transfer) for transfer in transfers] if ahead else []
     ended = 0
     try:
-        for reader in cycle(threads or transfers):
+        readers: list[WeightTransfer | BucketReader] = [*(threads or transfers)]
+        for reader in cycle(readers):
             bucket = reader.receive_bucket()
             yield from bucket
             ended = 0 if bucket else ended + 1

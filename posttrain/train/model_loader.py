@@ -28,7 +28,7 @@ from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.reference import ReferenceModel
 from posttrain.train.reward_model import RewardModel
-from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
+from posttrain.train.rollout_workers import SLOTS_PER_WORKER, RolloutWorker, RolloutWorkers, WeightSender
 from posttrain.train.run import Run
 from posttrain.train.teachers import LocalTeacher, ServiceTeacher, Teacher, TeacherPrompts, Teachers
 
@@ -167,8 +167,10 @@ class ModelLoader:
         path = base_model_path(resolve_path(model.path))
         vocabulary = int(read_config(path, "token").get_text_config().vocab_size)
         check = partial(check_samples, vocabulary=vocabulary, engine="a rollout worker")
-        # An accelerator generates its whole share in hardly more time than a part of it.
-        return RolloutWorkers(slots, sender, placement.rendezvous, check, evenly=placement.on_accelerators)
+        # On a CPU equal runs compute equally; vLLM has a queue of its own, and ranks that must have the same requests.
+        streams = placement.on_accelerators and engine.name == "local"
+        how = {"slots_per_worker": SLOTS_PER_WORKER if streams else 0}
+        return RolloutWorkers(slots, sender, placement.rendezvous, check, **how)
 
     def load(self, model: ModelConfig, *, role: str, name: str = "", **options: Any) -> LearnerGroup:
         """Start a learner on every device of the role; `name`: if a role has several; `options`: of Learner."""

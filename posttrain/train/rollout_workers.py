@@ -20,6 +20,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.errors import PosttrainError, WorkerError
 from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import EngineSpec, GenerationRequest, OnCompletion, Sampling
+from posttrain.engines.local import RequestStream
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
@@ -33,10 +34,11 @@ from posttrain.parallel.weight_transfer import (
     WeightTransfer,
     receive_from_all,
 )
-from posttrain.rollout.request_queue import RequestQueue, divide
+from posttrain.rollout.request_queue import Part, RequestQueue, divide
 from posttrain.train.learner import Learner
 from posttrain.train.model_lock import ModelLock, agree_by_all_reduce
 
+SLOTS_PER_WORKER = 512  # as the local engine has by default on an accelerator
 POLL_SECONDS = 0.5  # between two looks for workers that have joined
 
 
@@ -55,16 +57,18 @@ class RolloutWorkers(ReplaceableWorkers):
         rendezvous: Callable[[int], Rendezvous],
         check_samples: Callable[[Sequence[GenerationRequest], Sequence[Sample], Sampling], None] = lambda *_: None,
         *,
-        evenly: bool = False,
+        slots_per_worker: int = 0,
     ) -> None:
         """`sender`: a WeightSender beside each learner; `rendezvous`: where a new group of N processes can form.
 
-        `check_samples` raises an error for samples that no policy can have generated. `evenly`: each worker takes its
-        whole share of a batch at once.
+        `check_samples` raises an error for samples that no policy can have generated. `slots_per_worker`: a worker has
+        at most this many requests, and takes others when it has room; 0: it takes its whole share of a batch at once,
+        so that equal runs compute equally.
         """
         super().__init__(slots)
         self.sender, self.rendezvous, self.check_samples = sender, rendezvous, check_samples
-        self.evenly, self.shares = evenly, len(self.slots)  # how a batch is divided
+        self.slots_per_worker, self.shares = slots_per_worker, len(self.slots)  # how a batch is divided
+        self.batches, self.longest_prompt = 0, 0  # number of batches so far; tokens of the longest prompt of this one
         self.connected: list[WorkerSlot] = []  # the members of the transfer group
         self.version: WeightVersion = -1  # before the first update
         self.last_transfer = TransferResult(0, 0.0)
@@ -195,19 +199,20 @@ class RolloutWorkers(ReplaceableWorkers):
         with self.lock:
             if not self.ready:
                 self.update(self.version)
-        queue = RequestQueue(divide(requests, self.shares, evenly=self.evenly), ATTEMPTS)
+        queue = RequestQueue(divide(requests, self.shares, self.slots_per_worker), ATTEMPTS)
+        self.batches += 1
+        self.longest_prompt = (
+            max((len(request.prompt) for request in requests), default=0) if self.slots_per_worker else 0
+        )
         threads: dict[WorkerSlot, threading.Thread] = {}
         samples: dict[int, Sample] = {}
         try:
             while len(samples) < len(requests):
                 self.serve_from(queue, sampling, threads)
-                if (finished := queue.next_finished(POLL_SECONDS)) is None:
-                    continue
-                part, generated = finished
-                self.check_samples(part.requests, generated, sampling)
-                for index, sample in enumerate(generated, part.first):
-                    samples[index] = sample
-                    if on_completion is not None:
+                finished = queue.take_finished(POLL_SECONDS)
+                samples |= finished
+                if on_completion is not None:
+                    for index, sample in finished.items():
                         on_completion(index, sample)
         finally:
             queue.close()
@@ -232,23 +237,50 @@ class RolloutWorkers(ReplaceableWorkers):
                 threads[slot].start()
 
     def serve(self, slot: WorkerSlot, queue: RequestQueue, sampling: Sampling) -> None:
-        """Let the worker of a slot generate part after part, until none is left or the worker is lost."""
-        workers = slot.workers
-        while workers is not None and slot.workers is workers and (part := queue.take()) is not None:
+        """Let the worker of a slot generate what it takes, until nothing is left or the worker is lost."""
+        workers, held, room = slot.workers, Part({}), 0
+        while workers is not None:
             try:
-                queue.finish(part, workers.submit("generate", part.requests, sampling).result()[0])
+                part = queue.take(room if held.requests else None) or Part({})
+                held = Part(held.requests | part.requests, max(held.lost, part.lost))
+                if not held.requests:
+                    return
+                finished, room = self.generate_some(workers, part.requests, held.requests, sampling, queue.next_size)
+                queue.finish(finished)
+                held.requests = {i: request for i, request in held.requests.items() if i not in finished}
             except WorkerError as error:
                 try:
                     self.discard(slot, workers, error)
                 except WorkerError as failed:
                     queue.fail(failed)
-                queue.put_back(part, error)
+                queue.put_back(held, error)
                 return
             except BaseException as error:  # raised again by the thread that reads the results
                 queue.fail(error)
                 if not isinstance(error, Exception):
                     raise
                 return
+
+    def generate_some(
+        self,
+        workers: Workers,
+        new: dict[int, GenerationRequest],
+        held: dict[int, GenerationRequest],
+        sampling: Sampling,
+        wanted: int,
+    ) -> tuple[dict[int, Sample], int]:
+        """Let a worker generate the requests it has, and new ones; returns finished samples, and its room for others.
+
+        It returns when some are finished, or when it has room for `wanted` others; without slots, when all are.
+        """
+        indices, room = list(new), 0
+        if self.slots_per_worker:
+            how = (self.batches, new, sampling, self.longest_prompt, self.slots_per_worker, wanted)
+            indices, samples, room = workers.submit("advance", *how).result()[0]
+        else:
+            samples = workers.submit("generate", list(new.values()), sampling).result()[0]
+        self.check_samples([held[index] for index in indices], samples, sampling)
+        return dict(zip(indices, samples, strict=True)), room
 
 
 def wait_until_ready(workers: Workers) -> None:
@@ -330,6 +362,8 @@ class RolloutWorker:
             # token is recorded with would be wrong.
             options = ({"async_scheduling": False} if self.inflight else {}) | engine.vllm_options
             self.generator = engine_for_path(model, template, options, read_weights=False)
+        self.stream: RequestStream | None = None  # of the requests in progress, if they are added one after the other
+        self.batch, self.indices = 0, list[int]()  # that these belong to; their indices in it
         self.lock = ModelLock(agree_by_all_reduce()) if torch.distributed.is_initialized() else ModelLock()
 
     def is_ready(self) -> bool:
@@ -375,6 +409,40 @@ class RolloutWorker:
         between_steps = self.between_steps if self.inflight else None
         with self.lock.generate():
             return self.generator.generate(requests, sampling, between_steps=between_steps)
+
+    def advance(
+        self,
+        batch: int,
+        requests: dict[int, GenerationRequest],
+        sampling: Sampling,
+        longest_prompt: int,
+        slots: int,
+        wanted: int,
+    ) -> tuple[list[int], list[Sample], int]:
+        """Add requests to those in progress, and generate; returns indices and samples of finished ones, and the room.
+
+        Returns when an eighth of them is finished, or when there is room for `wanted` others. `slots`: sequences at a
+        time; `longest_prompt`: tokens. Requests of an earlier batch, which was given up, are dropped.
+        """
+        assert isinstance(self.generator, Learner)
+        engine = self.generator.generator.local_engine(current=False)
+        if engine.own_code is not None:  # takes no requests while others run
+            return list(requests), self.generate(list(requests.values()), sampling), slots
+        finished: dict[int, Sample] = {}
+        with self.lock.generate(), engine.generating():
+            if self.stream is None or self.batch != batch:
+                between_steps = self.between_steps if self.inflight else None
+                self.stream = RequestStream(engine, longest_prompt, slots, sampling, between_steps=between_steps)
+                self.batch, self.indices = batch, []
+            stream = self.stream
+            stream.add(list(requests.values()))
+            self.indices += requests
+            enough = max(1, stream.in_progress // 8)
+            while stream.busy and len(finished) < enough and not 0 < wanted <= stream.room:
+                finished |= {self.indices[number]: sample for number, sample in stream.step().items()}
+        if not stream.busy:
+            self.stream = None
+        return list(finished), list(finished.values()), stream.room
 
     def between_steps(self) -> WeightVersion:
         """Let weight updates run; returns the version of the weights for the next decode step."""

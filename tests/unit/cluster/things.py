@@ -111,6 +111,8 @@ class Together:
 class NumberedRequest(int):
     """A request of a prompt of its own."""
 
+    prompt = b""
+
     @property
     def group(self):
         return int(self)
@@ -121,6 +123,7 @@ class FakeRolloutWorker:
 
     def __init__(self, folder):
         self.folder, self.version = folder, None
+        self.batch, self.held = 0, {}
 
     def is_ready(self):
         self.misbehave("start")
@@ -170,6 +173,19 @@ class FakeRolloutWorker:
         with (self.folder / "asked").open("a") as asked:
             asked.write("".join(f"{request}\n" for request in requests))
         return [(request, self.version) for request in requests]
+
+    def advance(self, batch, requests, sampling, longest_prompt, slots, wanted):
+        """Finish half of the requests that it has at a time."""
+        if batch != self.batch:
+            self.batch, self.held = batch, {}
+        self.held |= requests
+        if wanted and slots - len(self.held) >= wanted:
+            return [], [], slots - len(self.held)
+        self.misbehave("advance")
+        assert len(self.held) <= slots, "no more than it has room for"
+        finished = list(self.held)[: -(-len(self.held) // 2)]
+        samples = self.generate([self.held.pop(index) for index in finished], sampling)
+        return finished, samples, slots - len(self.held)
 
 
 class FakeWeightSender:

@@ -12,7 +12,7 @@ from posttrain.core.types import SamplingDistribution
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.kernels import reference
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local import LocalEngine, RequestStream
 from posttrain.models.adapters import add_adapters, inject_saved
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner, forward
@@ -114,7 +114,7 @@ def test_a_captured_step_equals_an_eager_one(name, settings):
     assert captured.can_capture()
     assert captured.executor.graphs is not None and captured.executor.graphs.captured
     plainly = engine_for(name, torch.float32)
-    plainly.prepare(asked(), sampling)
+    plainly.prepare(max(len(request.prompt) for request in asked()), len(asked()), sampling)
 
     class Eager:
         def run(self, key, function):
@@ -323,3 +323,31 @@ def test_the_largest_logits_by_blocks():
     for settings in ((20, 0.9, 0.01), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)):
         found, expected = ops.least_kept(logits, *settings), ops.least_kept(logits.cpu(), *settings)
         assert (found.cpu() - expected).abs().max() < 1e-5
+
+
+def test_cut_off_and_added_requests_have_the_same_completions_with_captured_steps():
+    engine, sampling = engine_for("llama", torch.float32, slots=8), Sampling(max_tokens=40, stop_ids=(8, 9))
+    requests = asked(40)
+    whole = engine.generate(requests, sampling)
+    limited = [replace(request, token_limit=1 + 7 * (i % 4)) for i, request in enumerate(requests)]
+    first = engine.generate(limited, sampling)
+    for request, sample, expected in zip(limited, first, whole, strict=True):
+        tokens = sample.tokens[sample.mask].tolist()
+        assert tokens == expected.tokens[expected.mask].tolist()[: request.token_limit]
+    left = [i for i, sample in enumerate(first) if sample.finish != "stop"]
+    rest = []
+    for i in left:
+        begun = first[i].tokens[first[i].mask], first[i].logprobs[first[i].mask]
+        rest.append(replace(requests[i], begun=begun))
+    for i, sample in zip(left, engine.generate(rest, sampling), strict=True):
+        assert sample.tokens.tolist() == whole[i].tokens.tolist()
+        assert np.abs(sample.logprobs - whole[i].logprobs).max() < 1e-4
+    found = {}
+    with engine.generating():
+        stream = RequestStream(engine, max(len(request.prompt) for request in requests), 8, sampling)
+        while len(found) < len(requests):
+            added = stream.scheduler.submitted
+            stream.add(requests[added : added + stream.room])
+            found |= stream.step()
+    assert engine.executor.graphs is not None and engine.executor.graphs.captured
+    assert all(found[i].tokens.tolist() == sample.tokens.tolist() for i, sample in enumerate(whole))
