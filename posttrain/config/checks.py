@@ -541,6 +541,8 @@ def check_partial(config: OnlineConfig, refuse: Refuse) -> None:
         "rollout.dynamic_sampling": rollout.dynamic_sampling,
         "rollout.environment": bool(rollout.environment),
         "rollout.agent": bool(rollout.agent),
+        "rollout.tools": bool(rollout.tools),
+        "algo.student_fraction": getattr(config.algo, "student_fraction", 1.0) < 1.0,
         "rollout.replay": bool(rollout.replay),
         "rollout.prompts_per_stage": bool(rollout.prompts_per_stage),
         "rollout.router_replay": rollout.router_replay,

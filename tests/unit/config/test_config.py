@@ -85,6 +85,8 @@ SPECIAL = {
     "train.lr_decay_steps": 9,
     "algo.loss_types": ["sigmoid", "hinge"],
     "algo.loss_weights": [0.5, 2.0],
+    "train.fp8": False,  # refused beside model.lora_rank
+    "rollout.partial_prompts": 0,  # refused beside most others
     "rollout.prompts_per_stage": 0,  # refused beside rollout.ahead and rollout.replay
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
     "rollout.quantization": "none",  # likewise
@@ -660,3 +662,20 @@ def test_merge_keys_are_refused_with_what_to_do(text, tmp_path):
         UsageError, match=r"config\.yaml:[45]: the merge key << is not supported: .*defaults: \[base.yaml\]"
     ):
         parse("sft", ALGORITHMS["sft"], [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout.engine": "vllm"}, "which rollout.engine vllm does not support"),
+        ({"rollout.dynamic_sampling": True}, "which rollout.dynamic_sampling does not support"),
+        ({"rollout.tools": ["t.py:f"]}, "which rollout.tools does not support"),
+        ({"rollout.prompts_per_stage": 1}, "which rollout.prompts_per_stage does not support"),
+        ({"rollout.partial_prompts": 9}, "rollout.partial_prompts is 9, more than train.batch_size 8"),
+    ],
+)
+def test_partial_rollouts_are_refused_where_they_cannot_work(options, words):
+    base = {"model.path": "pico", "data.train": ["a.jsonl"], "reward.functions": ["gsm8k"], "train.batch_size": 8}
+    made("grpo", base | {"rollout.partial_prompts": 8})
+    with pytest.raises(UsageError, match=words):
+        made("grpo", base | {"rollout.partial_prompts": 2} | options)
