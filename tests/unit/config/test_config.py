@@ -85,7 +85,6 @@ SPECIAL = {
     "train.lr_decay_steps": 9,
     "algo.loss_types": ["sigmoid", "hinge"],
     "algo.loss_weights": [0.5, 2.0],
-    "train.fp8": False,  # refused beside model.lora_rank
     "rollout.partial_prompts": 0,  # refused beside most others
     "rollout.prompts_per_stage": 0,  # refused beside rollout.ahead and rollout.replay
     "rollout.router_replay": False,  # refused beside another rollout.engine and rollout.replay
