@@ -25,9 +25,9 @@ from posttrain.parallel.weight_transfer import TransferResult
 from posttrain.train.rollout_workers import RolloutWorkers
 
 SECONDS = 600.0
-ROUNDS = 3
+ROUNDS = 5
 PROMPTS, SAMPLES = 64, 16
-SLOTS = 32  # sequences that a worker generates at a time
+SLOTS = 16  # sequences that a worker generates at a time
 SIGMA = 1.0  # of the logarithm of a prompt's mean length; completions of a prompt vary by a third of it
 MEDIAN_TOKENS, MAX_TOKENS = 50, 512
 STEP_SECONDS, SEQUENCE_SECONDS = 1e-2, 3e-4  # of a decode step of a simulated worker, and of each sequence in it
@@ -38,7 +38,7 @@ def measure_stream() -> None:
         print("stream: measures processes on a CPU", flush=True)
         return
     with tempfile.TemporaryDirectory() as name:
-        for count in (4, 8):
+        for count in (8,):
             compare(f"{count} simulated workers", simulated(count, Path(name) / str(count)))
 
 
