@@ -17,7 +17,7 @@ from posttrain.rollout.records import Rollout, as_row, from_row
 
 
 @dataclass(slots=True, eq=False)
-class Completion:
+class CompletionInProgress:
     """A completion of a prompt in progress."""
 
     seed: int
@@ -32,11 +32,11 @@ class PromptInProgress:
     position: int  # of the stream
     prompt: Prompt
     version: WeightVersion  # of the weights that began its completions
-    completions: list[Completion]
+    completions: list[CompletionInProgress]
 
     @classmethod
     def begin(cls, position: int, prompt: Prompt, version: WeightVersion, seed: int, samples: int) -> PromptInProgress:
-        completions = [Completion(seed_for(seed, position, number)) for number in range(samples)]
+        completions = [CompletionInProgress(seed_for(seed, position, number)) for number in range(samples)]
         return cls(position, prompt, version, completions)
 
     @property
@@ -80,7 +80,7 @@ class PartialGeneration:
                 one.rollout = Rollout(sample=sample, prompt=each.prompt, text=text)
                 on_rollout(one.rollout)
 
-    def request(self, prompt: PromptInProgress, completion: Completion) -> GenerationRequest:
+    def request(self, prompt: PromptInProgress, completion: CompletionInProgress) -> GenerationRequest:
         request = GenerationRequest(prompt=prompt.prompt.tokens, group=prompt.position, seed=completion.seed)
         done = 0
         if (sample := completion.sample) is not None:
@@ -136,5 +136,5 @@ def from_rows(rows: Sequence[dict[str, Any]]) -> list[PromptInProgress]:
         if not prompts or prompts[-1].position != row["group"]:
             prompts.append(PromptInProgress(row["group"], rollout.prompt, row["begun_by"], []))
         finished = rollout if row["finished"] else None
-        prompts[-1].completions.append(Completion(row["seed"], rollout.sample, finished))
+        prompts[-1].completions.append(CompletionInProgress(row["seed"], rollout.sample, finished))
     return prompts

@@ -11,7 +11,7 @@ from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.metrics_sinks import is_wall_clock
 from posttrain.core.types import Prompt, Sample
 from posttrain.engines.base import GenerationRequest, Sampling, check_samples
-from posttrain.rollout.partial import Completion, PromptInProgress, from_rows, rows_of, with_versions
+from posttrain.rollout.partial import CompletionInProgress, PromptInProgress, from_rows, rows_of, with_versions
 from posttrain.rollout.records import Rollout, as_row, from_row
 from posttrain.train.learner import Learner
 
@@ -132,7 +132,10 @@ def test_prompts_in_progress_are_the_same_after_a_resume():
     prompt = Prompt(tokens=np.arange(2, dtype=np.int32), messages=[], columns={"a": 1}, origin="file:1")
     done = made(4, finish="stop")
     open_ = with_versions(made(6), with_versions(made(2), None, 1), 2)
-    completions = [Completion(11, done, Rollout(sample=done, prompt=prompt, text="x")), Completion(12, open_)]
+    completions = [
+        CompletionInProgress(11, done, Rollout(sample=done, prompt=prompt, text="x")),
+        CompletionInProgress(12, open_),
+    ]
     (found,) = from_rows(json.loads(json.dumps(rows_of([PromptInProgress(7, prompt, 1, completions)]))))
     assert (found.position, found.version, found.prompt.columns) == (7, 1, {"a": 1}) and not found.is_complete
     assert [each.seed for each in found.completions] == [11, 12]
