@@ -26,20 +26,7 @@ import torch.distributed as dist
 
 from posttrain.core.errors import UsageError
 
-FAMILIES = (
-    *(
-        "deepseek_v2",
-        "deepseek_v3",
-        "gemma2",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-    ),
-)
+FAMILIES = frozenset("deepseek_v2 deepseek_v3 gemma2 llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe".split())
 """Families whose stages were compared with the whole model."""
 
 PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}  # of a decoder that can be cut between two layers

@@ -35,6 +35,7 @@ SPECIAL = {
     "train.profile_ranks": [0, 1],
     "train.fp8": False,  # refused beside model.lora_rank
     "algo.positive_token": "#",
+    "algo.credit": "conversation",  # others do not go with reward.clip
     "algo.reference": "there",
     "algo.kl_coef": 0.25,
     "algo.kl_target": 2.5,
