@@ -407,8 +407,8 @@ def check_pipeline_parallel(model: Any, size: int, virtual: int, listed: Sequenc
     if config.model_type not in FAMILIES or parts != PARTS:
         raise UsageError(
             f"cluster.pipeline_parallel_size is {size}, but {type(model).__name__} ({config.model_type}) cannot be "
-            f"divided into stages here; {', '.join(sorted(FAMILIES))} can. Leave it at 1: cluster.zero_stage 3 shards every "
-            "model."
+            f"divided into stages here; {', '.join(sorted(FAMILIES))} can. Leave it at 1: "
+            "cluster.zero_stage 3 shards every model."
         )
     layers, stages = len(base.layers), size * virtual
     if listed and (len(listed) != stages or sum(listed) != layers or min(listed) < 1):
