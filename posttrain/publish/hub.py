@@ -33,8 +33,8 @@ def check_adapter_base(folder: Path) -> None:
     base = str(json.loads((folder / adapters.CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path"))
     if not HUB_NAME.fullmatch(base) or "/" not in base or Path(base).exists():
         raise UsageError(
-            f"--push: the adapters belong to {base}, which is not a name of the hub: nobody else could load them. "
-            "Leave out --no_merge, or train from a model of the hub"
+            f"--push: the adapters belong to {base}, which is not a name of the hub, so they could not be loaded "
+            "elsewhere. Leave out --no_merge, or train from a model of the hub"
         )
 
 

@@ -22,7 +22,7 @@ class GroupReplay:
         self.groups: list[tuple[WeightVersion, list[Rollout]]] = []  # with the step that first trained on them
 
     def replace_groups(self, rollouts: list[Rollout], step: WeightVersion) -> list[Rollout]:
-        """Mark groups without signal as replaced, append as many earlier ones, and keep those of now for later steps.
+        """Mark groups without signal as replaced, append as many earlier ones, and keep this batch's for later steps.
 
         `step`: the one that trains on them.
         """

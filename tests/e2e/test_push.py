@@ -99,7 +99,7 @@ def test_a_run_is_pushed_with_its_card(hub, tmp_path, monkeypatch):
 
     before = len(hub.requests)
     refused = export(hub, "run", "adapters", "--push", "me/small", "--no_merge")
-    assert refused.returncode == 2 and "nobody else could load them" in refused.stderr
+    assert refused.returncode == 2 and "could not be loaded elsewhere" in refused.stderr
     refused = export(hub, "run", "other", "--push", "me/small", token="")
     assert refused.returncode == 2 and "HF_TOKEN" in refused.stderr
     refused = export(hub, "run", "other", "--push", "a/b/c")
