@@ -26,9 +26,8 @@ import torch.distributed as dist
 
 from posttrain.core.errors import UsageError
 
-FAMILIES = frozenset(
-    ["deepseek_v2", "deepseek_v3", "gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
-)
+DENSE = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*DENSE, "deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families whose stages were compared with the whole model."""
 
 PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}  # of a decoder that can be cut between two layers
@@ -407,7 +406,7 @@ def check_pipeline_parallel(model: Any, size: int, virtual: int, listed: Sequenc
     if config.model_type not in FAMILIES or parts != PARTS:
         raise UsageError(
             f"cluster.pipeline_parallel_size is {size}, but {type(model).__name__} ({config.model_type}) cannot be "
-            f"divided into stages here; {', '.join(sorted(FAMILIES))} can. Leave it at 1: "
+            f"divided into stages here; {', '.join(FAMILIES)} can. Leave it at 1: "
             "cluster.zero_stage 3 shards every model."
         )
     layers, stages = len(base.layers), size * virtual
