@@ -217,8 +217,9 @@ class Rollouts:
         n, seed, oldest = rollout.samples_per_prompt, self.config.seed, version - rollout.max_staleness
         cut = rollout.partial_tokens if rollout.max_staleness else 0
         generation = PartialGeneration(self.generator, self.sampling, self.tokenizer, cut)
-        while len(in_progress) < wanted + (rollout.partial_prompts if rollout.max_staleness else 0):
-            in_progress.append(PromptInProgress.begin(*choice.next_prompt(), version, seed, n))
+        if not batch_is_complete(in_progress, wanted, oldest):  # else nothing would advance
+            while len(in_progress) < wanted + (rollout.partial_prompts if rollout.max_staleness else 0):
+                in_progress.append(PromptInProgress.begin(*choice.next_prompt(), version, seed, n))
         budget = self.timeout_budget(len(in_progress) * n + wanted * self.greedy_baseline)
         rollouts: list[Rollout] = []
         greedy: list[Rollout] = []
@@ -230,8 +231,9 @@ class Rollouts:
                 if self.greedy_baseline:
                     prompts = [(prompt.position, prompt.prompt) for prompt in complete]
                     greedy = self.generate(prompts, [0] * len(prompts), greedy=True)
+                # Here, because the end of this block may raise: the batch is kept then, and the others with it.
+                self.in_progress = [prompt for prompt in in_progress if prompt not in complete]
                 rollouts = [one for prompt in complete for one in prompt.rollouts]
-            self.in_progress = [prompt for prompt in in_progress if prompt not in complete]
             return self.score(rollouts, greedy, phase, budget)
         except RunStoppedError:
             if rollout.ahead and rollouts:  # as in make_rollouts

@@ -13,6 +13,8 @@ from posttrain.core.types import Prompt, Sample
 from posttrain.engines.base import GenerationRequest, Sampling, check_samples
 from posttrain.rollout.partial import CompletionInProgress, PromptInProgress, from_rows, rows_of, with_versions
 from posttrain.rollout.records import Rollout, as_row, from_row
+from posttrain.rollout.scoring import EarlyScoring
+from posttrain.sandbox.supervisor import RunStoppedError
 from posttrain.train.learner import Learner
 
 QUESTIONS = str(Path(__file__).parents[3] / "examples/data/questions.jsonl")
@@ -62,7 +64,38 @@ def test_each_token_has_the_weights_that_are_recorded(tmp_path):
             assert metrics["mixed_versions"] == np.mean([bool(r.sample.version_spans) for r in rollouts])
         waiting = [prompt.position for prompt in run._loop.rollouts.in_progress]
     assert mixed > 0, "some were cut off"
-    assert sorted(groups + waiting) == list(range(STEPS * 3 + 3)), "each prompt once"
+    assert len(groups) == STEPS * 3 and sorted(groups + waiting) == list(range(len(groups + waiting))), "each once"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_batch_that_is_complete_from_the_beginning_can_be_saved(tmp_path, steps):
+    """All completions end in the first part: the next step has its batch without generating anything."""
+    with trainer(tmp_path / "run", max_tokens=3) as run:
+        for _ in range(steps):
+            groups = {rollout.sample.group for rollout in run.make_experience()}
+        rollouts = run._loop.rollouts
+        rows = rollouts.state_in_progress()
+        assert groups == set(range(3 * steps - 3, 3 * steps)) and len(rows) == (6 if steps == 1 else 0)
+
+
+def test_a_stop_while_a_batch_is_scored_early_trains_each_prompt_once(tmp_path, monkeypatch):
+    def stop(early):
+        early.queue.put(None)
+        raise RunStoppedError("stopped")
+
+    with trainer(tmp_path / "run", ahead=1) as run:
+        rollouts = run._loop.rollouts
+        run.make_experience()
+        rollouts.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(EarlyScoring, "finish", stop)
+            rollouts.batches.popleft()  # the batch ahead, as if it had been trained on
+            rollouts.start_batch(1)
+            rollouts.wait()
+        batch = {row["group"] for row in rollouts.state()}
+        waiting = {prompt.position for prompt in rollouts.in_progress}
+        assert batch and not batch & waiting, "a prompt of the batch that is kept would be trained on again"
+        assert len(batch | waiting) == rollouts.stream.position - 6, "two batches before; no prompt is lost"
 
 
 def run_of(folder, **rollout):
