@@ -97,6 +97,9 @@ def run(args: list[str]) -> int:
     check_at_least(options, show_failures=0, num_fewshot=-1, max_examples=0)
     if options.harness:
         return run_with_harness(options)
+    for name in ("num_fewshot", "apply_chat_template"):
+        if getattr(options, name) != getattr(EvalArgs(), name):
+            raise UsageError(f"--{name} has no effect without --harness lm-eval: leave it out, or set --harness")
     if not options.reward:
         raise UsageError(f"--reward is not set: what scores the completions? Example: {options.example}")
     from posttrain.core.files import atomic_write_json

@@ -19,7 +19,7 @@ class ExportArgs(ToolArgs):
     example: ClassVar[str] = "posttrain export runs/sft my-model --format gguf --gguf_type q4_k_m"
 
     source: str = positional()
-    """Run directory, or one of its checkpoints."""
+    """Run directory, one of its checkpoints, Hugging Face directory or hub name."""
     output_dir: str = positional()
     """Directory to write; it must be new or empty."""
     format: Literal["hf", "gguf", "fp8", "awq", "gptq"] = "hf"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def language_model(config: HarnessRun, model: InferenceModel) -> Any:
         modelapi,
     )
 
-    batches = Batches(model)
+    batches, seeds = Batches(model), RequestSeeds()
 
     @modelapi(name="posttrain")
     class EngineAPI(ModelAPI):  # type: ignore[misc]
@@ -161,7 +162,7 @@ def language_model(config: HarnessRun, model: InferenceModel) -> Any:
             messages = [{"role": message.role, "content": message.text} for message in input]
             prompt = model.encode(messages).tokens
             sampling = sampling_of(config, model, len(prompt))
-            request = GenerationRequest(prompt=prompt, seed=request_seed(prompt, config.seed or seed))
+            request = GenerationRequest(prompt=prompt, seed=seeds.next_seed(prompt, config.seed or seed))
             sample = await batches.generate(request, sampling)
             tokens = sample.tokens[len(prompt) :]
             text = model.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -183,9 +184,17 @@ def language_model(config: HarnessRun, model: InferenceModel) -> Any:
     return get_model(f"posttrain/{model.name}", memoize=False)
 
 
-def request_seed(prompt: Ints, seed: int) -> int:
-    """Return a seed that depends on the prompt, not on the order in which samples run."""
-    return seed_for(seed, int.from_bytes(hashlib.sha256(prompt.astype(np.int64).tobytes()).digest()[:6], "little"), 0)
+@dataclass(slots=True)
+class RequestSeeds:
+    """Gives each request a seed by its prompt and by how often the prompt came before, as it does in several epochs."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def next_seed(self, prompt: Ints, seed: int) -> int:
+        """Return a seed that depends on the prompt, not on the order in which other prompts come."""
+        digest = int.from_bytes(hashlib.sha256(prompt.astype(np.int64).tobytes()).digest()[:6], "little")
+        self.counts[digest] += 1
+        return seed_for(seed, digest, self.counts[digest] - 1)
 
 
 def sampling_of(config: Any, model: InferenceModel, prompt: int) -> Sampling:

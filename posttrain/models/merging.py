@@ -2,7 +2,7 @@
 
 Only one tensor of each model is in memory at a time. A source with LoRA adapters counts as its base with the adapters
 added. Formulas: linear "Model soups" (2022), TIES "Resolving Interference When Merging Models" (2023), DARE "Language
-Models are Super Mario" (2023); their details and defaults are mergekit's.
+Models are Super Mario" (2023); details are mergekit's, except that DARE divides by the density, as in the paper.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),  # others change the base weights
 }
 
 

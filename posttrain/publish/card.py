@@ -20,6 +20,7 @@ from posttrain.plots.runs import RunMetrics, panels_of, read_metrics
 SECTIONS = ("train", "algo", "rollout", "model")
 NOT_SETTINGS = ("path", "tokenizer")
 ADDRESS = re.compile(r"[a-z]+://", re.IGNORECASE)
+FILE = re.compile(r"\.(jsonl?|parquet|arrow|csv|txt|md|py|ya?ml|jinja)\b", re.IGNORECASE)
 CURVES = "curves.svg"
 
 
@@ -78,9 +79,16 @@ def plain(value: Any) -> str:
     text = str(value)
     if ADDRESS.match(text):
         text = "(an address)"  # of a service; it may be internal, or hold a key
-    elif text.startswith(("/", "~", ".")) or (len(text) > 2 and text[1] == ":"):
+    elif is_path(text):
         text = PurePath(text).name
     return re.sub(r"[`|\n\r]", " ", text)[:200]
+
+
+def is_path(text: str) -> bool:
+    """Whether a value is a path; names of the hub have a slash, too."""
+    if text.startswith(("/", "~", ".")) or (len(text) > 2 and text[1] == ":"):
+        return True
+    return "/" in text and (text.count("/") > 1 or bool(FILE.search(text)) or Path(text).exists())
 
 
 def settings_table(config: dict[str, Any]) -> str:

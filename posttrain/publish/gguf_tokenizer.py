@@ -106,6 +106,8 @@ def tokens_and_types(parts: dict[str, Any], size: int) -> tuple[list[str], list[
     for added in parts["added_tokens"]:
         tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        if parts["model"].get("byte_fallback") and not added["special"]:  # llama.cpp prints these as they are (Gemma)
+            tokens[added["id"]] = added["content"].replace(SPACE, " ")
     unknown = parts["model"].get("unk_token")
     if unknown is not None and parts["model"].get("byte_fallback"):
         types[parts["model"]["vocab"][unknown]] = UNKNOWN

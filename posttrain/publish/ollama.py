@@ -8,7 +8,6 @@ template that does not have it gets no Modelfile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +35,7 @@ class TurnFormat:
     """The texts around the contents of a conversation."""
 
     start: str
-    """What a conversation without a system message starts with, such as the BOS token and a default system message."""
+    """What a conversation without a system message starts with, such as a default system message."""
     start_with_system: str | None
     """What comes before the content of a system message; None: the template has no system messages."""
     after_system: str
@@ -164,11 +163,18 @@ def conversation(roles: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...]) -> str | None:
-    """Render a conversation of these roles; None if the template refuses it."""
+    """Render a conversation of these roles, without a first BOS token that the runtime adds; None if it is refused."""
     try:
-        return render(tokenizer, conversation(roles), add_generation_prompt=True)
+        text = render(tokenizer, conversation(roles), add_generation_prompt=True)
     except (TemplateError, UsageError):
         return None
+    return text.removeprefix(tokenizer.bos_token) if adds_bos(tokenizer) else text
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts the BOS token before a text; the runtime then does so, too."""
+    encoded: list[int] = tokenizer("a")["input_ids"]
+    return bool(encoded) and tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id
 
 
 def modelfile(tokenizer: PreTrainedTokenizerBase, file: str, stops: list[int]) -> tuple[str, list[str]]:
@@ -177,12 +183,6 @@ def modelfile(tokenizer: PreTrainedTokenizerBase, file: str, stops: list[int]) -
     remarks = []
     if found.start_with_system is None:
         remarks.append("the chat template refuses system messages; Ollama leaves them out")
-    encoded: list[Any] = tokenizer("a")["input_ids"]
-    bos = tokenizer.bos_token or ""
-    if encoded and encoded[0] == tokenizer.bos_token_id:  # the runtime adds it as well, so the template must not
-        found.start = found.start.removeprefix(bos)
-        if found.start_with_system is not None:
-            found.start_with_system = found.start_with_system.removeprefix(bos)
     padded = render(tokenizer, [{"role": "user", "content": " padded "}], add_generation_prompt=True)
     if " padded " not in padded:
         remarks.append("the chat template trims spaces around contents; Ollama does not")

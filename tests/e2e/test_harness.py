@@ -79,3 +79,5 @@ def test_options_without_effect_are_refused(task, capsys, words, complaint):
     assert complaint in capsys.readouterr().err
     assert command("eval", "pico", "rows.jsonl", "--output_dir", "out") == 2
     assert "--reward is not set" in capsys.readouterr().err
+    assert command("eval", "pico", "x.jsonl", "--reward", "gsm8k", "--num_fewshot", "5", "--output_dir", "out") == 2
+    assert "num_fewshot has no effect without --harness lm-eval" in capsys.readouterr().err

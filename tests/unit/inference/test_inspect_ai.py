@@ -60,6 +60,30 @@ def test_scores_are_those_of_the_hugging_face_provider(tmp_path):
     assert list((tmp_path / "ours").iterdir())  # its own log, for `inspect view`
 
 
+def test_epochs_have_completions_of_their_own(tmp_path):
+    """The samples of several epochs have the same prompt; with the same seed pass@k would be that of one completion."""
+    folder = tiny_folder("llama", tmp_path, max_position_embeddings=256)
+    file = tmp_path / "tasks.py"
+    changes = {'stop_seqs=["q"])': "temperature=1.0), epochs=4", 'for target in "aeiou"': 'for target in "a"'}
+    text = TASKS
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    file.write_text(text)
+    config = HarnessRun(
+        harness="inspect-ai",
+        tasks=(f"{file}@letters",),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(max_length=2**20),
+        log_dir=str(tmp_path / "ours"),
+    )
+    first, second = run_harness(config), run_harness(config)
+    replies = {number: [row["replies"][0] for row in first.rows if row["index"] == number] for number in range(1, 6)}
+    assert all(len(found) == 4 == len(set(found)) for found in replies.values())
+    again = {number: [row["replies"][0] for row in second.rows if row["index"] == number] for number in range(1, 6)}
+    assert {number: sorted(found) for number, found in again.items()} == {n: sorted(f) for n, f in replies.items()}
+
+
 def test_what_does_not_work_is_refused(tmp_path):
     for changes, complaint in (({"tasks": ("no.py",)}, "no.py"), ({"num_fewshot": 2}, "num_fewshot")):
         config = {"harness": "inspect-ai", "tasks": (), "model": ModelConfig(path="pico"), **changes}

@@ -124,6 +124,16 @@ def test_adapters_count_as_their_base_with_them(tmp_path):
         torch.testing.assert_close(found.read(name), expected.read(name), atol=1e-5, rtol=1e-5)
 
 
+def test_adapters_that_change_their_base_are_refused(tmp_path):
+    """peft's PiSSA and others take the adapter's first values from the base weights; only peft repeats that."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama", tmp_path))
+    path = saved_adapter(model, tmp_path / "adapter", 2)
+    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    (path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}), encoding="utf-8")
+    with pytest.raises(UsageError, match="init_lora_weights"):
+        merge_models([str(path), str(path)], tmp_path / "out", MergeSettings())
+
+
 def test_models_that_do_not_fit_are_refused(tmp_path):
     base, a, b = map(str, three_models(tmp_path))
     untied = str(tiny_folder("qwen2_untied", tmp_path))

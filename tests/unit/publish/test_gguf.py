@@ -5,12 +5,13 @@ import json
 import gguf
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.models.export import load_source
 from posttrain.publish import gguf_file, gguf_model
 from posttrain.publish.formats import export
-from posttrain.publish.gguf_tokenizer import CHECK_TEXTS, CONTROL, NORMAL, UNUSED, describe_tokenizer
+from posttrain.publish.gguf_tokenizer import CHECK_TEXTS, CONTROL, NORMAL, UNUSED, USER_DEFINED, describe_tokenizer
 from tests.tiny import tiny_folder
 from tests.unit.publish.models import VOCABULARY, byte_level, model_folder, sentencepiece_like
 
@@ -86,6 +87,16 @@ def test_sentencepiece_vocabularies(prefix, tmp_path):
     reader = gguf.GGUFReader(tmp_path / "out/out-f16.gguf")
     assert len(field(reader, "tokenizer.ggml.scores")) == VOCABULARY
     assert field(reader, "tokenizer.ggml.add_space_prefix") is prefix
+
+
+def test_added_tokens_of_spaces_are_stored_as_spaces():
+    """Gemma has them; llama.cpp prints a user-defined token as it is stored."""
+    tokenizer = sentencepiece_like(prefix=False)
+    tokenizer.add_tokens([AddedToken("▁" * 9, normalized=False)])
+    found = describe_tokenizer(tokenizer, VOCABULARY, [])
+    number = len(tokenizer) - 1
+    assert found.tokens[number] == " " * 9 and found.types[number] == USER_DEFINED
+    assert "▁" in "".join(token for token, kind in zip(found.tokens, found.types, strict=True) if kind == NORMAL)
 
 
 def ids(merges):

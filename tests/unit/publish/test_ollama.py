@@ -69,6 +69,16 @@ def test_a_bos_token_that_the_runtime_adds_is_not_in_the_template():
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     assert "<s>" not in modelfile(tokenizer, "x.gguf", [6])[0]
+    # "<s>[INST] " and "</s>[INST] " have "s>[INST] " in common; LLAMA2 has a BOS token before each user message.
+    mistral = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    mistral += "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    tokenizer.eos_token = "</s>"
+    for template in (mistral, LLAMA2):
+        tokenizer.chat_template = template
+        assert "}}[INST] {{ .Content }}" in modelfile(tokenizer, "x.gguf", [6])[0]
+        messages = [{"role": role, "content": role} for role in CHECKED[-2]]
+        rendered = render(tokenizer, messages, add_generation_prompt=True)
+        assert "<s>" + turn_format(tokenizer).render(messages) == rendered
 
 
 @pytest.mark.parametrize(
