@@ -361,7 +361,8 @@ class Learner:
 
     def stop_profile(self, file: Path | None) -> list[dict[str, Any]]:
         """Stop the profiler, write its trace, and return time and calls of each operator."""
-        return self.profile.stop(file) if self.profile is not None and file is not None else []
+        profile, self.profile = self.profile, None
+        return profile.stop(file) if profile is not None and file is not None else []
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -388,8 +389,12 @@ class Learner:
         return self.work.model_flops(float(lengths.sum()) * share, float(len(batch.counted)), squares)
 
     def request_communication(self) -> None:
-        """Measure the time in communication until the next report."""
-        self.meter.request()
+        """Measure the time in communication until the next report; not while this rank is profiled.
+
+        A process cannot run torch's profiler twice at a time: it crashes.
+        """
+        if self.profile is None:
+            self.meter.request()
 
     def rank_report(self) -> RankReport:
         """Return what this rank has done since the last report."""

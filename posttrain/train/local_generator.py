@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from posttrain.core.types import Sample, WeightVersion
 from posttrain.engines.base import (
@@ -29,6 +30,7 @@ from posttrain.engines.local import LocalEngine
 from posttrain.engines.vllm.replica import VllmReplica
 from posttrain.models.tensors import module_tensors
 from posttrain.nn.forward import ModelRunner
+from posttrain.nn.kernels.reference import kernels_for
 from posttrain.parallel.fsdp import ModelShards, materialize
 
 
@@ -63,9 +65,7 @@ class LocalGenerator:
         self.engines: dict[int, LocalEngine] = {}
         self.sampler = runner  # the model that generates: the trainer's, or a copy of it
         if own_weights and replica is None and shards is None:
-            self.sampler = ModelRunner.from_model(
-                copy.deepcopy(runner.model).requires_grad_(False), packed=runner.packed
-            )
+            self.sampler = ModelRunner.from_model(copy_of(runner.model).requires_grad_(False), packed=runner.packed)
 
     def generate(
         self,
@@ -166,3 +166,9 @@ class LocalGenerator:
         """End vLLM, whose processes are not freed with this object."""
         if self.replica is not None:
             self.replica.close()
+
+
+def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model. Its fused layers have the same kernels: these are a Python module."""
+    kernels = kernels_for(next(model.parameters()).device)
+    return copy.deepcopy(model, {id(kernels): kernels})

@@ -16,9 +16,12 @@ from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count_
 from posttrain.data.packing import collate
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.models import memory
+from posttrain.nn import layers
 from posttrain.nn.forward import forward
+from posttrain.nn.kernels import reference
 from posttrain.train import learner as learners
 from posttrain.train.learner import Learner
+from posttrain.train.local_generator import copy_of
 from tests.tiny import tiny_folder
 
 LENGTHS = (5, 17, 2, 30, 9, 9, 3)
@@ -366,6 +369,21 @@ def test_a_sampler_of_its_own_keeps_its_weights_until_it_is_refreshed(folder):
     trained = list(learner.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(trained, theirs, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_sampler_of_its_own_copies_fused_layers(fp8):
+    """As on a GPU, where layers are fused: the copy runs its own weights."""
+    model = Learner(ModelConfig(path="pico"), TrainConfig()).model
+    layers.use_fused_layers(model, reference)
+    if fp8:
+        layers.use_fp8_products(model)
+    copied = copy_of(model)
+    for one, other in zip(model.model.layers, copied.model.layers, strict=True):
+        assert other.forward.args[0] is other and one.forward.args[0] is one
+        assert getattr(other, layers.PRODUCTS, None) == getattr(one, layers.PRODUCTS, None)
+    mine = {parameter.data_ptr() for parameter in model.parameters()}
+    assert mine.isdisjoint(parameter.data_ptr() for parameter in copied.parameters())
 
 
 @pytest.mark.gpu

@@ -49,6 +49,14 @@ def test_chosen_ranks_of_two(tmp_path):
     assert "## Rank 1: " in (tmp_path / "two/profile/profile.md").read_text(encoding="utf-8")
 
 
+def test_a_step_that_is_profiled_is_not_measured_for_communication(tmp_path):
+    more = ("--cluster.devices", 2, "--log.communication_every_steps", 1)
+    assert train("both", "--profile", 1, *more, steps=3) == 0
+    assert (tmp_path / "both/profile/rank-0.json").exists()
+    rows = rows_of(tmp_path / "both/metrics.jsonl")
+    assert [row["step"] for row in rows if "communication_seconds" in row] == [1, 3], "step 2 is profiled"
+
+
 def test_words():
     assert meaning("aten::mm") == "matrix product" and meaning("aten::copy_") == "copying or converting tensors"
     assert meaning("ncclDevKernel_AllReduce") == "communication between ranks"
