@@ -49,7 +49,11 @@ class McpServer:
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the server's tools as chat templates read them."""
-        found = self.ask(lambda client: client.list_tools()).tools
+        page = self.ask(lambda client: client.list_tools(), self.seconds)
+        found = list(page.tools)
+        while cursor := page.next_cursor:
+            page = self.ask(lambda client, cursor=cursor: client.list_tools(cursor=cursor), self.seconds)
+            found += page.tools
         return [
             {
                 "type": "function",
@@ -62,22 +66,26 @@ class McpServer:
             for tool in found
         ]
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
+    def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
         """Return the text of a result; what the server reports as an error begins with `error: `."""
         try:
-            result = self.ask(lambda client: client.call_tool(name, arguments))
+            result = self.ask(lambda client: client.call_tool(name, arguments), seconds)
         except RefusedError as error:
             return f"error: {error}"
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
-    def ask(self, request: Any) -> Any:
+    def ask(self, request: Any, seconds: float) -> Any:
+        """Return the answer to a request; a server that has none within this time is ended, and started anew later."""
         future = asyncio.run_coroutine_threadsafe(self.answer(request), self.loop)
         try:
-            return future.result(self.seconds)
-        except TimeoutError:
+            return future.result(seconds)
+        except TimeoutError as error:
             future.cancel()
-            raise ServerLostError(f"{PREFIX}{self.spec}: no answer within {self.seconds:g} s") from None
+            self.loop.call_soon_threadsafe(self.lost, error)
+            raise ServerLostError(
+                f"{PREFIX}{self.spec}: no answer within {seconds:.1f} s: raise reward.timeout_seconds if it needs longer"
+            ) from None
 
     async def answer(self, request: Any) -> Any:
         """Send a request; in the event loop's thread."""
@@ -124,4 +132,8 @@ class McpServer:
                 # otherwise the connection is closed already, and a call has failed with the reason
 
         task = asyncio.ensure_future(hold())
-        return await ready, end, task
+        try:
+            return await ready, end, task
+        except asyncio.CancelledError:
+            task.cancel()  # ends a server that has not answered in time
+            raise

@@ -21,7 +21,7 @@ from posttrain.sandbox.programs import isolation, run_program
 from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
-RESULT_LIMIT = 2**16  # characters of the result of one call
+RESULT_LIMIT = 2**16  # characters of the results of a reply's calls, each of which has an equal share
 SHARE = 0.8  # of the time limit of a reply, for its programs and servers: they then fail before their process does
 
 Call = Callable[[dict[str, Any]], str]
@@ -42,6 +42,7 @@ class ToolRequestLoop(RequestLoop):
         super().__init__(requests, replies)
         self.schemas: dict[str, dict[str, Any]] = {}  # by name of the tool
         self.calls: dict[str, Call] = {}
+        self.deadline = 0.0  # for the programs and servers of the current reply, on the clock time.monotonic
 
     def load(self, request: dict[str, Any]) -> Reply:
         for tool in request["tools"]:
@@ -80,7 +81,11 @@ class ToolRequestLoop(RequestLoop):
         server = McpServer(spec, folder, SHARE * self.seconds)
         for schema in server.tools():
             name = schema["function"]["name"]
-            self.add(schema, lambda arguments, name=name: server.call(name, arguments))  # type: ignore[misc]
+
+            def call(arguments: dict[str, Any], name: str = name) -> str:
+                return server.call(name, arguments, self.seconds_left())
+
+            self.add(schema, call)
 
     def add_sandbox(self, allow_unprotected: bool) -> None:
         mode, problem = isolation()
@@ -91,8 +96,7 @@ class ToolRequestLoop(RequestLoop):
             )
 
         def call(arguments: dict[str, Any]) -> str:
-            deadline = time.monotonic() + SHARE * self.seconds
-            done = run_program(arguments["code"], "", deadline, allow_unprotected=allow_unprotected)
+            done = run_program(arguments["code"], "", self.deadline, allow_unprotected=allow_unprotected)
             if done.code is None:
                 return "error: the program took too long or printed too much"
             return done.output + (f"{done.errors}\nerror: exit code {done.code}" if done.code else "")
@@ -103,11 +107,13 @@ class ToolRequestLoop(RequestLoop):
         """Handle events in order."""
         for _, event in request["events"]:
             self.start_clock()
+            self.deadline = time.monotonic() + SHARE * self.seconds
             with CatchAll() as caught:
                 if "example" in event:
                     result: Reply = {"messages": event["example"]["messages"], "reward": 0.0}
                 else:
-                    messages = [self.result_of(call) for call in event["reply"]]
+                    limit = RESULT_LIMIT // max(1, len(event["reply"]))
+                    messages = [self.result_of(call, limit) for call in event["reply"]]
                     result = {"messages": messages or None, "reward": 0.0}
             if caught.error is not None:
                 result = {"error": caught.text}
@@ -116,12 +122,16 @@ class ToolRequestLoop(RequestLoop):
                 self.reply({"retire": True})
                 return
 
-    def result_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Run one call and return its result as a message."""
+    def seconds_left(self) -> float:
+        """Return how long the calls of the current reply may still take."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def result_of(self, call: dict[str, Any], limit: int) -> dict[str, Any]:
+        """Run one call and return its result as a message, of at most `limit` characters."""
         text = self.run_call(call["name"], call["arguments"])
         text = text.encode("utf-8", "replace").decode()  # no tokenizer accepts unpaired surrogates
-        if len(text) > RESULT_LIMIT:
-            text = f"{text[:RESULT_LIMIT]}... ({len(text) - RESULT_LIMIT} characters are left out)"
+        if len(text) > limit:
+            text = f"{text[:limit]}... ({len(text) - limit} characters are left out)"
         return {"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": text}
 
     def run_call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -129,6 +139,8 @@ class ToolRequestLoop(RequestLoop):
             return f"error: there is no tool {name}; there is {', '.join(self.schemas)}"
         if problem := problem_with(arguments, self.schemas[name]["function"].get("parameters", {})):
             return f"error: {problem}"
+        if not self.seconds_left():
+            return "error: not called: the calls before it took all the time"
         return self.calls[name](arguments)
 
 

@@ -98,16 +98,20 @@ def problem_with(arguments: Any, schema: Schema, where: str = "the arguments") -
     if "enum" in schema and not any(arguments == each and type(arguments) is type(each) for each in schema["enum"]):
         return f"{where}: expected one of {', '.join(map(repr, schema['enum']))}"
     kind = schema.get("type")
-    if kind in TYPES:
-        is_number = isinstance(arguments, bool) and kind in ("integer", "number")
-        if is_number or not isinstance(arguments, TYPES[kind]):
-            return f"{where}: expected {kind}, not {type(arguments).__name__}"
+    kinds = kind if isinstance(kind, list) else [kind]  # servers write ["string", "null"], too
+    if all(each in TYPES for each in kinds) and not any(has_kind(arguments, each) for each in kinds):
+        return f"{where}: expected {' or '.join(kinds)}, not {type(arguments).__name__}"
     if isinstance(arguments, list) and isinstance(schema.get("items"), dict):
         found = (problem_with(each, schema["items"], f"{where}[{place}]") for place, each in enumerate(arguments))
         return next(filter(None, found), "")
     if isinstance(arguments, dict):
         return problem_with_object(arguments, schema, where)
     return ""
+
+
+def has_kind(value: Any, kind: str) -> bool:
+    """Whether a value has a type of JSON schema, where True is no number."""
+    return isinstance(value, TYPES[kind]) and not (isinstance(value, bool) and kind in ("integer", "number"))
 
 
 def problem_with_object(arguments: dict[str, Any], schema: Schema, where: str) -> str:

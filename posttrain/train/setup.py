@@ -213,7 +213,7 @@ def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
 def check_teachers(algorithm: OnlineAlgorithm, config: OnlineConfig) -> None:
     """Raise UsageError if teachers, or completions of the data, do not go with other settings of the run."""
     settings, rollout, parallel = algorithm.teachers(), config.rollout, config.cluster.context_parallel_size
-    program = rollout.environment or rollout.agent
+    program = rollout.environment or rollout.agent or " ".join(rollout.tools)
     if settings is not None and program and (settings.context_column or settings.tokenizer):
         raise UsageError(
             "algo.teacher_context_column and algo.teacher_tokenizer are for completions of one turn: leave them out "
@@ -226,8 +226,8 @@ def check_teachers(algorithm: OnlineAlgorithm, config: OnlineConfig) -> None:
         )
     if algorithm.data_fraction() and (program or rollout.replay):
         raise UsageError(
-            "algo.student_fraction mixes in completions of one turn: leave out rollout.environment, rollout.agent and "
-            "rollout.replay"
+            "algo.student_fraction mixes in completions of one turn: leave out rollout.environment, rollout.agent, "
+            "rollout.tools and rollout.replay"
         )
 
 

@@ -79,3 +79,22 @@ def test_what_cannot_be_described_is_refused():
     ):
         with pytest.raises(UsageError, match=complaint):
             describe_function(function)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"place": "x"}, ""),
+        ({"place": None}, ""),
+        ({"place": 3}, "place: expected string or null, not int"),
+        ({"count": True}, "count: expected integer or number, not bool"),
+        ({"other": 3}, ""),
+    ],
+)
+def test_a_server_may_give_a_list_of_types(arguments, problem):
+    properties = {
+        "place": {"type": ["string", "null"]},
+        "count": {"type": ["integer", "number"]},
+        "other": {"type": ["x", "null"]},
+    }
+    assert problem_with(arguments, {"type": "object", "properties": properties}) == problem

@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.core.errors import UsageError
 from posttrain.models.pico import build_tokenizer
+from posttrain.rollout.mcp_client import McpServer, ServerLostError
 from posttrain.rollout.tools import ToolRunner, Tools
 from posttrain.sandbox.programs import isolation
 from tests.unit.rollout.made import SAMPLING, FakeGenerator, ids, online, prompt
@@ -61,6 +62,11 @@ SERVER = textwrap.dedent(
         if a == 666:
             os.kill(os.getpid(), signal.SIGKILL)
         return f"{a * b}"
+
+    @server.tool()
+    def stop() -> str:
+        """Stop without an answer."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     if __name__ == "__main__":
         if len(sys.argv) > 1:
@@ -170,6 +176,21 @@ def test_long_results_are_cut_and_no_room_ends_the_conversation(folder):
     assert found.sample.finish == "length" and found.turns == 1 and not found.failure
 
 
+def test_many_calls_in_a_reply_share_the_room_and_the_time(folder):
+    """A model that calls too much is told so: otherwise it would end the process, and with it the run."""
+    many = "\n".join(call("long", size=2**17).removesuffix("<|end|>") for _ in range(20))
+    endless = "\n".join(call("python", code="while True: pass").removesuffix("<|end|>") for _ in range(2))
+    scripts = [[f"{many}<|end|>"], [f"{endless}<|end|>", "done<|end|>"]]
+    specs = [f"{folder}/functions.py:long", "sandbox"]
+    with Tools(specs, workers=1, timeout_seconds=3, allow_unprotected=True, max_failure_rate=1) as tools:
+        found = play(tools, scripts, max_tokens=2000)
+    assert [rollout.failure for rollout in found] == ["", ""]
+    assert found[0].sample.finish == "length"
+    first, second = results(found[1])
+    assert first == "error: the program took too long or printed too much"
+    assert second == "error: not called: the calls before it took all the time"
+
+
 def test_wrong_tools_are_refused(folder, monkeypatch):
     for spec, complaint in (
         ("add", "expected FILE.py:FUNCTION"),
@@ -217,6 +238,18 @@ def test_an_mcp_server_over_pipes_is_a_tool_and_may_be_killed(folder):
     assert results(found[2]) == ["4", "9"] and not found[2].failure
     schema = tools.schemas[0]["function"]
     assert schema["name"] == "multiply" and set(schema["parameters"]["properties"]) == {"a", "b"}
+
+
+def test_an_mcp_server_that_does_not_answer_is_started_anew(folder):
+    pytest.importorskip("mcp")
+    server = McpServer(f"{sys.executable} server.py", str(folder), 60)
+    try:
+        assert [tool["function"]["name"] for tool in server.tools()] == ["multiply", "stop"]
+        with pytest.raises(ServerLostError, match=r"no answer within .* raise reward.timeout_seconds"):
+            server.call("stop", {}, 0.5)
+        assert server.call("multiply", {"a": 2, "b": 3}, 60) == "6"
+    finally:
+        server.loop.call_soon_threadsafe(server.lost, EOFError("the end of the test"))
 
 
 def test_an_mcp_server_over_http_is_a_tool(folder):
