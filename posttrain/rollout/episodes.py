@@ -185,6 +185,8 @@ class EpisodeRunner:
 
     def play_in_lock_step(self, running: Sequence[TokenizedEpisode], sampling: Sampling) -> None:
         """Play episodes turn by turn: one call of the generator for all replies, then one step of each environment."""
+        for each in running:
+            each.started = time.monotonic()  # those of the next part have waited for these
         self.advance(running)
         for each in running:
             self.start(each)
@@ -421,9 +423,14 @@ class ProcessQueue:
             def on_result(episode: Episode, deliver: Callable[[int], None] = deliver) -> None:
                 loop.call_soon_threadsafe(deliver, episode.number)
 
+            episodes = [episode for episode, _ in sent.values()]
             try:
-                episodes = [episode for episode, _ in sent.values()]
                 await loop.run_in_executor(self.thread, self.call, episodes, ended, on_result)
+            except Exception as error:  # not of an environment: it ends the batch
+                for _, result in sent.values():
+                    if not result.done():
+                        result.set_exception(error)
+                return
             finally:
                 for number in sent:  # those that failed, or were given up after a stop
                     deliver(number)

@@ -48,10 +48,11 @@ class GymnasiumGame:
         import gymnasium
 
         game = self.name.rpartition(":")[2]
-        modes = gymnasium.make(game).metadata.get("render_modes") or ()
-        self.renders = "ansi" in modes
-        shown: dict[str, Any] = {"render_mode": "ansi"} if self.renders else {}
-        self.game: Any = gymnasium.make(game, **shown, **options_of(example))
+        self.game: Any = gymnasium.make(game, **options_of(example))
+        self.renders = "ansi" in (self.game.metadata.get("render_modes") or ())
+        if self.renders:
+            self.game.close()
+            self.game = gymnasium.make(game, render_mode="ansi", **options_of(example))
         self.discrete = isinstance(self.game.action_space, gymnasium.spaces.Discrete)
         observation, _ = self.game.reset(seed=seed_of(example))
         return with_observation(example, self.as_text(observation))

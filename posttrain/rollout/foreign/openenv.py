@@ -39,6 +39,11 @@ class OpenEnv:
         found = self.ask("reset", {"seed": seed_of(example), **options_of(example)})
         return with_observation(example, self.as_text(found["observation"]))
 
+    def __del__(self) -> None:
+        """Close the session of an episode that was cut off: its thread would keep it open, and servers limit them."""
+        if (session := getattr(self, "session", None)) is not None:
+            session.close()
+
     def step(self, reply: str) -> tuple[Messages | None, float]:
         found = self.ask("step", {self.action_field: reply})
         reward = float(found.get("reward") or 0.0)

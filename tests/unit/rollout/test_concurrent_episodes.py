@@ -2,6 +2,7 @@
 
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from posttrain.cluster.local import LocalPool
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.endpoint.engine_thread import shared_engine
+from posttrain.rollout import episodes
 from posttrain.rollout.environments import Environments
 from posttrain.rollout.episodes import EpisodeRunner
 from posttrain.sandbox.supervisor import RunStoppedError
@@ -179,6 +181,32 @@ def test_an_episode_beyond_its_time_fails(file, schedule):
         long, short = play(environments, words, asked, schedule=schedule, episode_timeout_seconds=1e-9)
     assert "rollout.episode_timeout_seconds" in long.failure and long.turns == 1
     assert not short.failure
+
+
+def test_in_lock_step_the_time_of_an_episode_begins_with_its_part(file, monkeypatch):
+    clock = [0.0]
+
+    def slow(_):
+        clock[0] += 10
+        return "a<|end|>"
+
+    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Environments(f"{file}:Count", workers=1) as environments:
+        asked = [(number, prompt("go", turns=2)) for number in range(3)]
+        limits = {"max_concurrent_episodes": 1, "episode_timeout_seconds": 15}
+        found = play(environments, FakeGenerator(slow), asked, schedule="lock_step", **limits)
+    assert [(rollout.failure, rollout.turns) for rollout in found] == [("", 2)] * 3
+
+
+def test_what_no_environment_is_to_blame_for_is_raised(file):
+    loop = {}
+    loop["itself"] = loop  # cannot be sent to a process
+    with Environments(f"{file}:Count", workers=1) as environments:
+        asked = [(0, prompt("go", turns=1, loop=loop))]
+        for schedule in ("lock_step", "concurrent"):
+            with pytest.raises(ValueError, match="Circular reference"):
+                play(environments, FakeGenerator(lambda _: "a<|end|>"), asked, schedule=schedule)
+            environments.stop_flag.interrupted.clear()
 
 
 def test_the_error_of_the_engine_is_raised(file):

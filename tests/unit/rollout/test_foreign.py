@@ -111,6 +111,7 @@ def openenv_server():
         if socket.request.path != "/ws":
             return
         count = None
+        socket.ended = threading.Event()
         sessions.append(socket)
         for text in socket:
             request = json.loads(text)
@@ -124,6 +125,7 @@ def openenv_server():
                 found = {"reward": 2.5 if done else -0.5, "done": done}
                 count += 1
             socket.send(json.dumps({"type": "observation", "data": {"observation": {"text": f"at {count}"}, **found}}))
+        socket.ended.set()
 
     with server.serve(session, "127.0.0.1", 0) as serving:
         thread = threading.Thread(target=serving.serve_forever)
@@ -146,6 +148,20 @@ def test_openenv_has_a_session_for_each_episode():
         assert "no such move" in failed.failure
         (without,) = play(f"openenv:{address}", [example(1, observation_field="words")], lambda *_: "1")
         assert "no field 'words'" in without.failure and "text" in without.failure
+
+
+def test_an_openenv_session_is_closed_when_its_episode_is_cut_off():
+    with (
+        openenv_server() as (address, sessions),
+        Environments(f"openenv:{address}", workers=1, timeout_seconds=PATIENCE, memory_gib=8.0) as environments,
+    ):
+        first, second = Episode(example(5)), Episode(example(6))
+        environments.advance([first])
+        environments.end([first])
+        environments.advance([second])  # what has ended is freed with the next request
+        assert not first.failure and not second.failure
+        _, cut_off, going = sessions  # the first is of the check
+        assert cut_off.ended.wait(PATIENCE) and not going.ended.is_set()
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,19 @@ def test_options_that_conflict_are_refused(options, message):
         OPD(OPD.Config(**options))
 
 
+@pytest.mark.parametrize(
+    ("algo", "message"),
+    [
+        ({"teacher": "self", "teacher_context_column": "hint", "divergence_top_k": 8}, "for completions of one turn"),
+        ({"teacher": "pico", "student_fraction": 0.5, "completion_column": "answer"}, "leave out .* rollout.tools"),
+    ],
+)
+def test_completions_of_one_turn_are_not_mixed_with_tools(algo, message, tmp_path):
+    tools = {"tools": ["examples/tools.py:calculate"], "max_tokens": 16}
+    with pytest.raises(UsageError, match=message):
+        trainer(tmp_path, algo, rollout=tools)
+
+
 def test_prompt_logprobs_of_the_server_have_the_form_of_vllm(service):
     serving = pytest.importorskip("tests.unit.server.serving")
     tokens = ids("<s>ab")
