@@ -424,13 +424,14 @@ class ProcessQueue:
                 loop.call_soon_threadsafe(deliver, episode.number)
 
             episodes = [episode for episode, _ in sent.values()]
+            called = loop.run_in_executor(self.thread, self.call, episodes, ended, on_result)
             try:
-                await loop.run_in_executor(self.thread, self.call, episodes, ended, on_result)
-            except Exception as error:  # not of an environment: it ends the batch
-                for _, result in sent.values():
-                    if not result.done():
-                        result.set_exception(error)
-                return
+                await asyncio.wait([called])
+                if (error := called.exception()) is not None:  # not of an environment: it ends the batch
+                    for _, result in sent.values():
+                        if not result.done():
+                            result.set_exception(error)
+                    return
             finally:
                 for number in sent:  # those that failed, or were given up after a stop
                     deliver(number)

@@ -84,7 +84,7 @@ class McpServer:
             future.cancel()
             self.loop.call_soon_threadsafe(self.lost, error)
             raise ServerLostError(
-                f"{PREFIX}{self.spec}: no answer within {seconds:.1f} s: raise reward.timeout_seconds if it needs longer"
+                f"{PREFIX}{self.spec}: no answer within {seconds:.1f} s; raise reward.timeout_seconds if it needs more"
             ) from None
 
     async def answer(self, request: Any) -> Any:
