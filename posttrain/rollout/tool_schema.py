@@ -97,8 +97,8 @@ def problem_with(arguments: Any, schema: Schema, where: str = "the arguments") -
         return "" if not all(problems) else problems[0]
     if "enum" in schema and not any(arguments == each and type(arguments) is type(each) for each in schema["enum"]):
         return f"{where}: expected one of {', '.join(map(repr, schema['enum']))}"
-    kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]  # servers write ["string", "null"], too
+    kind: Any = schema.get("type")
+    kinds: list[Any] = kind if isinstance(kind, list) else [kind]  # servers write ["string", "null"], too
     if all(each in TYPES for each in kinds) and not any(has_kind(arguments, each) for each in kinds):
         return f"{where}: expected {' or '.join(kinds)}, not {type(arguments).__name__}"
     if isinstance(arguments, list) and isinstance(schema.get("items"), dict):

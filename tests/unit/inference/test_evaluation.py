@@ -9,6 +9,7 @@ import pytest
 from posttrain.core.errors import DataError
 from posttrain.inference.completion_files import CompletionExample
 from posttrain.inference.evaluation import compare, failures, figures, mean, paired, results_by_prompt, share, sign_test
+from posttrain.inference.inspect_ai import RequestSeeds
 
 
 def answer(index, reward, text="x", first=None):
@@ -112,3 +113,12 @@ def test_failures_begin_with_the_worst():
         ("q1", "0 of 2", "no", "7"),
         ("q0", "1 of 2", "bad", "7"),
     ]
+
+
+def test_each_epoch_of_a_sample_has_a_seed_of_its_own():
+    """Otherwise all epochs of inspect-ai would have the same completion, whatever the temperature."""
+    one, other = np.array([1, 2, 3], dtype=np.int32), np.array([1, 2, 4], dtype=np.int32)
+    first, again = RequestSeeds(), RequestSeeds()
+    found = [first.next_seed(prompt, 0) for prompt in (one, one, other, one)]
+    assert len(set(found)) == 4
+    assert {again.next_seed(prompt, 0) for prompt in (other, one, one, one)} == set(found)  # in whichever order
