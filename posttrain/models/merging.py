@@ -30,6 +30,9 @@ from posttrain.models.tokenizers import load_tokenizer
 
 MergeMethod = Literal["linear", "slerp", "ties", "dare_linear", "dare_ties"]
 FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*")
+WITH_BASE = ("ties", "dare_linear", "dare_ties")
+OPTIONS_OF = {"t": ("slerp",), "density": WITH_BASE, "scale": WITH_BASE, "seed": WITH_BASE[1:]}
+"""Option -> the methods that it is for."""
 PARALLEL = 0.9995  # cosine above which SLERP is linear interpolation
 PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -60,7 +63,7 @@ class MergeSettings:
 
     @property
     def needs_base(self) -> bool:
-        return self.method in ("ties", "dare_linear", "dare_ties")
+        return self.method in WITH_BASE
 
 
 class MergeSource:
@@ -168,6 +171,11 @@ def check_settings(models: Sequence[str], settings: MergeSettings, base: str) ->
         raise UsageError(f"merge: {len(settings.weights)} weights are given; {settings.method} takes {wanted}")
     if settings.method == "linear" and settings.weights and abs(sum(settings.weights)) < 1e-8:
         raise UsageError("merge: the weights add up to 0")
+    for name, methods in OPTIONS_OF.items():
+        if settings.method not in methods and getattr(settings, name) != getattr(MergeSettings(), name):
+            raise UsageError(
+                f"merge: --{name} has no effect with {settings.method}: leave it out, or use {' or '.join(methods)}"
+            )
     if not 0 < settings.density <= 1 or not 0 <= settings.t <= 1:
         raise UsageError("merge: density must be above 0 and at most 1, and t from 0 to 1")
 

@@ -158,6 +158,9 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
         ([a, b], {"weights": (1.0,)}, "", "one per model"),
         ([a, b], {"weights": (1.0, -1.0)}, "", "add up to 0"),
         ([a, b], {"method": "ties", "density": 0.0}, base, "density"),
+        ([a, b], {"t": 0.3}, "", "--t has no effect with linear"),
+        ([a, b], {"method": "slerp", "density": 0.3}, "", "--density has no effect with slerp"),
+        ([a, b], {"method": "ties", "seed": 3}, base, "--seed has no effect with ties"),
     ]:
         with pytest.raises(UsageError, match=reason):
             merge_models(models, tmp_path / "out", MergeSettings(**settings), origin)
