@@ -16,6 +16,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import Sample
 from posttrain.engines.vllm.options import VLLM_SHARE
 from posttrain.models import memory
+from posttrain.models.freezing import without_freezing
 from posttrain.models.loading import compute_dtype
 from posttrain.train.layout_check import check_layouts
 from posttrain.train.memory_plan import (
@@ -52,7 +53,7 @@ def other_roles(config: Config, algo: Algorithm, device: torch.device, available
         if role == "rollout":
             yield rollout_devices(config, device, available)
         elif role == "critic":
-            critic = memory.counted_model(config.model, "score", dtype)
+            critic = memory.counted_model(without_freezing(config.model), "score", dtype)
             more = memory.gathered_bytes(critic, sharding) if sharding.devices > 1 else 0
             needed = critic_bytes(config, algo, dtype) + more
             yield RoleDevices(role, needed, limit, f"{found.devices:,} devices; plus activations")

@@ -12,6 +12,7 @@ from posttrain.algorithms import Algorithm, OnlineAlgorithm
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.errors import UsageError
 from posttrain.models import memory
+from posttrain.models.freezing import without_freezing
 from posttrain.parallel.layouts import ParallelLayout, check_layout
 
 
@@ -58,7 +59,8 @@ def divided_models(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, 
 
     def model_of(role: str, path: str, **changes: Any) -> tuple[str, ParallelLayout, Any]:
         head = changes.pop("head", "token")
-        own = replace(config.model, path=path, **changes)
+        chosen = config.model if role == "actor" and path == config.model.path else without_freezing(config.model)
+        own = replace(chosen, path=path, **changes)
         return role, layout_of(config, role), memory.counted_model(own, head, torch.bfloat16)
 
     path = config.model.path

@@ -113,7 +113,7 @@ def step_work(config: Config, algo: Algorithm, lengths: Lengths, *, shared_promp
 
 def model_work(config: Config, path: str, head: Head, device: torch.device, *, adapters: bool = True) -> ModelWork:
     """Return the work of a model of the run."""
-    own = replace(config.model, path=path) if adapters else replace(config.model, path=path, lora_rank=0)
+    own = replace(config.model if adapters else replace(without_freezing(config.model), lora_rank=0), path=path)
     dtype = compute_dtype(config.model, device)
     key = ("work", astuple(own), head, dtype)
     return memory.kept(key, lambda: work_of(memory.counted_model(own, head, dtype)))

@@ -88,6 +88,16 @@ def test_a_teacher_is_refused_with_stages(folders):
         check_layouts(config, ALGORITHMS["distill"](config.algo))
 
 
+def test_frozen_weights_are_looked_for_in_the_policy_only(folders, capsys):
+    """A critic has no lm_head, and a reference may have fewer layers."""
+    frozen = ["--model.path", folders["llama"], "--model.frozen_parameters", "lm_head", "--cluster.devices", "4"]
+    reward = ["--reward", f"model:{folders['qwen3']}", "--cluster.critic_devices", "2"]
+    config = read("ppo", [*frozen, *reward], data=False)
+    check_layouts(config, ALGORITHMS["ppo"](config.algo))
+    plan_training.plan_training("ppo", config, 80.0)
+    assert "It fits" in capsys.readouterr().out
+
+
 SIZES = "--cluster.devices 8 --data.max_length 512 --train.micro_batch_tokens 512"
 ADVISED = {"sft": SIZES, "grpo": f"{SIZES} --reward gsm8k --rollout.max_tokens 64"}
 
