@@ -1,9 +1,9 @@
-"""Guess a number from 1 to 100 in ten guesses, told "higher" or "lower" after each: SFT on poor games, then GRPO.
+"""Guess a number from 1 to 100 in ten guesses, told "higher" or "lower" after each: SFT on demonstrations, then GRPO.
 
 From the top of the repository, on one GPU: python examples/guess_number.py --model MODEL_DIR --out runs/guess-number
 
-The demonstrations teach how to play, not how to win: three of four guesses in them ignore what was said before. GRPO
-finds out that it pays to listen.
+One of four guesses in the demonstrations ignores what was said before; GRPO finds out that it pays to listen always. If
+most of them did, a small model would learn to guess at random, and a win would only be luck, which teaches nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 LARGEST, GUESSES = 100, 10
-IGNORED = 0.75  # share of guesses in demonstrations that ignore the answers
+IGNORED = 0.25  # share of guesses in demonstrations that ignore the answers
 TASK = f"I think of a number from 1 to {LARGEST}. Guess it in {GUESSES} guesses. Reply with the number only."
 NUMBER = re.compile(r"\s*(\d{1,3})\s*")
 
@@ -42,7 +42,7 @@ class GuessNumber:
 
 
 def demonstration(rng: random.Random) -> dict[str, Any]:
-    """Return a game of a poor player, as messages."""
+    """Return a game of a careless player, as messages."""
     secret, low, high = rng.randint(1, LARGEST), 1, LARGEST
     messages = [{"role": "user", "content": TASK}]
     for _ in range(GUESSES):
