@@ -1,5 +1,6 @@
 """Conversations with tools: calls are read as the template writes them; a tool that is lost costs one conversation."""
 
+import asyncio
 import json
 import os
 import socket
@@ -243,13 +244,15 @@ def test_an_mcp_server_over_pipes_is_a_tool_and_may_be_killed(folder):
 def test_an_mcp_server_that_does_not_answer_is_started_anew(folder):
     pytest.importorskip("mcp")
     server = McpServer(f"{sys.executable} server.py", str(folder), 60)
-    try:
-        assert [tool["function"]["name"] for tool in server.tools()] == ["multiply", "stop"]
-        with pytest.raises(ServerLostError, match=r"no answer within .* raise reward.timeout_seconds"):
-            server.call("stop", {}, 0.5)
-        assert server.call("multiply", {"a": 2, "b": 3}, 60) == "6"
-    finally:
-        server.loop.call_soon_threadsafe(server.lost, EOFError("the end of the test"))
+    assert [tool["function"]["name"] for tool in server.tools()] == ["multiply", "stop"]
+    held = [server.connection[2]]
+    with pytest.raises(ServerLostError, match=r"no answer within .* raise reward.timeout_seconds"):
+        server.call("stop", {}, 0.5)
+    assert server.call("multiply", {"a": 2, "b": 3}, 60) == "6"
+    held.append(server.connection[2])
+    server.loop.call_soon_threadsafe(server.lost, EOFError("the end of the test"))
+    ended, left = asyncio.run_coroutine_threadsafe(asyncio.wait(held, timeout=60), server.loop).result(90)
+    assert len(ended) == 2 and not left, "the connections are closed, and their servers are ended"
 
 
 def test_an_mcp_server_over_http_is_a_tool(folder):
