@@ -275,11 +275,13 @@ class Rollouts:
         asked = [each for each, from_data in zip(repeated, taken, strict=True) if not from_data]
         seeds = [seed_for(seed, position, k) for position, _, k in asked]
         own = [(position, prompt) for position, prompt, _ in asked]
-        generated = iter(self.generate(own, seeds, on_rollout=on_rollout) if own else [])
-        rollouts = [
-            given.rollout(position, prompt) if given is not None and from_data else next(generated)
-            for (position, prompt, _), from_data in zip(repeated, taken, strict=True)
-        ]
+        rollouts = self.generate(own, seeds, on_rollout=on_rollout) if own else []
+        if given is not None:  # one rollout per request: agents, whose conversations may fork, are refused with it
+            generated = iter(rollouts)
+            rollouts = [
+                given.rollout(position, prompt) if from_data else next(generated)
+                for (position, prompt, _), from_data in zip(repeated, taken, strict=True)
+            ]
         if not self.config.rollout.inflight_updates:  # in-flight updates: the generator records the versions
             for rollout in rollouts:
                 rollout.sample.version = rollout.sample.newest = version

@@ -353,7 +353,7 @@ def test_trl_runs(capsys):
     config, text = imported(launcher + TRL_SFT.replace("\n", " "), capsys=capsys)
     assert (config["verb"], config["train"]["batch_size"], config["cluster"]["devices"]) == ("sft", 4, 2)
     assert config["model"]["lora_target_modules"] == ["q_proj", "v_proj"] and config["data"]["max_length"] == 1024
-    assert "# --push_to_hub: no counterpart: nothing is uploaded" in text and "# accelerate launch" in text
+    assert "posttrain export --push does" in text and "# accelerate launch" in text
     assert command("run", "--devices", 1, "trl", "sft", *shlex.split(TRL_SFT)) == 0
     assert steps("out/sft") == 2
     write(

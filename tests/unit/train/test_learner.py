@@ -418,15 +418,17 @@ def test_the_memory_that_training_will_still_take_is_left_by_generation(folder, 
     model, update = ModelConfig(path=folder("llama")), TrainConfig(micro_batch_tokens=256)
     policy = Learner(model, update)
     pack = memory.max_pass_bytes(model, "token", torch.float32, 256)
-    count_of = [sum(p.numel() for p in learner.model.parameters()) for learner in (policy,)]
-    assert pack > 0 and learners.training_memory_bytes() == 12 * count_of[0] + pack
+    count_of = [sum(p.numel() for p in policy.model.parameters())]
+    counters = [4 * len(list(policy.model.parameters()))]  # AdamW counts the steps of each weight
+    assert pack > 0 and learners.training_memory_bytes() == 12 * count_of[0] + counters[0] + pack
     critic = Learner(model, update, head="score")
     Learner(model, update, trainable=False)
     count_of.append(sum(p.numel() for p in critic.model.parameters()))
+    counters.append(4 * len(list(critic.model.parameters())))
     most = max(pack, memory.max_pass_bytes(model, "score", torch.float32, 256))
-    assert learners.training_memory_bytes() == 12 * sum(count_of) + most
+    assert learners.training_memory_bytes() == 12 * sum(count_of) + sum(counters) + most
     learn(policy, 0)
-    assert learners.training_memory_bytes() == 4 * count_of[0] + 12 * count_of[1] + most
+    assert learners.training_memory_bytes() == 4 * count_of[0] + 12 * count_of[1] + counters[1] + most
     generate = policy.generate([GenerationRequest(prompt=np.array([5, 6, 7], dtype=np.int32))], Sampling(max_tokens=2))
     assert len(generate) == 1
     (engine,) = policy.generator.engines.values()

@@ -54,9 +54,9 @@ class Steps(Callback):
 def test_checkpoints_are_sealed_while_training_goes_on(tmp_path, monkeypatch):
     rows, seal, steps = write_rows("chat", tmp_path), checkpoint._seal, Steps()
 
-    def late_seal(folder, step):
+    def late_seal(folder, step, *rest):
         assert steps.second.wait(60), "training waited for the first save"
-        seal(folder, step)
+        seal(folder, step, *rest)
 
     monkeypatch.setattr(checkpoint, "_seal", late_seal)
     sft("pico", rows, max_steps=3, save={"every_steps": 1}, output_dir=tmp_path / "run", callbacks=[steps])
@@ -68,7 +68,7 @@ def test_checkpoints_are_sealed_while_training_goes_on(tmp_path, monkeypatch):
 def test_a_save_that_fails_beside_training_ends_the_run(tmp_path, monkeypatch, error, capsys):
     rows, steps = write_rows("chat", tmp_path), Steps(error)
 
-    def full_disk(folder, step):
+    def full_disk(folder, step, *rest):
         assert steps.second.wait(60)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
