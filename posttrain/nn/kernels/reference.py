@@ -1,6 +1,6 @@
 """The fused operations of a decoder layer and of the head in plain PyTorch, for every device.
 
-kernels/triton.py has functions of the same names for GPUs, kernels/meta.py for the meta device. Half-precision results
+kernels/triton/ has functions of the same names for GPUs, kernels/meta.py for the meta device. Half-precision results
 are rounded where the stock modules round. A function that ends in `_backward` takes the gradients of what the forward
 function returned, and some of its inputs or results.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """Return the module of kernels for a device: kernels/triton.py on a GPU that has Triton, else this module."""
+    """Return the module of kernels for a device: kernels/triton/ on a GPU that has Triton, else this module."""
     if device.type != "cuda":
         return sys.modules[__name__]
     try:
@@ -328,7 +328,7 @@ class LowRankParts:
     sizes: list[int]  # number of outputs of each layer
     adapted: list[bool]
     rank: int
-    tables: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)  # of kernels/triton.py
+    tables: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)  # of kernels/triton/adapters.py
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """Return (first column, size, first row in the joined matrices B, first rank) of each layer.
@@ -351,7 +351,7 @@ class RowsByAdapter:
     order: torch.Tensor
     place: torch.Tensor
     ends: torch.Tensor
-    tiles: torch.Tensor  # of kernels/triton.py: rows that one program computes
+    tiles: torch.Tensor  # of kernels/triton/adapters.py: rows that one program computes
 
 
 def rows_by_adapter(adapter: torch.Tensor, adapters: int) -> RowsByAdapter:
