@@ -57,13 +57,21 @@ define overlay
 endef
 
 # Programs of agent frameworks, and environments of other packages.
-test-agents: .venv-agents/ready
-	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest -rs tests/unit/rollout/test_agent_frameworks.py tests/unit/rollout/test_foreign.py
+test-agents: .venv-agents/ready .venv-verifiers/ready
+	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest -rs tests/unit/rollout/test_agent_frameworks.py tests/unit/rollout/test_foreign.py tests/unit/rollout/test_verifiers.py
+	OMP_NUM_THREADS=1 .venv-verifiers/bin/python -m pytest -rs tests/unit/rollout/test_verifiers.py
 
 .venv-agents/ready: .venv/ready
 	$(call overlay,.venv-agents)
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-agents/constraints.txt \
-		openai-agents==0.24.0 langgraph==1.2.22 langchain-openai smolagents==1.26.0 reasoning-gym==0.1.25
+		openai-agents==0.24.0 langgraph==1.2.22 langchain-openai smolagents==1.26.0 reasoning-gym==0.1.25 verifiers==0.1.14
+	@touch $@
+
+# The v1 API alone, which wants an earlier openai.
+.venv-verifiers/ready: .venv/ready
+	$(call overlay,.venv-verifiers)
+	sed -i '/^openai==/d' .venv-verifiers/constraints.txt
+	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-verifiers/constraints.txt verifiers==0.4.0
 	@touch $@
 
 # Evaluation harnesses: their scores through the local engine and over HTTP beside those of their own backends.
@@ -104,4 +112,4 @@ dist: setup
 	rm -rf build posttrain.egg-info
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-lm-eval .venv-inspect site dist
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-lm-eval .venv-inspect site dist

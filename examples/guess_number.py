@@ -2,12 +2,13 @@
 
 From the top of the repository, on one GPU: python examples/guess_number.py --model MODEL_DIR --out runs/guess-number
 
-One of four guesses in the demonstrations ignores what was said before; GRPO finds out that it pays to listen always. If
-most of them did, a small model would learn to guess at random, and a win would only be luck, which teaches nothing.
+Of such games, a player who guesses at random within what is known wins 87%, one who ignores the answers 10%. In the
+demonstrations one of four guesses ignores them (68%); GRPO finds out that it pays to listen always.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from pathlib import Path
@@ -15,17 +16,21 @@ from typing import Any
 
 Messages = list[dict[str, str]]
 
-LARGEST, GUESSES = 100, 10
 IGNORED = 0.25  # share of guesses in demonstrations that ignore the answers
-TASK = f"I think of a number from 1 to {LARGEST}. Guess it in {GUESSES} guesses. Reply with the number only."
-NUMBER = re.compile(r"\s*(\d{1,3})\s*")
+TASK = "I think of a number from 1 to {largest}. Guess it in {guesses} guesses. Reply with the number only."
+NUMBER = re.compile(r"\s*(\d{1,9})\s*")
 
 
 class GuessNumber:
-    """Says whether the number is higher or lower than a guess; 1 for the first, a little less for each further one."""
+    """Says whether the number is higher or lower than a guess.
+
+    The reward of a game that is won is 1 for the first guess, and a little less for each further one. A game that is
+    lost has up to 0.4, by how far the possible numbers were narrowed down: it teaches something before games are won.
+    """
 
     def start(self, example: dict[str, Any]) -> Messages:
-        self.secret, self.guesses = int(example["secret"]), 0
+        self.secret, self.largest, self.most = (int(example[name]) for name in ("secret", "largest", "guesses"))
+        self.low, self.high, self.guesses = 1, self.largest, 0
         return example["messages"]
 
     def step(self, reply: str) -> tuple[Messages | None, float]:
@@ -35,41 +40,55 @@ class GuessNumber:
             return None, 0.0
         guess = int(found[1])
         if guess == self.secret:
-            return None, 1 - 0.03 * (self.guesses - 1)
-        if self.guesses == GUESSES:
-            return None, 0.0
-        return [{"role": "user", "content": "higher" if guess < self.secret else "lower"}], 0.0
+            return None, 1 - 0.3 * (self.guesses - 1) / self.most
+        if guess < self.secret:
+            self.low = max(self.low, guess + 1)
+        else:
+            self.high = min(self.high, guess - 1)
+        if self.guesses == self.most:
+            return None, 0.4 * (1 - math.log(self.high - self.low + 1) / math.log(self.largest))
+        return answer(guess, self.secret), 0.0
 
 
-def demonstration(rng: random.Random) -> dict[str, Any]:
+def answer(guess: int, secret: int) -> Messages:
+    """Return what is said to a wrong guess; it repeats the guess, so that each bound stands in one place."""
+    return [{"role": "user", "content": f"{'higher' if guess < secret else 'lower'} than {guess}"}]
+
+
+def demonstration(rng: random.Random, largest: int, guesses: int) -> dict[str, Any]:
     """Return a game of a careless player, as messages."""
-    secret, low, high = rng.randint(1, LARGEST), 1, LARGEST
-    messages = [{"role": "user", "content": TASK}]
-    for _ in range(GUESSES):
-        guess = rng.randint(1, LARGEST) if rng.random() < IGNORED else rng.randint(low, high)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == secret:
+    secret, low, high = rng.randint(1, largest), 1, largest
+    messages = game(secret, largest, guesses)["prompt"]
+    for number in range(guesses):
+        guess = rng.randint(1, largest) if rng.random() < IGNORED else rng.randint(low, high)
+        messages = [*messages, {"role": "assistant", "content": str(guess)}]
+        if guess == secret or number == guesses - 1:
             break
         low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
-        messages.append({"role": "user", "content": "higher" if guess < secret else "lower"})
-    return {"messages": messages[:-1] if messages[-1]["role"] == "user" else messages}
+        messages += answer(guess, secret)
+    return {"messages": messages}
 
 
-def game(secret: int) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": TASK}], "secret": secret}
+def game(secret: int, largest: int, guesses: int) -> dict[str, Any]:
+    task = TASK.format(largest=largest, guesses=guesses)
+    return {"prompt": [{"role": "user", "content": task}], "secret": secret, "largest": largest, "guesses": guesses}
 
 
 def main() -> None:
     from two_stages import options, train
 
-    chosen = options(__doc__ or "").parse_args()
-    rng = random.Random(0)
+    parser = options(__doc__ or "")
+    parser.add_argument("--largest", type=int, default=100, help="the numbers are from 1 to this one")
+    parser.add_argument("--guesses", type=int, default=10, help="most guesses of a game")
+    parser.set_defaults(demonstrations=16_000)
+    chosen = parser.parse_args()
+    rules, rng = (chosen.largest, chosen.guesses), random.Random(0)
     train(
         chosen,
         f"{Path(__file__).resolve()}:{GuessNumber.__name__}",
-        [demonstration(rng) for _ in range(chosen.demonstrations)],
-        [game(rng.randint(1, LARGEST)) for _ in range(2000)],
-        [game(1 + number % LARGEST) for number in range(chosen.held_out)],
+        [demonstration(rng, *rules) for _ in range(chosen.demonstrations)],
+        [game(rng.randint(1, chosen.largest), *rules) for _ in range(2000)],
+        [game(1 + number % chosen.largest, *rules) for number in range(chosen.held_out)],
     )
 
 

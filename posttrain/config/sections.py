@@ -417,7 +417,7 @@ class RolloutConfig:
     episode_timeout_seconds: float = 0.0
     """Time limit for one episode, checked after each turn; beyond it the episode fails and is left out; 0: none."""
     agent: str = ""
-    """Program that talks to the policy as to OpenAI's API: FILE.py:FUNCTION, or a command line."""
+    """Program that talks to the policy as to OpenAI's API: FILE.py:FUNCTION, a command line, or verifiers:NAME."""
     agent_workers: int = 16
     """Conversations of rollout.agent that go on at the same time, each in a child process."""
     agent_timeout_seconds: float = 300.0

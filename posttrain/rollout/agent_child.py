@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.core.errors import UsageError
 from posttrain.rewards.signatures import finite_reward
+from posttrain.rollout.foreign import ForeignAgent, load_agent
 from posttrain.sandbox.request_loop import CatchAll, Reply, RequestLoop
 from posttrain.sandbox.user_code import CodeLocation, import_location
 
@@ -43,6 +44,9 @@ class AgentRequestLoop(RequestLoop):
         if "command" in request:
             command, folder = request["command"], request["folder"]
             self.run_agent = lambda asked: run_command(command, folder, asked)
+        elif "package" in request:
+            agent = load_agent(request["package"], request["name"])
+            self.run_agent = lambda asked: self.play(agent, asked)
         else:
             function, names = load_function(CodeLocation(request["place"], request["name"]))
             self.run_agent = lambda asked: self.call(function, names, asked)
@@ -56,6 +60,11 @@ class AgentRequestLoop(RequestLoop):
         if caught.error is not None:
             reply = {"error": caught.text}
         self.reply({**reply, "threads_left": threading.active_count() > self.threads})
+
+    def play(self, agent: ForeignAgent, request: dict[str, Any]) -> Any:
+        """Play an episode of another package's environment."""
+        os.environ |= endpoint_variables(request)
+        return self.loop.run(awaited(agent.play(request["example"], request)))
 
     def call(self, function: Any, names: tuple[str, ...], request: dict[str, Any]) -> Any:
         """Call the function with the example and what it asks for; run it to its end if it is asynchronous."""

@@ -39,6 +39,7 @@ from posttrain.engines.base import Generator, Sampling
 from posttrain.rollout.agent_endpoint import HOST, MODEL, AgentConversation, AgentEndpoint, AgentSession
 from posttrain.rollout.conversations import Turn
 from posttrain.rollout.environments import check_failure_rate
+from posttrain.rollout.foreign import split_agent
 from posttrain.rollout.records import AGENT, AGENT_FAILED, Rollout
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessTimeoutError
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
@@ -189,7 +190,7 @@ class Agents:
         max_failure_rate: float = 0.1,
         env: Sequence[str] = (),
     ) -> None:
-        """`spec`: FILE.py:FUNCTION, package.module:FUNCTION or a command; `env`: variables that it may read."""
+        """`spec`: as rollout.agent has it; `env`: variables that it may read."""
         self.name, self.timeout_seconds = f"rollout.agent {spec}", timeout_seconds
         self.max_failure_rate = max_failure_rate
         self.program = parse_program(spec)
@@ -322,6 +323,8 @@ class AgentRunner:
 def parse_program(spec: str) -> dict[str, Any]:
     """Return the request that loads a program into its process; UsageError if there is no such file or command."""
     where = f"rollout.agent {spec!r}"
+    if foreign := split_agent(spec):
+        return {"package": foreign[0], "name": foreign[1]}
     if FUNCTION.fullmatch(spec):
         return asdict(parse_location(spec, where, "function"))
     try:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from posttrain.core.errors import RewardError, UsageError
-from posttrain.rollout.foreign import split_spec
+from posttrain.rollout.foreign import split_agent, split_spec
 from posttrain.sandbox.process import ProcessDiedError, ProcessLimits, ProcessRetiredError, ProcessTimeoutError
 from posttrain.sandbox.supervisor import STOP_SECONDS, ProcessSupervisor, RunStoppedError, StopFlag
 from posttrain.sandbox.user_code import CodeLocation, parse_location
@@ -178,6 +178,10 @@ class Environments:
 
         `limits`: as `start` has them.
         """
+        if split_agent(spec):
+            raise UsageError(
+                f"rollout.environment {spec!r} talks to the model itself: set rollout.agent {spec} instead"
+            )
         foreign = split_spec(spec)
         location = CodeLocation(*foreign) if foreign else parse_location(spec, f"rollout.environment {spec!r}", "class")
         self.start(f"rollout.environment {spec}", asdict(location), **limits)

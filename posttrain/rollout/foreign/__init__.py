@@ -1,7 +1,8 @@
-"""Environments of other packages, run unchanged: `reasoning_gym:NAME`, `gymnasium:ID`, `openenv:URL`.
+"""Environments of other packages, run unchanged: `reasoning_gym:NAME`, `gymnasium:ID`, `openenv:URL`, `verifiers:NAME`.
 
-Each package is imported in one module here, which makes a class with `start` and `step` of it. The package has the
-task; the data file has the instructions (`prompt`), the `seed` of each episode, and `options` of the package.
+Each package is imported in one module here, which makes a class with `start` and `step` of it, or, where environments
+talk to the model themselves, an agent. The package has the task; the data file has the instructions (`prompt`), the
+`seed` of each episode, and `options` of the package.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ CLASSES = {
     "gymnasium": ("posttrain.rollout.foreign.gymnasium", "GymnasiumGame"),
     "openenv": ("posttrain.rollout.foreign.openenv", "OpenEnv"),
 }
+
+AGENTS = {"verifiers": "posttrain.rollout.foreign.verifiers"}  # packages whose environments are agents
 
 Messages = list[dict[str, str]]
 
@@ -36,10 +39,29 @@ class ForeignEnvironment(Protocol):
     def step(self, reply: str) -> tuple[Messages | None, float]: ...
 
 
+class ForeignAgent(Protocol):
+    """An environment of another package that talks to the model itself."""
+
+    async def play(self, example: dict[str, Any], request: dict[str, Any]) -> float:
+        """Play the episode of an example with the endpoint that the request names, and return its reward."""
+
+
 def split_spec(spec: str) -> tuple[str, str] | None:
     """Return (package, name) if `spec` names an environment of a package; None for a class of the user."""
     package, _, name = spec.partition(":")
     return (package, name) if package in CLASSES and name else None
+
+
+def split_agent(spec: str) -> tuple[str, str] | None:
+    """Return (package, name) if `spec` names an environment of a package that is an agent."""
+    package, _, name = spec.partition(":")
+    return (package, name) if package in AGENTS and name else None
+
+
+def load_agent(package: str, name: str) -> ForeignAgent:
+    """Return the agent; called in the child process. UsageError if there is none of this name."""
+    found: ForeignAgent = importlib.import_module(AGENTS[package]).load_program(name)
+    return found
 
 
 def load_environment(package: str, name: str) -> Callable[[], ForeignEnvironment]:
