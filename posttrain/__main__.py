@@ -1,7 +1,5 @@
 """`python -m posttrain` is the command `posttrain`."""
 
-import sys
+from posttrain.cli.main import run_process
 
-from posttrain.cli.main import main
-
-sys.exit(main())
+run_process()

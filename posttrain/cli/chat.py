@@ -24,6 +24,7 @@ from posttrain.config.tools import (
 )
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.imports import importing_libraries
 
 if TYPE_CHECKING:
     from posttrain.inference.chat import Chat
@@ -68,10 +69,11 @@ def run(args: list[str]) -> int:
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.engines.base import Sampling
-    from posttrain.inference.chat import Chat, ChatOptions
-    from posttrain.inference.model import CONDITION, InferenceModel, check_sampling
-    from posttrain.inference.terminal_text import WordWrap
+    with importing_libraries():
+        from posttrain.engines.base import Sampling
+        from posttrain.inference.chat import Chat, ChatOptions
+        from posttrain.inference.model import CONDITION, InferenceModel, check_sampling
+        from posttrain.inference.terminal_text import WordWrap
 
     chat_options = ChatOptions(
         sampling=check_sampling(Sampling.of(options)),

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from posttrain.config.tools import ToolArgs, read_tool
 from posttrain.config.verbs import TOOLS
+from posttrain.core.imports import importing_libraries
 
 
 @dataclass(kw_only=True)
@@ -28,6 +29,7 @@ ARGS = (DemoArgs,)
 
 def run(args: list[str]) -> int:
     options = read_tool(DemoArgs(), args)
-    from posttrain.cli.demo_stages import run_demo
+    with importing_libraries():
+        from posttrain.cli.demo_stages import run_demo
 
     return run_demo(options.output_dir, options.seed)

@@ -25,6 +25,7 @@ from posttrain.config.tools import (
 )
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.imports import importing_libraries
 
 if TYPE_CHECKING:
     from posttrain.pipelines import Stage
@@ -106,9 +107,10 @@ def run(args: list[str]) -> int:
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.inference.completion_files import read_completions, write_rows
-    from posttrain.inference.evaluation import compare_models, failures, figures, results_by_prompt
-    from posttrain.pipelines.stage import REPORT, open_folder, run_in
+    with importing_libraries():
+        from posttrain.inference.completion_files import read_completions, write_rows
+        from posttrain.inference.evaluation import compare_models, failures, figures, results_by_prompt
+        from posttrain.pipelines.stage import REPORT, open_folder, run_in
 
     with open_folder(
         "eval", options.output_dir, saved_options(options), MAY_CHANGE_ON_RESUME, option_defaults(options)

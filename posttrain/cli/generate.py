@@ -23,6 +23,7 @@ from posttrain.config.tools import (
 )
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.imports import importing_libraries
 
 
 @dataclass(kw_only=True)
@@ -64,9 +65,10 @@ def run(args: list[str]) -> int:
     from posttrain.core.progress import ProgressDisplay
 
     quiet_libraries()
-    from posttrain.engines.base import Sampling
-    from posttrain.inference.generate import Generation, generate, manifest_of
-    from posttrain.inference.model import CONDITION
+    with importing_libraries():
+        from posttrain.engines.base import Sampling
+        from posttrain.inference.generate import Generation, generate, manifest_of
+        from posttrain.inference.model import CONDITION
 
     config = Generation(
         model=model_of(options.model, options),

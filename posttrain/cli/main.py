@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.errors import PosttrainError, UsageError
+from posttrain.core.imports import prepare_exit
 
 
 def overview() -> str:
@@ -51,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not message:
             raise
         return fail(message, 1)
+
+
+def run_process() -> NoReturn:
+    """Run the command of this process and end it: what `posttrain` and `python -m posttrain` call."""
+    try:
+        sys.exit(main())
+    finally:
+        prepare_exit()
 
 
 def fail(message: str, code: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.cli.train import OUTPUT_DIR, option
+from posttrain.core.imports import importing_libraries
 
 
 def run(verb: str, args: list[str]) -> int:
@@ -10,8 +11,9 @@ def run(verb: str, args: list[str]) -> int:
     from posttrain.core.logging import quiet_libraries
 
     quiet_libraries()
-    from posttrain.pipelines.recipes import run_from
-    from posttrain.pipelines.settings import parse_pipeline
+    with importing_libraries():
+        from posttrain.pipelines.recipes import run_from
+        from posttrain.pipelines.settings import parse_pipeline
 
     if "--resume" in args and args[0].startswith("-"):
         from posttrain.train.run_directory import find_run

@@ -11,6 +11,7 @@ from posttrain.config.parsing import verb_of_file
 from posttrain.config.tools import ToolArgs, check_at_least, read_own_options
 from posttrain.config.verbs import PIPELINES, TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.imports import importing_libraries
 
 
 @dataclass(kw_only=True)
@@ -50,8 +51,9 @@ def run(args: list[str]) -> int:
         if options.device or options.search:
             raise UsageError(f"posttrain plan {verb}: --device and --search are for single trainers; leave them out.")
         return plan_pipeline(verb, parse_pipeline(verb, [*words, *rest]), options.device_gib)
-    from posttrain.cli.plan_search import search_layouts
-    from posttrain.cli.plan_training import Target, plan_training
+    with importing_libraries():
+        from posttrain.cli.plan_search import search_layouts
+        from posttrain.cli.plan_training import Target, plan_training
     from posttrain.cli.train import read
 
     target = Target.of(options.device, options.device_gib, options.devices_per_machine, options.completion_tokens)

@@ -10,6 +10,7 @@ from posttrain.cli.arguments import model_of, rewards_of
 from posttrain.config.sections import DataConfig
 from posttrain.config.tools import LoadArgs, RewardArgs, ToolArgs, check_at_least, positional, read_tool, required
 from posttrain.config.verbs import TOOLS
+from posttrain.core.imports import importing_libraries
 
 if TYPE_CHECKING:
     from posttrain.inference.score import Scoring
@@ -66,7 +67,8 @@ def run(args: list[str]) -> int:
 
     quiet_libraries()
     out = new_file(options.output_file, options.overwrite, [options.file])
-    from posttrain.inference.score import ScoreProgress, score_file
+    with importing_libraries():
+        from posttrain.inference.score import ScoreProgress, score_file
 
     with ProgressDisplay(stream=sys.stderr, quiet=options.quiet, seconds_between_lines=10) as display:
         scored = score_file(scoring_of(options), ScoreProgress(display).report)

@@ -20,6 +20,7 @@ from posttrain.config.tools import (
 )
 from posttrain.config.verbs import TOOLS
 from posttrain.core.errors import UsageError
+from posttrain.core.imports import importing_libraries
 
 if TYPE_CHECKING:
     from posttrain.endpoint.metrics import ServerMetrics
@@ -105,9 +106,11 @@ def run(args: list[str]) -> int:
 
     from posttrain.core.logging import quiet_libraries
     from posttrain.endpoint.metrics import ServerMetrics
-    from posttrain.server import completions, scores
 
     quiet_libraries()
+    with importing_libraries():
+        from posttrain.server import completions, scores
+
     is_reward_model = scores.has_score_head(options.model)
     metrics = ServerMetrics(METRICS | (scores.METRICS if is_reward_model else completions.METRICS))
     make_service = score_service if is_reward_model else completion_service

@@ -6,6 +6,7 @@ from posttrain.algorithms import ALGORITHMS
 from posttrain.config import parsing
 from posttrain.config.checks import launched_size
 from posttrain.config.sections import Config
+from posttrain.core.imports import importing_libraries
 
 OUTPUT_DIR = ("--output_dir", "--output-dir", "--out")
 
@@ -20,7 +21,8 @@ def run(verb: str, args: list[str]) -> int:
             return 0
     config = read(verb, args)
     start_workers_importing(config)
-    from posttrain.train.launch import train_from
+    with importing_libraries():
+        from posttrain.train.launch import train_from
 
     train_from(verb, config)
     return 0

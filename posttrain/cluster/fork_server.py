@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from posttrain.cluster import worker
+from posttrain.core.imports import importing_libraries
 from posttrain.core.parent import STOP_SIGNALS
 
 START_SECONDS = 300.0  # to import the modules and fork; the machine may be busy
@@ -223,8 +224,9 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    for module in modules:
-        importlib.import_module(module)
+    with importing_libraries():
+        for module in modules:
+            importlib.import_module(module)
     serve_forks(control)
     os._exit(0)
 
