@@ -24,7 +24,12 @@ def main(arguments: list[str] | None = None) -> None:
     names_help = f"{', '.join(known)}; all but {CURVES} and {CHAOS} if none is named"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names_help)
     add = parser.add_argument_group("of the tables and curves").add_argument
-    add("--shapes", type=listed, metavar="A,B", help="sizes of models: small, 0.5b, 1.5b, 7b, 30b-a3b, 30b-a3b-4")
+    add(
+        "--shapes",
+        type=listed,
+        metavar="A,B",
+        help="sizes of models: small, 0.5b, 1.5b, 7b, 30b-a3b, 30b-a3b-4, v2-lite",
+    )
     add("--micro_batch_tokens", type=int, metavar="TOKENS", help="train.micro_batch_tokens of posttrain")
     add("--steps", type=int, help="steps of each; the median of the last 7 of 10 counts")
     add("--rounds", type=int, help="rounds of generation; the fastest counts")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 
 from posttrain.algorithms import ALGORITHMS
 from posttrain.config.sections import ModelConfig, TrainConfig, with_algorithm
@@ -87,31 +87,48 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 1
     own_head_size: int = 0  # if it is not hidden / heads
+    shared_experts: int = 0  # experts of every token
+    latent_rank: int = 0  # of latent attention, with the other sizes of DeepSeek-V2
 
     @property
     def head_size(self) -> int:
         return self.own_head_size or self.hidden // self.heads
 
     @property
+    def cached_numbers(self) -> int:
+        """Numbers that the KV cache holds of one token in one layer."""
+        return self.latent_rank + ROPE if self.latent_rank else 2 * self.kv_heads * self.head_size
+
+    @property
     def attention_weights(self) -> int:
+        if self.latent_rank:
+            of_queries = self.hidden * self.heads * (NOPE + ROPE)
+            of_latents = self.hidden * (self.latent_rank + ROPE) + self.latent_rank * self.heads * (NOPE + VALUES)
+            return of_queries + of_latents + self.heads * VALUES * self.hidden
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
 
     @property
     def layer_weights(self) -> int:
         """Number of weights that one token is multiplied with in all layers: of its own experts only."""
-        mlp = 3 * self.hidden * self.intermediate * self.experts_per_token + self.hidden * self.experts
+        used = self.experts_per_token + self.shared_experts
+        mlp = 3 * self.hidden * self.intermediate * used + self.hidden * self.experts
         return self.layers * (self.attention_weights + mlp)
 
     @property
     def read_weights(self) -> int:
         """Number of weights of all layers that a decode step with many sequences reads: of all experts."""
-        mlp = (3 * self.hidden * self.intermediate + self.hidden) * self.experts if self.experts else 0
-        return self.layers * (self.attention_weights + mlp) if self.experts else self.layer_weights
+        if not self.experts:
+            return self.layer_weights
+        mlp = 3 * self.hidden * self.intermediate * (self.experts + self.shared_experts) + self.hidden * self.experts
+        return self.layers * (self.attention_weights + mlp)
 
     @property
     def head_weights(self) -> int:
         return self.hidden * self.vocabulary
 
+
+NOPE, ROPE, VALUES = 128, 64, 128
+"""Sizes of latent attention: parts of a head's keys that are not rotated and that are, and its values."""
 
 SHAPES = {
     "small": Shape(256, 6, 8, 4, 768, 16_384, True, 64),  # for a CPU
@@ -121,6 +138,10 @@ SHAPES = {
     # Qwen3-30B-A3B with 12 of its 48 layers, and with 4 for training: float32 masters of 12 do not fit one GPU.
     "30b-a3b": Shape(2048, 12, 32, 4, 768, 151_936, False, 256, experts=128, experts_per_token=8, own_head_size=128),
     "30b-a3b-4": Shape(2048, 4, 32, 4, 768, 151_936, False, 256, experts=128, experts_per_token=8, own_head_size=128),
+    # DeepSeek-V2-Lite, with experts in its first layer too.
+    "v2-lite": Shape(
+        2048, 27, 16, 16, 1408, 102_400, False, 256, experts=64, experts_per_token=6, shared_experts=2, latent_rank=512
+    ),
 }
 
 
@@ -128,7 +149,7 @@ def random_weights(shape: Shape, positions: int = 4096) -> Any:
     """Create a model with random weights: bfloat16 on a GPU, float32 on a CPU."""
     dtype = torch.bfloat16 if GPU else torch.float32
     kind: Any = Qwen2Config
-    sizes: dict[str, int] = {"intermediate_size": shape.intermediate}
+    sizes: dict[str, int | None] = {"intermediate_size": shape.intermediate}
     if shape.experts:
         kind = partial(Qwen3MoeConfig, norm_topk_prob=True)
         sizes = {
@@ -136,6 +157,20 @@ def random_weights(shape: Shape, positions: int = 4096) -> Any:
             "num_experts": shape.experts,
             "num_experts_per_tok": shape.experts_per_token,
             "head_dim": shape.head_size,
+        }
+    if shape.latent_rank:
+        kind = DeepseekV2Config
+        sizes = {
+            "moe_intermediate_size": shape.intermediate,
+            "n_routed_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "n_shared_experts": shape.shared_experts,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "kv_lora_rank": shape.latent_rank,
+            "qk_rope_head_dim": ROPE,
+            "qk_nope_head_dim": NOPE,
+            "v_head_dim": VALUES,
         }
     config = kind(
         hidden_size=shape.hidden,

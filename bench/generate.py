@@ -55,7 +55,7 @@ def limits_of(shape: Shape, requests: list[GenerationRequest], seconds: float) -
     made = len(requests) * COMPLETION
     flops = 2.0 * (shape.layer_weights * (sum(different.values()) + made) + shape.head_weights * made)
     size = 2 if GPU else 4
-    cached = 2 * shape.layers * shape.kv_heads * shape.head_size * size  # bytes a position
+    cached = shape.layers * shape.cached_numbers * size  # bytes of a position
     seen = sum(COMPLETION * (len(request.prompt) + COMPLETION / 2) for request in requests)
     read = COMPLETION * (shape.read_weights + shape.head_weights) * size + cached * seen
     return common.share_of_limits(flops, read, seconds)

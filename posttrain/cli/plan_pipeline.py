@@ -18,7 +18,7 @@ from posttrain.core.types import Ints
 from posttrain.data.dataset import load_dataset
 from posttrain.data.encoding.encoder import Encoder
 from posttrain.data.reading.sources import read_records
-from posttrain.engines.kv_cache import bytes_per_position
+from posttrain.engines.kv_cache import bytes_per_position, keeps_latents
 from posttrain.engines.local import default_slots
 from posttrain.inference.generate import prompt_indices, prompts_per_batch
 from posttrain.inference.model import TEMPLATE_TOKENS
@@ -123,7 +123,8 @@ def generation_rows(config: PipelineConfig, device: torch.device, size: Iteratio
         return
     at_once = min(default_slots(device), config.generate.batch_size, size.completions)
     longest = int(size.prompts.max()) + config.generate.max_tokens
-    cache = at_once * longest * bytes_per_position(model.config.get_text_config(), dtype)
+    text_config = model.config.get_text_config()
+    cache = at_once * longest * bytes_per_position(text_config, dtype, latents=keeps_latents(text_config, device))
     fewer = "; fewer where they do not fit" * (device.type == "cuda")
     note = f"{at_once:,} completions at a time, of at most {longest:,} tokens each with the prompt{fewer}"
     yield "KV cache", format_size(cache), note

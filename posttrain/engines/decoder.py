@@ -18,17 +18,18 @@ from posttrain.core.types import MicroBatch
 from posttrain.engines.adapter_set import STACKED, AdapterSet, JoinedStacks
 from posttrain.engines.kernels import reference
 from posttrain.engines.kv_cache import KVCache
-from posttrain.nn import attention
+from posttrain.nn import attention, latent_attention
 from posttrain.nn.experts import has_plain_experts, is_mixture, route_tokens, run_experts
 from posttrain.nn.kernels.reference import FP8
-from posttrain.nn.layers import head_norms, sliding_window_of, supports_fused_layers
+from posttrain.nn.latent_attention import is_latent
+from posttrain.nn.layers import head_norms, input_projections, sliding_window_of, supports_fused_layers
 from posttrain.nn.lora import Adapter, JoinedAdapters, adapted_linear, adapter_of, base_linear, join_adapters
 from posttrain.nn.products import can_quantize
 from posttrain.nn.routing import LAYER, NOT_RECORDED
-from posttrain.nn.weights import join_storage
+from posttrain.nn.weights import is_plain_linear, join_storage
 
-Attend = Callable[[int, "DecoderLayer", torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
-"""(layer index, layer, packed queries, keys and values, (cos, sin)) -> [n, heads, d]."""
+Attend = Callable[["GroupedAttention | LatentAttention", torch.Tensor, Any], torch.Tensor]
+"""(a layer's attention, normed hidden states, position embeddings) -> [n, heads, d_value]."""
 
 KeepExperts = Callable[[Any, torch.Tensor], None]
 """Called with a router and the experts [T, k] that it chose."""
@@ -161,17 +162,98 @@ class MixtureMLP:
         return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
 
+class GroupedAttention:
+    """Attention with heads for keys and values that several query heads share; without its output projection."""
+
+    def __init__(self, layer: Any, index: int, kernels: ModuleType) -> None:
+        self.own, self.index, self.kernels = layer.self_attn, index, kernels
+        self.qkv = FusedLinear(input_projections(layer), kernels)
+        self.linears = [self.qkv]
+        self.norms, self.window = head_norms(layer), sliding_window_of(layer)
+        self.shape = (self.own.config.num_key_value_heads, self.own.head_dim)  # of one token's keys, and values
+
+    def prefill(self, x: torch.Tensor, angles: Any, packing: attention.Packing, cache: KVCache) -> torch.Tensor:
+        """Attend from packed prompts, whose keys and values are stored."""
+        qkv, places = self.qkv(x), torch.arange(len(x), device=x.device)
+        cos, sin = (angle[0] for angle in angles)
+        keys, values = (qkv.new_empty(len(qkv), 1, *self.shape) for _ in range(2))
+        query = self.kernels.rotate_and_store(qkv, cos, sin, places, keys, values, *self.norms)
+        query, key, value = (stream.transpose(0, 1)[None] for stream in (query, keys[:, 0], values[:, 0]))
+        options = {"packing": packing, "cache": cache, "scaling": self.own.scaling, "sliding_window": self.window}
+        return attention.packed_attention(self.own, query, key, value, None, **options)[0][0]
+
+    def decode(self, x: torch.Tensor, angles: Any, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Attend from one or a few tokens per slot to all earlier ones."""
+        qkv = self.qkv(x)
+        cos, sin = (angle[0] for angle in angles)
+        keys, values = cache.layer(self.index, self.shape, self.shape, qkv)
+        query = self.kernels.rotate_and_store(qkv, cos, sin, cache.places, keys, values, *self.norms)
+        scaling = self.own.scaling
+        if self.kernels is reference:
+            return cache.attend_reference(query, keys, values, scaling, self.window)
+        return self.kernels.attend(query, keys, values, cache.row_table, positions, cache.longest, scaling, self.window)
+
+
+class LatentAttention:
+    """Latent attention (nn/latent_attention.py), whose KV cache holds latents; without its output projection."""
+
+    def __init__(self, layer: Any, index: int, kernels: ModuleType) -> None:
+        self.own, self.index, self.kernels = layer.self_attn, index, kernels
+        self.input = FusedLinear(input_projections(layer), kernels)
+        self.query = None if self.own.q_a_proj is None else FusedLinear([self.own.q_b_proj], kernels)
+        self.linears = [linear for linear in (self.input, self.query) if linear is not None]
+
+    @staticmethod
+    def supports(own: Any) -> bool:
+        """Whether keys and values are plain products of latents, as a decode step needs them."""
+        return is_plain_linear(own.kv_b_proj) and not hasattr(own.kv_b_proj, STACKED)
+
+    def streams(self, x: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return both parts of the queries, [n, heads, nope] and [n, heads, rope], and latents [n, rank + rope]."""
+        own, pairs = self.own, latent_attention.angles_of(angles)
+        query, latent, key_rot = latent_attention.split_inputs(own, self.input(x))
+        if self.query is not None:
+            query = self.query(self.norm(query, own.q_a_layernorm))
+        plain, rotated = latent_attention.split_queries(own, query, pairs)
+        key_rot = latent_attention.rotate(own, key_rot[:, None], pairs)[:, 0]
+        return plain, rotated, torch.cat([self.norm(latent, own.kv_a_layernorm), key_rot], 1)
+
+    def norm(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return self.kernels.add_norm(x, None, norm.weight, norm.variance_epsilon)[0]
+
+    def prefill(self, x: torch.Tensor, angles: Any, packing: attention.Packing, cache: KVCache) -> torch.Tensor:
+        """Attend from packed prompts, whose latents are stored, with the keys and values of all heads."""
+        own = self.own
+        plain, rotated, latents = self.streams(x, angles)
+        latents, packing = cache.store_latents(self.index, latents, own.kv_lora_rank, packing)
+        latent, key_rot = latents.split([own.kv_lora_rank, own.qk_rope_head_dim], 1)
+        streams = torch.cat([plain, rotated], 2), *latent_attention.keys_and_values(own, own.kv_b_proj(latent), key_rot)
+        query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
+        options = {"packing": packing, "scaling": own.scaling}
+        return attention.packed_attention(own, query, key, value, None, **options)[0][0]
+
+    def decode(self, x: torch.Tensor, angles: Any, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Attend from one or a few tokens per slot to the latents of all earlier ones."""
+        own = self.own
+        plain, rotated, latents = self.streams(x, angles)
+        stored = cache.latents(self.index, latents.shape[1], own.kv_lora_rank, latents)
+        stored.view(-1, latents.shape[1]).index_copy_(0, cache.places, latents)
+        weight = own.kv_b_proj.weight.view(-1, own.qk_nope_head_dim + own.v_head_dim, own.kv_lora_rank)  # [heads, ...]
+        of_keys, of_values = weight.split([own.qk_nope_head_dim, own.v_head_dim], 1)
+        query = torch.bmm(plain.transpose(0, 1), of_keys).transpose(0, 1)  # [n, heads, rank]
+        table = cache.row_table
+        attended = self.kernels.attend_latents(query, rotated, stored, table, positions, cache.longest, own.scaling)
+        return torch.bmm(attended.transpose(0, 1), of_values.transpose(1, 2)).transpose(0, 1)
+
+
 @dataclass(slots=True, eq=False)
 class DecoderLayer:
     """One decoder layer with fused linear layers."""
 
     module: Any
-    qkv: FusedLinear
+    attention: GroupedAttention | LatentAttention
     out: FusedLinear
     mlp: DenseMLP | MixtureMLP
-    norms: tuple[torch.Tensor | None, torch.Tensor | None, float]  # weights for queries and keys, epsilon
-    window: int | None
-    kv_shape: tuple[int, int]
 
 
 class FusedDecoder:
@@ -182,8 +264,8 @@ class FusedDecoder:
         self.body = getattr(model, model.base_model_prefix)
         self.kernels = kernels
         self.head = FusedLinear([model.get_output_embeddings()], kernels)
-        self.layers = [self.fuse(layer) for layer in self.body.layers]
-        per_layer = [(layer.qkv, layer.out, *layer.mlp.linears) for layer in self.layers]
+        self.layers = [self.fuse(index, layer) for index, layer in enumerate(self.body.layers)]
+        per_layer = [(*layer.attention.linears, layer.out, *layer.mlp.linears) for layer in self.layers]
         self.linears = [*chain.from_iterable(per_layer), self.head]
 
     @staticmethod
@@ -192,6 +274,8 @@ class FusedDecoder:
         if not supports_fused_layers(model):
             return False
         layers = getattr(model, model.base_model_prefix).layers
+        if not all(LatentAttention.supports(layer.self_attn) for layer in layers if is_latent(layer)):
+            return False
         return next(model.parameters()).is_cuda or not any(is_mixture(layer.mlp) for layer in layers)
 
     @property
@@ -199,49 +283,29 @@ class FusedDecoder:
         """Whether a decode step can be a CUDA graph: the own code of adapted experts waits for the host."""
         return all(layer.mlp.captured for layer in self.layers)
 
-    def fuse(self, layer: Any) -> DecoderLayer:
-        own = layer.self_attn
+    def fuse(self, index: int, layer: Any) -> DecoderLayer:
         return DecoderLayer(
             module=layer,
-            qkv=FusedLinear([own.q_proj, own.k_proj, own.v_proj], self.kernels),
-            out=FusedLinear([own.o_proj], self.kernels),
+            attention=(LatentAttention if is_latent(layer) else GroupedAttention)(layer, index, self.kernels),
+            out=FusedLinear([layer.self_attn.o_proj], self.kernels),
             mlp=(MixtureMLP if is_mixture(layer.mlp) else DenseMLP)(layer.mlp, self.kernels),
-            norms=head_norms(layer),
-            window=sliding_window_of(layer),
-            kv_shape=(own.config.num_key_value_heads, own.head_dim),
         )
 
     def prefill(
         self, batch: MicroBatch, packing: attention.Packing, cache: KVCache, wanted: torch.Tensor
     ) -> torch.Tensor:
         """Run packed prompts; returns the hidden states after the last norm at the wanted tokens: [n, H]."""
-        places = torch.arange(len(batch.tokens), device=batch.tokens.device)
 
-        def attend(
-            index: int, layer: DecoderLayer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
-        ) -> torch.Tensor:
-            keys, values = (qkv.new_empty(len(qkv), 1, *layer.kv_shape) for _ in range(2))
-            query = self.kernels.rotate_and_store(qkv, *angles, places, keys, values, *layer.norms)
-            query, key, value = (stream.transpose(0, 1)[None] for stream in (query, keys[:, 0], values[:, 0]))
-            own = layer.module.self_attn
-            options = {"packing": packing, "cache": cache, "scaling": own.scaling, "sliding_window": layer.window}
-            return attention.packed_attention(own, query, key, value, None, **options)[0][0]
+        def attend(own: GroupedAttention | LatentAttention, x: torch.Tensor, angles: Any) -> torch.Tensor:
+            return own.prefill(x, angles, packing, cache)
 
         return self.run_layers(batch.tokens, batch.positions, attend, cache, wanted)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Run the tokens of a step, see KVCache.begin_decode; returns the hidden states after the last norm: [n, H]."""
 
-        def attend(
-            index: int, layer: DecoderLayer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
-        ) -> torch.Tensor:
-            keys, values = cache.layer(index, layer.kv_shape, layer.kv_shape, qkv)
-            query = self.kernels.rotate_and_store(qkv, *angles, cache.places, keys, values, *layer.norms)
-            scaling = layer.module.self_attn.scaling
-            if self.kernels is reference:
-                return cache.attend_reference(query, keys, values, scaling, layer.window)
-            table, longest = cache.row_table, cache.longest
-            return self.kernels.attend(query, keys, values, table, positions, longest, scaling, layer.window)
+        def attend(own: GroupedAttention | LatentAttention, x: torch.Tensor, angles: Any) -> torch.Tensor:
+            return own.decode(x, angles, positions, cache)
 
         return self.run_layers(tokens, positions, attend, cache)
 
@@ -264,12 +328,12 @@ class FusedDecoder:
         keep = store_experts if cache.experts is not None else None
         kernels, adapters = self.kernels, self.adapters
         x = self.body.embed_tokens(tokens)
-        cos, sin = (angle[0] for angle in self.body.rotary_emb(x, positions[None]))
+        angles = self.body.rotary_emb(x, positions[None])
         total = torch.zeros_like(x)  # the first layer then uses the same compiled kernel as the others
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             norm, next_norm = layer.module.input_layernorm, layer.module.post_attention_layernorm
             normed, total = kernels.add_norm(x, total, norm.weight, norm.variance_epsilon)
-            heads = attend(index, layer, layer.qkv(normed), (cos, sin))
+            heads = attend(layer.attention, normed, angles)
             if wanted is not None and layer is self.layers[-1]:
                 heads, total = heads[wanted], total[wanted]
                 if adapters is not None:

@@ -16,6 +16,7 @@ from posttrain.engines.block_pool import UNUSED_BLOCK, BlockPool
 from posttrain.engines.kernels import reference
 from posttrain.nn.attention import Packing, plain_attention
 from posttrain.nn.kernels import reference as layer_kernels
+from posttrain.nn.latent_attention import LATENT_TYPES
 from posttrain.nn.routing import Choice
 
 BLOCK_SIZE = 64  # positions; a multiple of the keys that one iteration of the GPU's attention kernel reads
@@ -114,6 +115,17 @@ class KVCache:
             self.layers[index] = (self.allocate(key, like), self.allocate(value, like))
         return self.layers[index]
 
+    def latents(self, index: int, width: int, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the latents of a layer with latent attention, [blocks, block size, 1, width].
+
+        They are its keys, and their first `rank` numbers its values.
+        """
+        if index not in self.layers:
+            shape = (self.pool.count + 1, self.block_size, 1, width)
+            stored = lazy_zeros(shape, like.dtype, self.device)
+            self.layers[index] = (stored, stored[..., :rank])
+        return self.layers[index][0]
+
     def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Allocate zeros, since a masked key counts 0 times what is stored; on a CPU memory is used when written."""
         heads, width = shape
@@ -194,6 +206,17 @@ class KVCache:
         key, value = (stream[block, offset].transpose(0, 1)[None] for stream in stored)
         return key, value, packing
 
+    def store_latents(
+        self, layer: int, latents: torch.Tensor, rank: int, packing: Packing
+    ) -> tuple[torch.Tensor, Packing]:
+        """Store the latents [T, width] of a prefill; returns those to attend to, and their layout, as `store` does."""
+        stored = self.latents(layer, latents.shape[1], rank, latents)
+        stored[self.block, self.offset, 0] = latents.index_select(0, self.source)
+        if self.prefix is None:
+            return latents, packing
+        block, offset, packing = self.prefix
+        return stored[block, offset, 0], packing
+
     # Decode steps
 
     def begin_decode(self, positions: torch.Tensor, longest: int, per_slot: int = 1) -> None:
@@ -269,11 +292,18 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.from_numpy(buffer).view(dtype).view(*shape)
 
 
-def bytes_per_position(config: Any, dtype: torch.dtype) -> int:
-    """Estimate the memory of one token's keys and values in all layers."""
+def keeps_latents(config: Any, device: torch.device) -> bool:
+    """Whether the engine's cache of a model without adapters holds latents: engines/decoder.py runs it on a GPU."""
+    return device.type == "cuda" and config.model_type in LATENT_TYPES
+
+
+def bytes_per_position(config: Any, dtype: torch.dtype, *, latents: bool) -> int:
+    """Estimate the memory of one token in all layers: of its keys and values, or of latents where there are some."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     both = 2 * heads * width
-    if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # keys and values of each head
+    if getattr(config, "kv_lora_rank", None) and latents:
+        both = config.kv_lora_rank + config.qk_rope_head_dim
+    elif getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # of each head
         both = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     return config.num_hidden_layers * both * dtype.itemsize

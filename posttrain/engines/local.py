@@ -326,7 +326,8 @@ class LocalEngine:
 
     @property
     def bytes_per_position(self) -> int:
-        return bytes_per_position(self.runner.model.config, next(self.runner.model.parameters()).dtype)
+        dtype = next(self.runner.model.parameters()).dtype
+        return bytes_per_position(self.runner.model.config, dtype, latents=self.decoder is not None)
 
 
 class RequestStream:

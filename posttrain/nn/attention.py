@@ -355,10 +355,13 @@ def varlen_attention(
     if packing.keys is not None:
         k, v = (GatherKeys.apply(stream, packing.keys, *(packing.key_uses or ())) for stream in (k, v))
     ranges = (packing.starts, key_starts, packing.max_length, max_keys)
+    width = v.shape[2]
+    if width < k.shape[2]:  # latent attention: the kernel needs values as wide as keys
+        v = F.pad(v, (0, k.shape[2] - width))
     generating = torch.is_inference_mode_enabled()  # prompts are short: flash-attn-4 takes longer to launch
     if not generating and flash_attn_4_is_verified(q, k, v, ranges, scaling, sliding_window, padded=packing.padded):
-        return flash_attn_4_kernel(q, k, v, ranges, scaling, sliding_window)
-    return torch_varlen_kernel(q, k, v, ranges, scaling, sliding_window)
+        return flash_attn_4_kernel(q, k, v, ranges, scaling, sliding_window)[..., :width]
+    return torch_varlen_kernel(q, k, v, ranges, scaling, sliding_window)[..., :width]
 
 
 Ranges = tuple[torch.Tensor, torch.Tensor, int, int]
@@ -475,15 +478,17 @@ def needs_enable_gqa() -> bool:
 
 
 def supports_varlen_kernel(model: torch.nn.Module) -> bool:
-    """Whether the varlen kernel supports this model: CUDA, half precision, plain scores, equal head sizes."""
+    """Whether the varlen kernel supports this model: CUDA, half precision, plain scores, heads of at most 256."""
     config: Any = model.config
     parameter = next(model.parameters())
-    plain = getattr(config, "attn_logit_softcapping", None) is None and not hasattr(config, "kv_lora_rank")
+    plain = getattr(config, "attn_logit_softcapping", None) is None
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     heads = getattr(config, "num_attention_heads", None)
     if not heads:  # a state-space model
         return False
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: values are padded to the width of keys
+        head = config.qk_nope_head_dim + config.qk_rope_head_dim
     half = parameter.dtype in (torch.bfloat16, torch.float16)
     return parameter.device.type == "cuda" and half and plain and not sinks and head <= 256 and head % 8 == 0
 

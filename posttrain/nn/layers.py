@@ -1,7 +1,8 @@
 """Decoder layers of the most common model families with fused kernels, forward and backward.
 
 Llama, Qwen2, Qwen3 and Mistral have the same structure: RMS norms, rotary queries and keys, grouped heads, a gated MLP;
-Qwen2-MoE, Qwen3-MoE and Mixtral have experts instead of some or all MLPs (experts.py).
+Qwen2-MoE, Qwen3-MoE and Mixtral have experts instead of some or all MLPs (experts.py), DeepSeek-V2 and V3 also latent
+attention (latent_attention.py).
 On an accelerator their layers run the code here instead of their own, on the same weights: linear layers with the same
 input are one matrix product, the operations between the products are one kernel each, and what is cheap to recompute
 is not saved for the backward pass. Every other model runs its own code. `forward.verify_against_stock` compares the two
@@ -26,16 +27,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from posttrain.core.errors import UsageError
-from posttrain.nn import attention
+from posttrain.nn import attention, latent_attention
 from posttrain.nn.experts import is_mixture, mixture_forward
 from posttrain.nn.kernels.reference import kernels_for
+from posttrain.nn.latent_attention import LATENT_FAMILIES, is_latent
 from posttrain.nn.lora import adapter_of, base_linear, join_adapters, project_adapted
 from posttrain.nn.products import FP8_MULTIPLE, FULL, Fp8Products, Products, can_quantize, has_fp8
 from posttrain.nn.weights import is_plain_linear, join_storage, joined_view, weight_gradients
 from posttrain.parallel.pipeline import SkippedLayer
 
 DENSE_FAMILIES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-FAMILIES = (*DENSE_FAMILIES, MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
+MIXTURES = (MixtralDecoderLayer, Qwen2MoeDecoderLayer, Qwen3MoeDecoderLayer)
+FAMILIES = (*DENSE_FAMILIES, *MIXTURES, *LATENT_FAMILIES)
 PRODUCTS = "training_products"
 """Attribute of a decoder layer: how its linear layers are computed while the model trains; products.FULL without it."""
 log = logging.getLogger("posttrain")
@@ -46,6 +49,8 @@ def supports_fused_layers(model: Any) -> bool:
     layers = own_layers(model)
     if not layers or not all(any(own in type(layer).__mro__[:3] for own in FAMILIES) for layer in layers):
         return False  # FSDP adds two classes in front of a layer's own
+    if not all(latent_attention.has_joinable_inputs(layer.self_attn) for layer in layers if is_latent(layer)):
+        return False
     config = model.config
     fixed_rope = config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
     jitter = getattr(config, "router_jitter_noise", 0.0)  # of Mixtral, while it trains
@@ -89,8 +94,9 @@ def use_fused_layers(model: Any, kernels: ModuleType | None = None, *, join_weig
         return False
     kernels = kernels or kernels_for(next(model.parameters()).device)
     for layer in own_layers(model):
-        outputs = [[layer.self_attn.o_proj], *([mlp.down_proj] for mlp in dense_mlps(layer))]
-        for modules in (qkv_projections(layer), *map(gate_up_projections, dense_mlps(layer)), *outputs):
+        own, mlps = layer.self_attn, dense_mlps(layer)
+        alone = [*latent_projections(layer), own.o_proj, *(mlp.down_proj for mlp in mlps)]
+        for modules in (input_projections(layer), *map(gate_up_projections, mlps), *([module] for module in alone)):
             linears = [base_linear(module) for module in modules]
             if join_weights and all(linear is not None for linear in linears):
                 join_storage([linear.weight for linear in linears])
@@ -118,8 +124,8 @@ def use_fp8_products(model: Any) -> None:
     for layer in decoder_layers:
         if is_mixture(layer.mlp):
             raise UsageError(f"train.fp8: the experts of {name} have no products in 8 bits. Leave it out.")
-        outputs = [layer.self_attn.o_proj, layer.mlp.down_proj]
-        for linear in (*qkv_projections(layer), *gate_up_projections(layer.mlp), *outputs):
+        alone = [*latent_projections(layer), layer.self_attn.o_proj, layer.mlp.down_proj]
+        for linear in (*input_projections(layer), *gate_up_projections(layer.mlp), *alone):
             if not is_plain_linear(linear) or not can_quantize(linear.weight):
                 raise UsageError(
                     f"train.fp8: layers of {name} have adapters, or sizes that are not multiples of {FP8_MULTIPLE}. "
@@ -135,9 +141,18 @@ def warn_unsupported(name: str) -> None:
     )
 
 
-def qkv_projections(layer: Any) -> list[Any]:
+def input_projections(layer: Any) -> list[Any]:
+    """Return the linear layers of the attention that read the layer's input, which are computed as one."""
     own = layer.self_attn
-    return [own.q_proj, own.k_proj, own.v_proj]
+    return latent_attention.input_projections(own) if is_latent(layer) else [own.q_proj, own.k_proj, own.v_proj]
+
+
+def latent_projections(layer: Any) -> list[Any]:
+    """Return the linear layers of latent attention that read latent vectors; none in other layers."""
+    if not is_latent(layer):
+        return []
+    own = layer.self_attn
+    return [own.kv_b_proj] if own.q_a_proj is None else [own.q_b_proj, own.kv_b_proj]
 
 
 def gate_up_projections(mlp: Any) -> list[Any]:
@@ -163,14 +178,11 @@ def fused_forward(
         return stock(hidden_states, *args, **({"packing": packing} if packing else {}), **kwargs)
     own, norm, next_norm = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     x = hidden_states.squeeze(0)  # not [0], whose gradient is a copy
-    cos, sin = (angle[0] for angle in kwargs["position_embeddings"])
     products: Products = getattr(layer, PRODUCTS, FULL)
-    qkv, x = norm_and_project(kernels, x, None, norm, qkv_projections(layer), products)
-    q_norm, k_norm, eps = head_norms(layer)
-    config, all_heads = own.config, qkv.shape[1] // own.head_dim
-    total_heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    heads = all_heads * config.num_attention_heads // total_heads  # query heads of this tensor rank
-    streams = RotaryQKV.apply(qkv, cos, sin, q_norm, k_norm, eps, own.head_dim, heads, kernels)
+    joined, x = norm_and_project(kernels, x, None, norm, input_projections(layer), products)
+    streams = (latent_streams if is_latent(layer) else grouped_streams)(
+        layer, joined, kwargs["position_embeddings"], kernels, products
+    )
     query, key, value = (stream.transpose(0, 1)[None] for stream in streams)
     options = {"packing": packing, "scaling": own.scaling, "sliding_window": sliding_window_of(layer)}
     attended = attention.packed_attention(own, query, key, value, None, **options)[0].squeeze(0).flatten(1)
@@ -183,6 +195,33 @@ def fused_forward(
     if is_plain_linear(down) and down.bias is None:
         return (x + SiluMulLinear.apply(gate_up, down.weight, kernels, products))[None]
     return (x + run_linear(down, SiluMul.apply(gate_up, kernels), products))[None]
+
+
+def grouped_streams(
+    layer: Any, joined: torch.Tensor, position_embeddings: Any, kernels: ModuleType, products: Products
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [T, h, d], keys and values [T, k, d] from their joined projections."""
+    own, config = layer.self_attn, layer.self_attn.config
+    cos, sin = (angle[0] for angle in position_embeddings)
+    q_norm, k_norm, eps = head_norms(layer)
+    total_heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    all_heads = joined.shape[1] // own.head_dim
+    heads = all_heads * config.num_attention_heads // total_heads  # query heads of this tensor rank
+    return RotaryQKV.apply(joined, cos, sin, q_norm, k_norm, eps, own.head_dim, heads, kernels)
+
+
+def latent_streams(
+    layer: Any, joined: torch.Tensor, position_embeddings: Any, kernels: ModuleType, products: Products
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries and keys [T, h, d] and values [T, h, d_value] of latent attention."""
+    own, angles = layer.self_attn, latent_attention.angles_of(position_embeddings)
+    query, latent, key_rot = latent_attention.split_inputs(own, joined)
+    if own.q_a_proj is not None:
+        query, _ = norm_and_project(kernels, query, None, own.q_a_layernorm, [own.q_b_proj], products)
+    expanded, _ = norm_and_project(kernels, latent, None, own.kv_a_layernorm, [own.kv_b_proj], products)
+    queries = torch.cat(latent_attention.split_queries(own, query, angles), 2)
+    rotated = latent_attention.rotate(own, key_rot[:, None], angles)[:, 0]
+    return queries, *latent_attention.keys_and_values(own, expanded, rotated)
 
 
 def run_linear(module: Any, x: torch.Tensor, products: Products) -> torch.Tensor:

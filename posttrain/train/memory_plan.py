@@ -22,7 +22,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.host import host_memory
 from posttrain.core.types import Sample
 from posttrain.data.packing import pack_into_micro_batches
-from posttrain.engines.kv_cache import bytes_per_position
+from posttrain.engines.kv_cache import bytes_per_position, keeps_latents
 from posttrain.engines.local import default_slots
 from posttrain.engines.vllm.options import VLLM_SHARE_BESIDE
 from posttrain.models import memory
@@ -419,7 +419,8 @@ def kv_cache_bytes(config: Config, model: Any, device: torch.device, dtype: torc
         return 0
     completions = config.train.batch_size * config.rollout.samples_per_prompt
     longest = max(map(len, largest), default=config.data.max_length + config.rollout.max_tokens)
-    slot = longest * bytes_per_position(model.get_text_config(), dtype)
+    text_config = model.get_text_config()
+    slot = longest * bytes_per_position(text_config, dtype, latents=keeps_latents(text_config, device))
     return min(default_slots(device), -(-completions // sharding_of(config).devices)) * slot
 
 

@@ -12,7 +12,7 @@ from posttrain.algorithms import Algorithm, OnlineAlgorithm
 from posttrain.algorithms.opd import SELF, is_address
 from posttrain.config.sections import Config, OnlineConfig
 from posttrain.core.types import Head
-from posttrain.engines.kv_cache import bytes_per_position
+from posttrain.engines.kv_cache import bytes_per_position, keeps_latents
 from posttrain.engines.local import MORE_SLOTS_SHARE, SLOT_LIMIT, default_slots
 from posttrain.engines.vllm.options import VLLM_SHARE, VLLM_SHARE_BESIDE
 from posttrain.models import memory
@@ -158,7 +158,7 @@ def generate_time(
     placed, size = config.cluster.of("rollout"), vllm_engine_size(config)
     dtype = compute_dtype(config.model, device)
     hf_config = memory.counted_model(config.model, "token", dtype).config.get_text_config()
-    cache = bytes_per_position(hf_config, dtype)
+    cache = bytes_per_position(hf_config, dtype, latents=keeps_latents(hf_config, device))
     options, shares = config.rollout.vllm_options, shares_learners(config, "rollout")
     weights = work.element_size * work.parameters / size
     per_slot = cache * (lengths.prompt + config.rollout.max_tokens)

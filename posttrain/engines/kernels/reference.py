@@ -56,6 +56,20 @@ def attend(
     return torch.cat([attend_block(query, keys, values, table, block, scaling) for block in blocks])
 
 
+def attend_latents(
+    query: torch.Tensor,  # [n, heads, rank]
+    rotated: torch.Tensor,  # [n, heads, rope]: the part of the queries that meets the rotated part of the keys
+    latents: torch.Tensor,  # [blocks, block size, 1, rank + rope]
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    longest: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend from each row to the latents of its own slot: [n, heads, rank]. Their first `rank` numbers are values."""
+    values = latents[..., : query.shape[2]]
+    return attend(torch.cat([query, rotated], 2), latents, values, table, positions, longest, scaling, None)
+
+
 def gather_blocks(stream: torch.Tensor, table: torch.Tensor, longest: int) -> torch.Tensor:
     """Copy the first positions of each slot out of their blocks, [blocks, size, heads, d]: [n, heads, longest, d]."""
     _, size, heads, width = stream.shape

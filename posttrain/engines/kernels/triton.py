@@ -26,6 +26,7 @@ from posttrain.nn.kernels.triton import sort_by_expert as sort_by_expert
 BLOCK = 4096
 PROGRAMS = 264  # that keep a GPU busy; long caches of few rows are split to reach that number
 SPLIT_FROM = 512  # positions per split, at least
+LATENT_HEADS = 16  # query heads of a program that attends to latents
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -120,6 +121,88 @@ def attend_kernel(
         flat = (split * rows + row) * KV_HEADS * GROUP + head
         tl.store(weights + flat, most, mask=member < GROUP)
         tl.store(weights + splits * rows * KV_HEADS * GROUP + flat, total, mask=member < GROUP)
+
+
+def attend_latents(
+    query: torch.Tensor,
+    rotated: torch.Tensor,
+    latents: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    longest: int,  # not used, as in `attend`
+    scaling: float,
+) -> torch.Tensor:
+    rows, heads, rank = query.shape
+    size, width = latents.shape[1], latents.shape[3]
+    query, rotated = query.contiguous(), rotated.contiguous()
+    parts = triton.cdiv(heads, LATENT_HEADS)
+    splits = max(1, min(-(-PROGRAMS // (rows * parts)), table.shape[1] * size // SPLIT_FROM))
+    out = torch.empty_like(query)
+    partial = query.new_empty(splits, rows, heads, rank, dtype=torch.float32) if splits > 1 else out
+    weights = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else out
+    block = min(32 if query.element_size() == 2 else 16, size)  # two stages of its latents fit in shared memory
+    assert size % block == 0 and block >= 16, f"blocks of {size} positions: the kernel reads {block} of one at a time"
+    attend_latents_kernel[(rows, parts, splits)](
+        query, rotated, latents, table, positions, partial, weights, scaling, table.stride(0), rows, splits,
+        HEADS=heads, HEADS_BLOCK=LATENT_HEADS, RANK=rank, RANK_BLOCK=max(16, triton.next_power_of_2(rank)),
+        ROPE=width - rank, ROPE_BLOCK=max(16, triton.next_power_of_2(width - rank)), SIZE=size, BLOCK=block,
+        SPLIT=splits > 1, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(rows * heads,)](
+            partial, weights, out, rows * heads, splits, WIDTH=rank, BLOCK=triton.next_power_of_2(rank), num_warps=1
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["columns", "rows", "splits"])
+def attend_latents_kernel(
+    query, rotated, latents, table, positions, out, weights, scaling, columns, rows, splits, HEADS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attend from some heads of a row. A block of latents is loaded once, as keys and as values."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+    column, angle = tl.arange(0, RANK_BLOCK), tl.arange(0, ROPE_BLOCK)
+    at = (row * HEADS + head)[:, None] * RANK + column[None, :]
+    real = (head < HEADS)[:, None] & (column < RANK)[None, :]
+    q = tl.load(query + at, mask=real, other=0.0)
+    turned = (head < HEADS)[:, None] & (angle < ROPE)[None, :]
+    q_rot = tl.load(rotated + (row * HEADS + head)[:, None] * ROPE + angle[None, :], mask=turned, other=0.0)
+    end = tl.load(positions + row).to(tl.int32) + 1
+    begin = 0
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end, splits), BLOCK) * BLOCK
+        begin = split * share
+        end = tl.minimum(begin + share, end)
+    most = tl.full([HEADS_BLOCK], -1.0e30, tl.float32)
+    total = tl.zeros([HEADS_BLOCK], tl.float32)
+    gathered = tl.zeros([HEADS_BLOCK, RANK_BLOCK], tl.float32)
+    entries = table + row * columns
+    inner = tl.arange(0, BLOCK)
+    block = tl.load(entries + begin // SIZE, mask=begin < end, other=0)
+    for start in range(begin, end, BLOCK):
+        visible = start + inner < end
+        stored = latents + (block.to(tl.int64) * SIZE + start % SIZE + inner)[:, None] * (RANK + ROPE)
+        block = tl.load(entries + (start + BLOCK) // SIZE, mask=start + BLOCK < end, other=0)  # of the next iteration
+        c = tl.load(stored + column[None, :], mask=visible[:, None] & (column < RANK)[None, :], other=0.0)
+        k_rot = tl.load(stored + RANK + angle[None, :], mask=visible[:, None] & (angle < ROPE)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(c), input_precision="ieee")
+        scores = tl.dot(q_rot, tl.trans(k_rot), acc=scores, input_precision="ieee") * scaling
+        scores = tl.where(visible[None, :], scores, -1.0e30)
+        higher = tl.maximum(most, tl.max(scores, 1))
+        mass = tl.exp(scores - higher[:, None])
+        fade = tl.exp(most - higher)
+        total = total * fade + tl.sum(mass, 1)
+        gathered = gathered * fade[:, None] + tl.dot(mass.to(c.dtype), c, input_precision="ieee")
+        most = higher
+    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + split * rows * HEADS * RANK + at, gathered.to(out.dtype.element_ty), mask=real)
+    if SPLIT:
+        flat = (split * rows + row) * HEADS + head
+        tl.store(weights + flat, most, mask=head < HEADS)
+        tl.store(weights + splits * rows * HEADS + flat, total, mask=head < HEADS)
 
 
 @triton.jit(do_not_specialize=["items", "splits"])

@@ -78,6 +78,23 @@ def test_rotation_and_attention(dtype, width, kv_heads, heads, size):
 
 
 @pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(128, 512, 64), (20, 28, 8)])
+def test_attention_to_latents(heads, rank, rope, dtype):
+    from posttrain.engines.kernels import triton
+
+    rows, size, columns = 70, 64, 20
+    blocks = rows * columns + 1
+    latents = random(blocks, size, 1, rank + rope, dtype=dtype)
+    table = (torch.randperm(blocks - 1, device="cuda") + 1).view(rows, -1).int()
+    positions = torch.randint(0, 1000, (rows,), device="cuda")
+    positions[:2] = torch.tensor([0, size * columns - 1])
+    for few in (rows, 2):  # few rows: the cache is split among programs
+        query, rotated = random(few, heads, rank, dtype=dtype), random(few, heads, rope, dtype=dtype)
+        arguments = (query, rotated, latents, table[:few], positions[:few], size * columns, (rank + rope) ** -0.5)
+        close(triton.attend_latents(*arguments), reference.attend_latents(*arguments), dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
 def test_draws(dtype):
     from posttrain.engines.kernels import triton
 
@@ -105,7 +122,7 @@ def asked(count=100):
     return [GenerationRequest(prompt=prompts[i // 4], group=i // 4, seed=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", *MIXTURES])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01}], ids=str)
 def test_a_captured_step_equals_an_eager_one(name, settings):
     sampling = Sampling(max_tokens=48, stop_ids=tuple(range(8, 20)), **settings)
@@ -201,7 +218,7 @@ def test_half_precision_with_drafts_agrees_with_the_trainer():
     assert error.mean() < 0.02
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("dtype", KINDS)
 def test_captured_steps_record_experts(name, dtype):
     """In float32 the trainer's routers choose the same ones; with the recorded ones log-probabilities agree."""
@@ -292,7 +309,7 @@ def test_adapters_are_computed_in_captured_steps(dtype):
                 if "lora_" in name:
                     parameter.mul_(1.1)
     assert engine.executor.graphs is not None and engine.executor.graphs.captured
-    assert all(linear.adapters for layer in engine.decoder.layers for linear in (layer.qkv, layer.out))
+    assert all(linear.adapters for layer in engine.decoder.layers for linear in (layer.attention.qkv, layer.out))
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -367,13 +367,13 @@ def test_adapters_take_part(together, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted({*NAMES, *MIXTURES}))
 def test_which_models_the_fused_decoder_supports(name):
-    dense, mixtures = ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral"), ("mixtral", "qwen2_moe", "qwen3_moe")
+    dense = ("llama", "qwen2", "qwen2_untied", "qwen3", "mistral")
     model = tiny_model(name)
-    assert supports_fused_layers(model) == (name in (*dense, *mixtures))
+    assert supports_fused_layers(model) == (name in (*dense, *MIXTURES))
     assert FusedDecoder.supports(model) == (name in dense), "on a CPU"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_completions_of_experts_are_the_same_in_any_batch(name, monkeypatch):
     """By the fused decoder: with few and many slots, when the host checks rarely, and with packed weights."""
     monkeypatch.setattr(FusedDecoder, "supports", staticmethod(supports_fused_layers))

@@ -6,14 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.config.sections import ModelConfig
 from posttrain.core.errors import PosttrainError
 from posttrain.core.host import peak_memory_gib
 from posttrain.engines import local, scheduler
 from posttrain.engines.base import GenerationRequest, Sampling
 from posttrain.engines.block_pool import UNUSED_BLOCK, BlockPool, block_hashes
+from posttrain.engines.decoder import FusedDecoder, LatentAttention
 from posttrain.engines.local import LocalEngine
+from posttrain.models.adapters import add_adapters
 from posttrain.nn import attention
 from posttrain.nn.forward import ModelRunner
+from posttrain.nn.layers import supports_fused_layers
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engines.test_local import AsOnAGPU
 
@@ -305,6 +309,33 @@ def test_later_turns_reuse_earlier_ones_with_the_same_result(name):
     shares = [0, 0, 16 / 37, 16 / 33, 32 / 60, 32 / 60, 0]
     assert [sample.reused for sample in found] == pytest.approx(shares)
     assert all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("how", [{}, {"cache_blocks": 14}, {"speculative_tokens": 3}], ids=str)
+def test_a_cache_of_latents_gives_what_keys_and_values_give(name, how, monkeypatch):
+    """With prompts in parts, prefixes that are reused, preemption and drafts, as the decoder runs on a GPU."""
+    model, sampling = tiny_model(name), Sampling(max_tokens=20)
+    requests = [*conversations(), *requests_of((30, 3, 12), group=3)]
+    expected = engine_for(model, slots=4).generate(requests, sampling)
+    monkeypatch.setattr(FusedDecoder, "supports", staticmethod(supports_fused_layers))
+    begun = shorten_parts(monkeypatch, 16)
+    engine = engine_for(model, slots=4, block_size=8, frozen=True, **how)
+    turns = requests[:2], requests[2:4], requests[4:7], requests[7:]
+    found = [sample for few in turns for sample in engine.generate(few, sampling)]
+    equal(found, expected, 1e-5)
+    keys, values = engine.executor.cache.layers[0]
+    assert keys.shape[2:] == (1, 16 + 8) and values.data_ptr() == keys.data_ptr(), "one tensor of latents per layer"
+    assert begun and any(sample.reused for sample in found) and all_free(engine)
+    assert bool(engine.preemptions) == ("cache_blocks" in how)
+
+
+def test_adapted_keys_and_values_of_latents_run_the_models_own_code():
+    model = tiny_model("deepseek_v3")
+    own = model.model.layers[1].self_attn
+    assert LatentAttention.supports(own)
+    add_adapters(model, ModelConfig(path="tiny", lora_rank=2, lora_target_modules=("kv_b_proj",)), "token")
+    assert not LatentAttention.supports(own) and not FusedDecoder.supports(model)
 
 
 def test_what_was_generated_is_found_by_the_next_turn_of_a_stream():

@@ -9,6 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,11 +48,38 @@ FAMILIES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}  # the first layer is dense
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 MIXTURES = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 5, "sliding_window": 5}),
     "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, EXPERTS | SHARED),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "qwen3-moe, some layers dense": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"mlp_only_layers": [1]}),
+    "deepseek-v2": (DeepseekV2ForCausalLM, DeepseekV2Config, LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek-v2, queries without latents": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, LATENT),
+    "deepseek-v3, halves rotated, biases": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        LATENT | {"rope_interleave": False, "attention_bias": True},
+    ),
 }
 FAMILIES |= MIXTURES
 VOCABULARY = 97
@@ -162,10 +193,10 @@ def adapted_model(family: str, **options):
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "up_proj")])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2-moe", "mixtral", "deepseek-v3"])
 def test_loss_and_gradients_with_adapters_equal_the_models_own(family: str, targets: tuple[str, ...]) -> None:
-    if "moe" in family or family == "mixtral":
-        targets = ("all-linear",) if targets == ("all-linear",) else ("q_proj", "v_proj")
+    if family in MIXTURES and targets != ("all-linear",):
+        targets = ("q_a_proj", "kv_b_proj") if "deepseek" in family else ("q_proj", "v_proj")
     model = adapted_model(family, lora_target_modules=targets)
     found = gradients(model, by=reference)
     assert any("lora_A" in name for name in found)
