@@ -143,6 +143,7 @@ def batch_rows(config: Config, algo: Algorithm, data: RunData | None, batches: M
         note = f"data parallel {sharding.data_parallel_size}"
         note += f", pipeline parallel {sharding.pipeline}" if sharding.pipeline > 1 else ""
         note += f", context parallel {sharding.context}" if sharding.context > 1 else ""
+        note += f" ({sharding.ulysses} exchange heads)" if sharding.ulysses else ""
         note += f", tensor parallel {sharding.tensor}" if sharding.tensor > 1 else ""
         note += f", expert parallel {sharding.experts}" if sharding.experts > 1 else ""
         note += f", {sharding.replicate} copies" if sharding.replicate > 1 else ""

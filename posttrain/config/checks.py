@@ -249,6 +249,12 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"train.neftune_noise_alpha is {train.neftune_noise_alpha}: noise would change the log-probabilities of "
         "completions that were sampled without it. It is for offline trainers; leave it out.",
     )
+    refuse(
+        bool(cluster.ulysses_degree) and cluster.context_parallel_size % max(1, cluster.ulysses_degree) != 0,
+        f"cluster.ulysses_degree is {cluster.ulysses_degree}, which does not divide cluster.context_parallel_size "
+        f"{cluster.context_parallel_size}: it is the part of these devices that exchange heads. Set it to 0 to let the "
+        "model's heads decide.",
+    )
     divided_by = "context" if cluster.context_parallel_size > 1 else "pipeline"
     refuse(
         bool(train.neftune_noise_alpha) and max(cluster.context_parallel_size, cluster.pipeline_parallel_size) > 1,

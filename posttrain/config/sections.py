@@ -208,6 +208,7 @@ class RoleLayout:
     pipeline_parallel: int = 1
     virtual_stages: int = 1
     layers_per_stage: tuple[int, ...] = ()
+    ulysses_degree: int = 0
 
     @property
     def ranks_per_sample(self) -> int:
@@ -227,6 +228,9 @@ class ClusterConfig:
     """Devices that each matrix is divided among."""
     context_parallel_size: int = 1
     """Devices that each sequence is divided among."""
+    ulysses_degree: int = 0
+    """Devices of cluster.context_parallel_size that exchange heads in attention (Ulysses); the others form a ring (ring
+    attention); 0: as many as the model's heads allow."""
     pipeline_parallel_size: int = 1
     """Devices that the layers of each model are divided among; each holds a stage of consecutive layers, or several."""
     pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
@@ -289,7 +293,13 @@ class ClusterConfig:
             self.option(role, "zero_stage", 0) or self.zero_stage,
             self.replicate_size if place == "actor" else 1,
             *self.pipeline_of(role),
+            self.ulysses_degree_of(role),
         )
+
+    def ulysses_degree_of(self, role: str) -> int:
+        """Return the devices of a role that exchange heads; the option is for the common context_parallel_size."""
+        own = self.option(role, "context_parallel_size", 0) or self.context_parallel_size
+        return self.ulysses_degree if own == self.context_parallel_size > 1 else 0
 
     def pipeline_of(self, role: str) -> tuple[int, int, tuple[int, ...]]:
         """Return pipeline ranks, stages per rank and listed layers of a role; the latter are for the common size."""

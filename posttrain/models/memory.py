@@ -238,6 +238,7 @@ class Sharding:
     pipeline: int = 1  # ranks that hold different layers, each divided as the other sizes say
     virtual: int = 1  # stages of each of them
     layers_per_stage: tuple[int, ...] = ()
+    ulysses: int = 0  # context ranks that exchange heads, the others form a ring; 0: as many as the heads allow
 
     @property
     def data_parallel_size(self) -> int:

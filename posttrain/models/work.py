@@ -24,6 +24,9 @@ class ModelWork:
     vocabulary: int
     attention_width: int  # sum over heads of the sizes of a key and of a value, of one layer
     exchanged_width: int  # of queries, keys, values and outputs of one layer: what context ranks exchange
+    heads: int
+    kv_heads: int
+    kv_width: int  # of keys and values of one layer: what ranks of a ring send each other
     experts_per_token: int
     expert_layers: int
     trained_share: float  # of the matrices of the layers, whose gradient is computed
@@ -88,6 +91,9 @@ def work_of(model: Any) -> ModelWork:
         vocabulary=0 if head is None else head.weight.shape[0],
         attention_width=heads * (keys + values),
         exchanged_width=heads * keys + kv_heads * (keys + values) + heads * values,
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * (keys + values),
         experts_per_token=per_token,
         expert_layers=len(stacks),
         trained_share=trained / max(1, dense + experts),

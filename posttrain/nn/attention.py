@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from posttrain.core.types import MicroBatch, PrefixSharing
+from posttrain.nn.attention_blocks import FlashBlocks, PlainBlocks
 from posttrain.nn.kernels.reference import kernels_for
 from posttrain.nn.routing import Choice, RecordedRouting
 from posttrain.parallel.context import ContextGroup
+from posttrain.parallel.ring import BlockKernel, RingAttention, RingPlan
 
 NAME = "posttrain_packed"
 log = logging.getLogger("posttrain")
@@ -82,6 +84,7 @@ class Packing:
     order: torch.Tensor | None = None  # brings the groups' tokens back into the order of the micro-batch
     context: ContextGroup | None = None  # set where context-parallel ranks divide the tokens
     tokens: int = 0  # total that they divide
+    ring: RingPlan | None = None  # set where some of them form a ring
     routing: RecordedRouting | None = None  # experts that the sampler chose; see nn/routing.py
 
 
@@ -211,12 +214,34 @@ def packed_attention(
     assert attention_mask is None, "packed attention takes no mask: the packing keeps samples apart"
     if packing.context is None:
         return attend_within_samples(query, key, value, packing, scaling, sliding_window, softcap, s_aux), None
-    sinks, context = packing.context.local_heads(s_aux), packing.context
+    context = packing.context
+    sinks = context.heads.local_heads(s_aux)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend_within_samples(q, k, v, packing, scaling, sliding_window, softcap, sinks)
+        within = attend_within_samples if packing.ring is None else attend_around_ring
+        return within(q, k, v, packing, scaling, sliding_window, softcap, sinks)
 
     return context.attend(attend, query, key, value, packing.tokens), None
+
+
+def attend_around_ring(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute `packed_attention` on a rank of a ring, which holds some tokens of its heads."""
+    assert packing.ring is not None and packing.context is not None and packing.context.ring is not None
+    kernel: BlockKernel = FlashBlocks(scaling) if packing.groups is None else PlainBlocks(scaling, softcap)
+    streams = (stream.squeeze(0).transpose(0, 1) for stream in (query, key, value))
+    out, lse = RingAttention.apply(*streams, packing.context.ring, packing.ring, sliding_window, kernel)
+    if s_aux is not None:  # a learnt score per head that takes probability away from all keys
+        out = out * torch.sigmoid(lse - s_aux.float()[:, None]).T[..., None].to(out.dtype)
+    return out[None]
 
 
 def attend_within_samples(

@@ -98,6 +98,7 @@ class ModelRunner:
         streams = [F.pad(stream, (0, packing.padding)) for stream in (row.tokens, row.positions)]
         if self.context is not None:
             packing.context, packing.tokens = self.context, len(streams[0])
+            packing.ring = self.context.ring_plan(row.lengths, self.hidden_rows(batch))
             streams = [self.context.slice_tokens(stream, len(row.tokens), TOKEN_MULTIPLE) for stream in streams]
         tokens, positions = (stream[None] for stream in streams)
         packing.routing = routing
@@ -119,9 +120,10 @@ class ModelRunner:
     def hidden_rows(self, batch: MicroBatch) -> int:
         """Return the number of tokens, with padding, whose hidden states a pipeline stage sends to the next."""
         tokens = len((batch.sharing or batch).tokens)
-        multiple_of = TOKEN_MULTIPLE if self.varlen_kernel or self.context is not None else 1
-        width = -(-tokens // multiple_of) * multiple_of
-        return width if self.context is None else -(-width // self.context.size)
+        if self.context is not None:
+            return self.context.slice_width(tokens, TOKEN_MULTIPLE)
+        multiple_of = TOKEN_MULTIPLE if self.varlen_kernel else 1
+        return -(-tokens // multiple_of) * multiple_of
 
     def run_padded_layers(self, batch: MicroBatch, **extra: Any) -> Any:
         """Run the layers on samples as rows, padded on the right, which causal models do not read.
@@ -416,7 +418,7 @@ def verify_against_stock(runner: ModelRunner) -> None:
         expected = [stock_output(model, document[None].to(device)) for document in documents]
         error = packing_error(runner, samples, exchanged, expected, device)
         if error < tolerance:
-            shared = packed_outputs_with_prefix(runner, samples, device)
+            shared = None if in_ring(runner) else packed_outputs_with_prefix(runner, samples, device)
             runner.shares_prefixes = shared is not None and relative_error(shared, expected) < tolerance
             return
         if not supports_fused_layers(model):  # those are known to run packed: the error is not theirs
@@ -476,7 +478,9 @@ def verify_stages(runner: ModelRunner, gathered: Callable[..., Any], dtype: torc
     attention.use_packed(model)
     samples = [sample_of(first), sample_of(second)]
     found, again = packed(samples), packed([sample_of(exchanged), sample_of(second)])
-    shared = packed(samples, 5) if not runner.varlen_kernel or kernel_shares_prefixes(dtype, device) else []
+    shared: list[torch.Tensor] = []
+    if not in_ring(runner) and (not runner.varlen_kernel or kernel_shares_prefixes(dtype, device)):
+        shared = packed(samples, 5)
     model.train(was_training)
     exact = dtype == torch.float32
     errors = [relative_error(found, expected), relative_error(again[1:], found[1:])] if pipeline.is_last else [0.0, 0.0]
@@ -556,6 +560,11 @@ def needs_eager_attention(model: Any) -> bool:
 
 def has_language_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
+
+
+def in_ring(runner: ModelRunner) -> bool:
+    """Whether context ranks form a ring, which computes whole samples: prefixes are not shared there."""
+    return runner.context is not None and runner.context.ring is not None
 
 
 def packed_outputs_with_prefix(

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.checkpoints.tensor_files import LazyTensors
 from posttrain.core.types import Outputs
-from posttrain.parallel.context import ContextGroup
+from posttrain.parallel.context import ContextGroup, HeadExchange, choose_ulysses_degree
 from posttrain.parallel.expert import shard_experts
 from posttrain.parallel.layouts import ParallelLayout, check_layout
 from posttrain.parallel.pipeline import Pipeline
+from posttrain.parallel.ring import Ring
 from posttrain.parallel.shards import full_tensor, local_shard
 from posttrain.parallel.tensor import apply_tensor_parallel, is_tensor_sharded
 
@@ -71,13 +72,17 @@ def make_pipeline(mesh: DeviceMesh, layout: ParallelLayout, device: torch.device
 
 
 @cache
-def make_context_group(world: Any, device_type: str, layout: ParallelLayout) -> ContextGroup | None:
-    """Return the ranks with which this one divides the tokens of a micro-batch."""
-    if layout.context_parallel == 1:
-        return None
-    shape = (dist.get_world_size(world) // layout.ranks_per_sample, layout.context_parallel, layout.tensor_parallel)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("sample", "context", "tensor"))
-    return ContextGroup.from_group(mesh.get_group("context"))
+def make_context_group(world: Any, device: torch.device, context: int, tensor: int, ulysses: int) -> ContextGroup:
+    """Return the ranks with which this one divides the tokens of a micro-batch; `ulysses` of them exchange heads."""
+    samples = dist.get_world_size(world) // context // tensor
+    names: tuple[str, ...] = ("sample", "context", "tensor")
+    group = init_device_mesh(device.type, (samples, context, tensor), mesh_dim_names=names).get_group("context")
+    if ulysses == context:
+        return ContextGroup.from_group(group)
+    shape, names = (samples, context // ulysses, ulysses, tensor), ("sample", "ring", "heads", "tensor")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    heads = HeadExchange.from_group(mesh.get_group("heads"))
+    return ContextGroup.from_group(group, heads, Ring.from_group(mesh.get_group("ring"), device))
 
 
 def destroy_process_group() -> None:
@@ -94,8 +99,8 @@ class ModelShards:
     device: torch.device
     dtype: torch.dtype  # that the model computes in
     mesh: DeviceMesh
-    context: ContextGroup | None = None
     pipeline: Pipeline | None = None
+    context: ContextGroup | None = None  # set by `shard`
     root: Any = None  # FullParameters, as FSDP's root
     summed: frozenset[str] = frozenset()  # replicated parameters whose gradients are summed over tensor ranks
     experts: list[Any] = field(default_factory=list)  # modules that hold whole experts, which FSDP leaves alone
@@ -111,8 +116,7 @@ class ModelShards:
         layout.check_devices(dist.get_world_size())
         sizes = layout.tensor_parallel, layout.replicate, layout.pipeline_parallel
         mesh = make_mesh(dist.group.WORLD, device.type, *sizes)
-        context = make_context_group(dist.group.WORLD, device.type, layout)
-        return cls(layout, device, dtype, mesh, context, make_pipeline(mesh, layout, device))
+        return cls(layout, device, dtype, mesh, make_pipeline(mesh, layout, device))
 
     @property
     def rank(self) -> int:
@@ -138,6 +142,8 @@ class ModelShards:
         modules = [model, *(module for module in others if module is not None)]
         for module in (module for module in modules if hasattr(module, "config")):
             check_layout(self.layout if module is model else self.layout.without_experts(), self.size, module)
+        if self.layout.context_parallel > 1:
+            self.context = self.divide_context([module for module in modules if hasattr(module, "config")])
         if self.pipeline is not None:
             self.pipeline.cut(model)
         for module in modules:
@@ -163,6 +169,13 @@ class ModelShards:
             for read in self.unread:
                 read()
             self.unread.clear()
+
+    def divide_context(self, models: Sequence[Any]) -> ContextGroup:
+        """Return the context ranks of these models, whose tokens are sliced alike."""
+        sizes = self.layout.context_parallel, self.layout.tensor_parallel
+        configs = [model.config.get_text_config() for model in models]
+        ulysses = self.layout.ulysses_degree or choose_ulysses_degree(configs, *sizes)
+        return make_context_group(dist.group.WORLD, self.device, *sizes, ulysses)
 
     def apply_fsdp(self, module: torch.nn.Module) -> None:
         """Shard one unit of FSDP, whose parameters are gathered together."""

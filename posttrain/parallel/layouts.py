@@ -29,6 +29,8 @@ class ParallelLayout:
     always: bool = False
     """Shard even if there is only one process."""
     context_parallel: int = 1
+    ulysses_degree: int = 0
+    """Context ranks that exchange tokens for heads in attention, others form a ring; 0: as many as the heads allow."""
     replicate: int = 1
     """Copies of the model, each of which FSDP shards over an equal part of the ranks (HSDP)."""
     defer_reduction: bool = False
@@ -101,7 +103,8 @@ def check_layout(layout: ParallelLayout, devices: int, model: Any, *, in_4bit: b
     if layout.tensor_parallel > 1:
         check_tensor_parallel(model, layout.tensor_parallel)
     if layout.context_parallel > 1:
-        check_context_parallel(model.config.get_text_config(), layout.context_parallel, layout.tensor_parallel)
+        sizes = layout.context_parallel, layout.tensor_parallel, layout.ulysses_degree
+        check_context_parallel(model.config.get_text_config(), *sizes)
     if layout.expert_parallel > 1:
         check_expert_parallel(model, layout.expert_parallel)
     if layout.pipeline_parallel > 1:

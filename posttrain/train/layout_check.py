@@ -24,6 +24,7 @@ def layout_of(config: Config, role: str) -> ParallelLayout:
         placed.zero,
         frozenset(config.cluster.offload),
         context_parallel=placed.context_parallel,
+        ulysses_degree=placed.ulysses_degree,
         expert_parallel=placed.expert_parallel,
         replicate=placed.replicate,
         pipeline_parallel=placed.pipeline_parallel,

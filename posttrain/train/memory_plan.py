@@ -366,7 +366,8 @@ def sharding_of(config: Config, role: str = "actor") -> Sharding:
     data = found.devices // tensor // found.pipeline_parallel
     deferred = config.cluster.defer_gradient_reduction
     stages = found.pipeline_parallel, found.virtual_stages, found.layers_per_stage
-    return Sharding(data, tensor, found.zero, context, found.expert_parallel, found.replicate, deferred, *stages)
+    sizes = found.expert_parallel, found.replicate, deferred, *stages
+    return Sharding(data, tensor, found.zero, context, *sizes, found.ulysses_degree)
 
 
 def context_slice(samples: list[Sample], ranks: int) -> list[Sample]:

@@ -8,7 +8,8 @@ A pass over a micro-batch of T tokens on one device costs, forward:
     gathering         FSDP's other shards, 2 bytes per parameter forward and again backward (zero_stage 3), and 4 bytes
                       per trained parameter of gradients to reduce; hidden behind computation as far as that is longer
     tensor parallel   2 sums of the hidden states per layer forward and backward
-    context parallel  queries, keys, values and outputs exchanged in every layer
+    context parallel  queries, keys, values and outputs exchanged in every layer; in a ring, keys and values received
+                      once per forward pass, and once with their gradients backward, hidden behind attention
     expert parallel   each token to its experts and back
     pipeline          the layers of the last stage, which has the head; stages are idle for (stages - 1) micro-batches
 
@@ -28,6 +29,7 @@ import numpy as np
 from posttrain.core.device_rates import DeviceRates
 from posttrain.models.memory import Sharding
 from posttrain.models.work import ModelWork
+from posttrain.parallel.context import ulysses_degrees
 
 # Shares of the published rates that were reached on one H200.
 PRODUCT_SHARE, PRODUCT_WIDTH = 0.765, 180  # of matrix products: PRODUCT_SHARE * hidden / (hidden + PRODUCT_WIDTH)
@@ -123,7 +125,8 @@ class StepTime:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-GATHERING, SUMS, CONTEXT = "gathering parameters", "tensor-parallel sums", "context exchange"
+GATHERING, SUMS = "gathering parameters", "tensor-parallel sums"
+CONTEXT, RING = "context exchange", "ring attention"
 EXPERTS, COPIES, TRANSFER = "expert exchange", "gradients of copies", "weight transfer"
 STAGES, BUBBLE = "sending between stages", "idle pipeline stages"
 
@@ -161,7 +164,12 @@ def pass_seconds(
         2 * work.element_size * tokens * work.hidden * (forwards + backward), tensor, 1
     )
     exchanged = work.element_size * tokens * work.exchanged_width / tensor * (forwards + backward)
-    parts[CONTEXT] = work.layers * machines.exchange_seconds(exchanged, context, tensor)
+    ulysses = sharding.ulysses or max(ulysses_degrees(work.heads // tensor, work.kv_heads // tensor, context))
+    parts[CONTEXT] = work.layers * machines.exchange_seconds(exchanged, ulysses, tensor)
+    places = max(1, context // ulysses)
+    sent = work.layers * work.element_size * ring_tokens(step, sharding, places) * work.kv_width / (tensor * ulysses)
+    sending = sent * (forwards + 2 * backward) / machines.bandwidth(places, tensor * ulysses)
+    parts[RING] = max(0.0, sending - parts["attention"])
     sent = 2 * work.element_size * tokens * work.experts_per_token * work.hidden * (forwards + backward)
     parts[EXPERTS] = work.expert_layers * machines.exchange_seconds(sent, sharding.experts, tensor)
     gathered = count * gather_seconds(work, machines, sharding, backward=backward)
@@ -175,6 +183,16 @@ def pass_seconds(
         parts[STAGES] = boundary / machines.bandwidth(2, sharding.data * tensor)
         parts[BUBBLE] = sum(parts.values()) * (sharding.pipeline - 1) / (sharding.virtual * count)
     return StepTime({name: seconds for name, seconds in parts.items() if seconds})
+
+
+def ring_tokens(step: StepWork, sharding: Sharding, ring: int) -> float:
+    """Return the tokens whose keys and values a rank of a ring receives in a pass over a step.
+
+    Those of the other places, but of no more tokens per row than a sample has: others are not sent.
+    """
+    share = step.tokens / sharding.data_parallel_size
+    rows = share / (step.micro_batch_tokens * sharding.context)
+    return min(share * (ring - 1) / ring, rows * step.squares / step.tokens)
 
 
 def busiest_stage(work: ModelWork, sharding: Sharding) -> ModelWork:

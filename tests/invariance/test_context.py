@@ -16,7 +16,7 @@ from posttrain.core.errors import UsageError
 from posttrain.core.types import ForwardRequest, Loss, Objective, Sample, count_units
 from posttrain.nn import layers
 from posttrain.nn.kernels import reference
-from posttrain.parallel.context import ContextGroup
+from posttrain.parallel.context import ContextGroup, HeadExchange
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
 from tests.invariance.worlds import once, run_world
@@ -57,9 +57,9 @@ def outcome(case: str, folder: str, layout: ParallelLayout) -> dict[str, Any]:
 def as_rank(rank: int, folders: dict[str, str]) -> dict[str, Any]:
     layout = ParallelLayout(context_parallel=2)
     found: dict[str, Any] = {}
-    for name, family, ranks in (("heads", "odd", 2), ("processes", "llama", 3), ("rope", "rope", 2)):
+    for name, family, ranks, ulysses in (("heads", "odd", 2, 2), ("processes", "llama", 3, 0), ("rope", "rope", 2, 0)):
         try:
-            wrong = ParallelLayout(context_parallel=ranks)
+            wrong = ParallelLayout(context_parallel=ranks, ulysses_degree=ulysses)
             Learner(ModelConfig(path=folders[family]), TrainConfig(), layout=wrong)
         except UsageError as error:
             found[name] = str(error)
@@ -103,8 +103,8 @@ def test_the_ragged_kernel_gives_the_same(made):
 
 
 def test_what_cannot_be_divided_is_said(made):
-    assert "size is 2, but context ranks divide the heads" in made["answers"][0]["heads"]
-    assert "has 3 attention heads and 3 key-value heads" in made["answers"][0]["heads"]
+    assert "cluster.ulysses_degree is 2, but it must divide" in made["answers"][0]["heads"]
+    assert "has 3 attention heads and 3 key-value heads. Set it to 1, or to 0." in made["answers"][0]["heads"]
     assert (
         "2 devices, which cluster.tensor_parallel_size 1 times cluster.context_parallel_size 3 does not divide"
         in made["answers"][0]["processes"]
@@ -122,6 +122,6 @@ def test_rows_are_cut_at_the_same_places_whatever_they_are_padded_to():
     """A teacher whose kernel wants another padding must see the student's tokens."""
     row = torch.arange(1, 301)
     for rank in range(3):
-        context = ContextGroup(None, rank, 3)
+        context = ContextGroup(None, rank, 3, HeadExchange(None, rank, 3))
         plain, padded = (context.slice_tokens(torch.nn.functional.pad(row, (0, n)), 300, 256) for n in (0, 212))
         assert torch.equal(plain, padded) and len(plain) == 171

@@ -13,7 +13,7 @@ from posttrain.algorithms import RolloutSettings
 from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Objective, count_units
-from posttrain.nn import layers
+from posttrain.nn import forward, layers
 from posttrain.nn.kernels import reference as plain_steps
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -31,6 +31,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # processes, and how they di
     "fsdp2 x cp2": (4, {"context_parallel": 2}),
     "cp2 x tp2": (4, {"context_parallel": 2, "tensor_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
+    "ring of 2": (2, {"context_parallel": 2, "ulysses_degree": 1}),
+    "ring of 2 x 2 that exchange heads": (4, {"context_parallel": 4, "ulysses_degree": 2}),
+    "ring of 2 x tp2": (4, {"context_parallel": 2, "ulysses_degree": 1, "tensor_parallel": 2}),
     "ep4 x cp2": (4, {"expert_parallel": 4, "context_parallel": 2}),
     "ep2 in 2 groups": (4, {"expert_parallel": 2}),
     "ep2 in 2 groups x cp2": (4, {"expert_parallel": 2, "context_parallel": 2}),
@@ -148,6 +151,8 @@ def as_rank(rank: int, folders: dict[str, str], layouts: list[str]) -> dict[str,
     found = {}
     for name in layouts:
         options = LAYOUTS[name][1]
+        if "ulysses_degree" in options:
+            forward.TOKEN_MULTIPLE = 8  # so that short rows reach all chunks
         for case_name, case in CASES.items():
             if tried(case, name):
                 offload = frozenset({"parameters"} if case.offload else ())

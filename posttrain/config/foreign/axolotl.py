@@ -229,9 +229,9 @@ COMMON: Table = {
     ),
     "tensor_parallel_size": "cluster.tensor_parallel_size",
     "context_parallel_size sequence_parallel_degree": here(
-        "cluster.context_parallel_size", "heads are exchanged (Ulysses), there is no ring"
+        "cluster.context_parallel_size", "a ring only where the heads do not suffice, or with cluster.ulysses_degree 1"
     ),
-    "heads_k_stride ring_attn_func": needless("heads are exchanged (Ulysses), there is no ring"),
+    "heads_k_stride ring_attn_func": needless("keys and values of all heads are sent together, from chunks in zig-zag"),
     "debug strict profiler_steps gc_steps include_tkps logging_steps": STEP_LOG,
     "device_map max_memory gpu_memory_limit low_cpu_mem_usage world_size ddp": LOADER,
     "hub_revision push_dataset_to_hub hf_use_auth_token": NO_UPLOAD,

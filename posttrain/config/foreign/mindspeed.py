@@ -193,6 +193,7 @@ def virtual_stages(value: Any, given: Given) -> Found | None:
 PARALLEL: Table = {
     "tensor_model_parallel_size": "cluster.tensor_parallel_size",
     "context_parallel_size": "cluster.context_parallel_size",
+    "ulysses_degree_in_cp": "cluster.ulysses_degree",
     "expert_model_parallel_size": "cluster.expert_parallel_size",
     "pipeline_model_parallel_size": "cluster.pipeline_parallel_size",
     "num_layer_list": made("cluster.pipeline_layers_per_stage", by=stage_layers, note="numbers, stage by stage"),

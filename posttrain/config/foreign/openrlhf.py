@@ -337,8 +337,10 @@ FLAT: Table = {
     "zpg grad_accum_dtype overlap_comm disable_trace_cache": DEEPSPEED,
     "adam_offload": offload("moments"),
     "ds_tensor_parallel_size": "cluster.tensor_parallel_size",
-    "ring_attn_size": here("cluster.context_parallel_size", "heads are exchanged (Ulysses), there is no ring"),
-    "ring_head_stride": needless("heads are exchanged (Ulysses), there is no ring"),
+    "ring_attn_size": here(
+        "cluster.context_parallel_size", "a ring only where the heads do not suffice, or with cluster.ulysses_degree 1"
+    ),
+    "ring_head_stride": needless("keys and values of all heads are sent together"),
     "load_in_4bit": "model.load_in_4bit",
     "lora_rank": "model.lora_rank",
     "lora_alpha": "model.lora_alpha",
