@@ -258,6 +258,7 @@ def memory_rows(
         yield "activations", "?", "unknown: this architecture cannot be run without its weights"
         return
     tokens = -(-sum(map(len, largest)) // sharding_of(config).context)
+    note += f"; {format_size(step.host)} more in host memory" if step.host else ""
     yield "activations", format_size(step.activations), f"of {tokens:,} tokens; {note}"
     yield "temporary buffers", format_size(step.peak - step.activations), "a chunk of logits, gradients in flight"
 

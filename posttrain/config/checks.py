@@ -231,6 +231,11 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"train.optimizer is {train.optimizer}, but cluster.offload moments is of adamw; leave out one of them.",
     )
     refuse(
+        "activations" in cluster.offload and not model.gradient_checkpointing,
+        "cluster.offload activations needs model.gradient_checkpointing: it moves the inputs of layers. To move all "
+        "activations would take longer than to compute them again. Set --model.gradient_checkpointing.",
+    )
+    refuse(
         train.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None,
         "train.optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes",
     )

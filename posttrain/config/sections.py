@@ -248,12 +248,16 @@ class ClusterConfig:
     zero_stage: Literal[2, 3] = 3
     """3: free gathered parameters after each layer; 2: keep them until the backward pass, faster with more memory."""
     offload: tuple[
-        Literal["reference", "critic", "reward", "optimizer", "policy", "engine", "moments", "parameters"], ...
+        Literal[
+            "reference", "critic", "reward", "optimizer", "policy", "engine", "moments", "activations", "parameters"
+        ],
+        ...,
     ] = ()
-    """Keep these in host memory while they are not used. moments: those of AdamW, which pass through the device in each
-    optimizer step; optimizer: moments and master weights, while an online trainer generates; policy: its weights and
-    optimizer, while reference, critic or reward models work or an engine generates with a copy (vLLM, or a divided
-    policy); engine: the whole copy of a divided policy that generates, which is freed while the policy trains."""
+    """Keep these in host memory while they are not used. activations: the inputs of layers that
+    model.gradient_checkpointing saves; moments: those of AdamW, which pass through the device in each optimizer step;
+    optimizer: moments and master weights, while an online trainer generates; policy: its weights and optimizer, while
+    reference, critic or reward models work or an engine generates with a copy (vLLM, or a divided policy); engine: the
+    whole copy of a divided policy that generates, which is freed while the policy trains."""
     max_restarts: int = 0
     """Number of times that a run restarts by itself from its last checkpoint after it lost a worker."""
     worker_timeout_seconds: float = 1800.0

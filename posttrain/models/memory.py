@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ from posttrain.data.packing import collate
 from posttrain.models import adapters, loading, paths
 from posttrain.models.freezing import freeze_weights
 from posttrain.nn import attention
+from posttrain.nn.activation_offload import CountedOffload
 from posttrain.nn.forward import ModelRunner, forward
 from posttrain.nn.kernels import meta
 from posttrain.nn.layers import use_fused_layers
@@ -72,6 +73,7 @@ class PassMemory:
     activations: int = 0  # saved from the forward to the backward pass
     peak: int = 0  # at the worst moment: activations, a chunk of logits, gradients being computed
     forward_only: int = 0  # peak of a pass that saves nothing: evaluation, or a reference model
+    host: int = 0  # inputs of layers in host memory: cluster.offload activations
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -356,19 +358,25 @@ def pass_memory(
     *,
     kernels: bool = False,
     sharded: bool = False,
+    offload: bool = False,
 ) -> PassMemory:
     """Count what one pass over a micro-batch of these samples allocates. Model and teacher are on the meta device.
 
-    `kernels`: with an accelerator's fused kernels, where nn/layers.py supports the model; `sharded`: over processes.
+    `kernels`: with an accelerator's fused kernels, where nn/layers.py supports the model; `sharded`: over processes;
+    `offload`: the inputs of checkpointed layers are kept in host memory.
     """
     if any(p.ndim == 3 and p.dtype == torch.float32 for p in model.parameters()):
         # The meta device has no grouped matrix product in float32: count in two bytes per number, then double.
-        half = pass_memory(model.to(torch.bfloat16), samples, request, teacher, kernels=kernels, sharded=sharded)
+        how = {"kernels": kernels, "sharded": sharded, "offload": offload}
+        half = pass_memory(model.to(torch.bfloat16), samples, request, teacher, **how)
         model.to(torch.float32)
-        return PassMemory(activations=2 * half.activations, peak=2 * half.peak, forward_only=2 * half.forward_only)
+        return PassMemory(**{name: 2 * size for name, size in asdict(half).items()})
     batch = on_meta(collate(samples))
     runner, teacher_runner = (None if m is None else runner_on_meta(m, kernels, sharded) for m in (model, teacher))
     assert runner is not None
+    offloaded = CountedOffload()
+    if offload:
+        offloaded.install(model)
     # From the second micro-batch of a step on, gradients exist already and are added to.
     gradients, hooks = [], []
     for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -393,7 +401,7 @@ def pass_memory(
     for parameter in model.parameters():
         vars(parameter).pop(MASTER, None)
     model.zero_grad()
-    return PassMemory(activations=activations, peak=meter.peak, forward_only=forward_only)
+    return PassMemory(activations=activations, peak=meter.peak, forward_only=forward_only, host=offloaded.host_bytes)
 
 
 def max_pass_bytes(config: ModelConfig, head: Head, dtype: torch.dtype, tokens: int) -> int:

@@ -60,6 +60,7 @@ from posttrain.models.tensors import export_tensors, import_tensors
 from posttrain.models.tokenizers import load_tokenizer
 from posttrain.models.work import work_of
 from posttrain.nn import training_graphs
+from posttrain.nn.activation_offload import ActivationOffload
 from posttrain.nn.embedding_noise import EmbeddingNoise
 from posttrain.nn.forward import (
     ModelRunner,
@@ -166,7 +167,11 @@ class Learner:
         if trainable and train_config.neftune_noise_alpha:
             embedding = self.model.get_input_embeddings()
             self.runner.noise = EmbeddingNoise(embedding, train_config.neftune_noise_alpha, seed)
-        shares_memory = engine.name == "vllm" or bool(offload - {"moments"})  # CUDA graphs would keep theirs
+        if trainable and "activations" in offload and self.device.type != "cpu":
+            ActivationOffload(self.device).install(self.model)
+        shares_memory = engine.name == "vllm" or bool(
+            offload - {"moments", "activations"}
+        )  # CUDA graphs would keep theirs
         if trainable and self.shards is None and not shares_memory and self.runner.noise is None:
             self.runner.graphs = training_graphs.TrainingGraphs.from_model(self.model, train_config.micro_batch_tokens)
         LEARNERS.add(self)

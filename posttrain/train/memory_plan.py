@@ -46,6 +46,7 @@ class StepSize:
 
     micro_batch_tokens: int
     gradient_checkpointing: bool = False
+    host_activations: bool = False
     host_moments: bool = False
 
     @classmethod
@@ -53,6 +54,7 @@ class StepSize:
         return cls(
             micro_batch_tokens=config.train.micro_batch_tokens,
             gradient_checkpointing=config.model.gradient_checkpointing,
+            host_activations="activations" in config.cluster.offload,
             host_moments="moments" in config.cluster.offload,
         )
 
@@ -60,7 +62,11 @@ class StepSize:
         """Return the configuration with these options set."""
         train = replace(config.train, micro_batch_tokens=self.micro_batch_tokens)
         changed = replace(with_model(config, gradient_checkpointing=self.gradient_checkpointing), train=train)
-        return with_host_moments(changed) if self.host_moments else changed
+        return with_offload(changed, *self.offloaded())
+
+    def offloaded(self) -> list[str]:
+        """Return what is in host memory, by the names of cluster.offload."""
+        return ["activations"] * self.host_activations + ["moments"] * self.host_moments
 
     def options(self, config: Config) -> list[str]:
         """Return the options that differ from the configuration, as on the command line."""
@@ -69,8 +75,9 @@ class StepSize:
             options.append("--model.gradient_checkpointing")
         if self.micro_batch_tokens != config.train.micro_batch_tokens:
             options.append(f"--train.micro_batch_tokens {self.micro_batch_tokens}")
-        if self.host_moments and "moments" not in config.cluster.offload:
-            options.append(f"--cluster.offload {' '.join((*config.cluster.offload, 'moments'))}")
+        offload = with_offload(config, *self.offloaded()).cluster.offload
+        if offload != config.cluster.offload:
+            options.append(f"--cluster.offload {' '.join(offload)}")
         return options
 
 
@@ -94,36 +101,47 @@ def fitting_step(
 ) -> StepSize | None:
     """Return the fastest step that fits, None if none does.
 
-    In this order: smaller micro-batches, gradient checkpointing, AdamW's moments in host memory.
+    In this order: smaller micro-batches, gradient checkpointing, its inputs in host memory, AdamW's moments there.
     """
     context = sharding_of(config).context
     sizes = list(smaller_micro_batches(config.train.micro_batch_tokens, algo.group_size, largest, context))
     for host_moments in (False, True):
         if host_moments and not can_offload_moments(config, algo, device):
             return None
-        changed = with_host_moments(config) if host_moments else config
+        changed = with_offload(config, "moments") if host_moments else config
         if not without_cache(estimate_memory(changed, algo, device, [], available)).fits(available):
             continue  # no micro-batch is small enough
-        for checkpointing in (False, True):
+        for checkpointing, host_activations in ways_to_save(config, device):
             changed = with_model(changed, gradient_checkpointing=checkpointing)
+            changed = with_offload(changed, "activations") if host_activations else changed
             for tokens, samples in sizes:
                 if not checkpointing and tokens < min(FAST_TOKENS, config.train.micro_batch_tokens):
-                    break
-                if checkpointing < config.model.gradient_checkpointing:
                     break
                 needs = without_cache(estimate_memory(changed, algo, device, samples, available))
                 if not needs.step.peak:  # it cannot be counted
                     return None
-                if needs.fits(available):
+                if needs.fits(available) and fits_host(needs.step.host, config):
                     return StepSize(
-                        micro_batch_tokens=tokens, gradient_checkpointing=checkpointing, host_moments=host_moments
+                        micro_batch_tokens=tokens,
+                        gradient_checkpointing=checkpointing,
+                        host_activations=host_activations,
+                        host_moments=host_moments,
                     )
     return None
 
 
-def with_host_moments(config: Config) -> Config:
-    parts = dict.fromkeys((*config.cluster.offload, "moments"))
-    return replace(config, cluster=replace(config.cluster, offload=tuple(parts)))
+def ways_to_save(config: Config, device: torch.device) -> list[tuple[bool, bool]]:
+    """Return whether activations are checkpointed and offloaded: at least as the configuration says, in this order."""
+    ways = [(False, False), (True, False), (True, True)]
+    configured = config.model.gradient_checkpointing, "activations" in config.cluster.offload
+    found = ways[ways.index(configured) :] if configured in ways else ways[2:]
+    return [way for way in found if device.type != "cpu" or way[1] == configured[1]]
+
+
+def with_offload(config: Config, *parts: str) -> Config:
+    """Return the configuration with more in host memory."""
+    offload: Any = tuple(dict.fromkeys((*config.cluster.offload, *parts)))
+    return replace(config, cluster=replace(config.cluster, offload=offload))
 
 
 def can_offload_moments(config: Config, algo: Algorithm, device: torch.device) -> bool:
@@ -133,8 +151,13 @@ def can_offload_moments(config: Config, algo: Algorithm, device: torch.device) -
     moments = estimate_memory(
         replace(config, cluster=replace(config.cluster, offload=())), algo, device, []
     ).model.optimizer
+    return fits_host(moments, config)
+
+
+def fits_host(size: int, config: Config) -> bool:
+    """Whether host memory has room for this many bytes of every process on this machine."""
     processes = max(1, torch.accelerator.device_count()) if sharding_of(config).devices > 1 else 1
-    return moments * processes < HOST_SHARE * host_memory()
+    return size * processes < HOST_SHARE * host_memory()
 
 
 def smaller_micro_batches(
@@ -277,7 +300,7 @@ def kept_pass(config: Config, algo: Algorithm, device: torch.device, samples: li
         return PassMemory()
     sharding, sizes = sharding_of(config), tuple((len(sample), int(sample.mask.sum())) for sample in samples)
     stages = sharding.pipeline, sharding.virtual, sharding.layers_per_stage
-    divided = sharding.context, sharding.devices > 1, stages
+    divided = sharding.context, sharding.devices > 1, stages, offloads_activations(config, device)
     key = ("pass", astuple(config.model), type(algo), device.type, sizes, divided)
     return memory.kept(key, lambda: estimate_pass(config, algo, device, samples))
 
@@ -299,9 +322,15 @@ def estimate_pass(config: Config, algo: Algorithm, device: torch.device, samples
             teacher,
             kernels=device.type == "cuda",
             sharded=sharding.devices > 1,
+            offload=offloads_activations(config, device),
         )
         return pipelined_pass(one, model, sharding)
     return PassMemory()
+
+
+def offloads_activations(config: Config, device: torch.device) -> bool:
+    """Whether the inputs of checkpointed layers are kept in host memory; on a CPU they are there anyway."""
+    return "activations" in config.cluster.offload and config.model.gradient_checkpointing and device.type != "cpu"
 
 
 def pipelined_pass(one: PassMemory, model: Any, sharding: Sharding) -> PassMemory:
@@ -311,7 +340,8 @@ def pipelined_pass(one: PassMemory, model: Any, sharding: Sharding) -> PassMemor
     layers = model.config.get_text_config().num_hidden_layers
     share = passes_in_flight(layers, sharding.pipeline, sharding.virtual, sharding.layers_per_stage)
     activations = round(one.activations * share)
-    return replace(one, activations=activations, peak=one.peak - one.activations + activations)
+    host = round(one.host * share)
+    return replace(one, activations=activations, peak=one.peak - one.activations + activations, host=host)
 
 
 def with_listed_tokens(samples: list[Sample], algo: Algorithm) -> list[Sample]:

@@ -169,6 +169,8 @@ def open_online(verb: str, config: OnlineConfig, inputs: RunInputs = NO_INPUTS) 
 def fit_step_to_memory(run: Run, algorithm: Algorithm) -> None:
     """Make the run's micro-batches smaller, or recomputes activations, if a step would not fit into device memory."""
     device = default_device()
+    if device.type == "cpu" and "activations" in run.config.cluster.offload:
+        run.log.message("cluster.offload activations: the device is the CPU, so nothing is moved")
     if device.type == "cpu" or not run.config.train.fit_memory:
         return
     fitted = fit_to_memory(run.config, algorithm, device, run.data, device_memory(device)[1])

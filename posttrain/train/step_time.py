@@ -132,7 +132,14 @@ STAGES, BUBBLE = "sending between stages", "idle pipeline stages"
 
 
 def pass_seconds(
-    work: ModelWork, machines: Machines, sharding: Sharding, step: StepWork, *, backward: bool, offload: bool = False
+    work: ModelWork,
+    machines: Machines,
+    sharding: Sharding,
+    step: StepWork,
+    *,
+    backward: bool,
+    offload: bool = False,
+    host_activations: bool = False,
 ) -> StepTime:
     """Return the time of one pass over all tokens of a step, in micro-batches; without `backward`, forward only."""
     work = busiest_stage(work, sharding)
@@ -177,6 +184,9 @@ def pass_seconds(
         shard = work.parameters / (sharding.data * tensor) * sharding.replicate
         parts["host transfers"] = count * shard * (4 + (4 + 4 * work.trained / work.parameters) * backward)
         parts["host transfers"] /= LINK_SHARE * machines.rates.host
+    if again and host_activations:  # the inputs of layers, there and back, while layers compute
+        moved = 2 * work.layers * work.element_size * tokens * work.hidden / (LINK_SHARE * machines.rates.host)
+        parts["host transfers"] = parts.get("host transfers", 0.0) + max(0.0, moved - kernels)
     parts[GATHERING] = max(0.0, gathered - kernels)
     if sharding.pipeline > 1:
         boundary = work.element_size * tokens * work.hidden * (1 + backward) * sharding.virtual
@@ -256,7 +266,8 @@ def train_seconds(
     """Return the time of all passes and updates of a step."""
     held = "parameters" in offload
     total = StepTime()
-    total.add(pass_seconds(work, machines, sharding, step, backward=True, offload=held), step.epochs)
+    how = {"offload": held, "host_activations": "activations" in offload}
+    total.add(pass_seconds(work, machines, sharding, step, backward=True, **how), step.epochs)
     moments = "moments" in offload
     total.add(update_seconds(work, machines, sharding, host_moments=moments, offload=held), step.updates * step.epochs)
     return total

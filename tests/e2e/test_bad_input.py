@@ -310,6 +310,8 @@ CONFLICTS = [
     (sft("--model.freeze_layers", 1, "--model.lora_rank", 4), ["model.freeze_layers", "only adapters are trained"]),
     (sft("--model.frozen_parameters", "("), ["model.frozen_parameters", "not a regular expression"]),
     (sft("--model.freeze_layers", 1, "--cluster.devices", 2, "--cluster.pipeline_parallel_size", 2), ["freeze_layers"]),
+    (sft("--cluster.offload", "activations"), ["cluster.offload activations needs model.gradient_checkpointing"]),
+    (sft("--cluster.ulysses_degree", 2), ["cluster.ulysses_degree is 2", "context_parallel_size 1"]),
     (sft("--train.neftune_noise_alpha", 5, "--cluster.devices", 2, "--cluster.pipeline_parallel_size", 2), ["neftune"]),
     (sft("--train.neftune_noise_alpha", 5, "--cluster.devices", 2, "--cluster.context_parallel_size", 2), ["neftune"]),
 ]

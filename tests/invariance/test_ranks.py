@@ -14,6 +14,7 @@ from posttrain.cluster.base import split_evenly
 from posttrain.config.sections import ModelConfig, TrainConfig
 from posttrain.core.types import ForwardRequest, Objective, count_units
 from posttrain.nn import forward, layers
+from posttrain.nn.activation_offload import ActivationOffload
 from posttrain.nn.kernels import reference as plain_steps
 from posttrain.parallel.layouts import ParallelLayout
 from posttrain.train.learner import Learner
@@ -66,6 +67,7 @@ class Case:
     copies: bool = False  # whether copies of the model and later reductions are tried
     everywhere: bool = False  # or by two processes only, which saves time
     fat: bool = False  # with the layers that a GPU runs
+    moved: bool = False  # inputs of checkpointed layers are copied and brought back
 
 
 CASES = {
@@ -84,6 +86,7 @@ CASES = {
     "adapters on a score": Case("reward", "qwen3", model={"lora_rank": 4}),
     "zero 2, activations checkpointed": Case("sft", "qwen3", model={"gradient_checkpointing": True}, zero=2),
     "activations checkpointed": Case("sft", "gemma2", model={"gradient_checkpointing": True}),
+    "activations offloaded": Case("sft", "llama", model={"gradient_checkpointing": True}, tokens=60, moved=True),
     "parameters in host memory": Case("sft", "llama", offload=True, splits=False),
     "sliding window, decay": Case("dpo", "mistral", update={"weight_decay": 0.1}),
     "experts": Case(
@@ -131,6 +134,8 @@ def train(case: Case, folder: str, layout: ParallelLayout, rank: int = 0, ranks:
     if case.fat:
         assert learner.with_full_parameters(layers.use_fused_layers, learner.model, plain_steps)
     policy = Learner(model, learner.train_config, trainable=False, layout=layout) if case.critic else learner
+    if case.moved:
+        ActivationOffload(learner.device).install(learner.model)
     samples = prepared(algo, policy)
     request = replace(algo.forward_request(lambda text: {"+": 5, "-": 6}[text]), router_loss=model.router_aux_loss_coef)
     objective = algo.objective(request)

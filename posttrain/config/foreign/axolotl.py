@@ -19,6 +19,7 @@ from posttrain.config.foreign.huggingface import (
 )
 from posttrain.config.foreign.meanings import (
     GROUPED,
+    OFFLOADED_ACTIVATIONS,
     Found,
     Given,
     Library,
@@ -96,11 +97,9 @@ def template(value: Any, given: Given) -> Found | None:
 
 def checkpointing(value: Any, given: Given) -> Found | None:
     word = str(value).lower()
-    return (
-        {"model.gradient_checkpointing": word}
-        if word in ("true", "false")
-        else {"model.gradient_checkpointing": "true"}
-    )
+    if word.startswith("offload"):
+        return OFFLOADED_ACTIVATIONS
+    return {"model.gradient_checkpointing": word if word in ("true", "false") else "true"}
 
 
 def mixed(value: Any, given: Given) -> Found | None:
@@ -185,7 +184,7 @@ COMMON: Table = {
     "fp8": "train.fp8",
     "fp8_*": absent("train.fp8 has one form: a scale per row, gradients of weights in bfloat16"),
     "qat qat.* quantization.*": absent("training does not imitate quantized weights"),
-    "gradient_checkpointing": made("model.gradient_checkpointing", by=checkpointing),
+    "gradient_checkpointing": made("model.gradient_checkpointing", "cluster.offload", by=checkpointing),
     "flash_attention xformers_attention sdp_attention flex_attention eager_attention sage_attention": KERNELS,
     "attn_implementation flex_attn_* fused_attn_kernel experts_implementation use_sonicmoe": KERNELS,
     "flash_attn_* flash_optimum plugins liger_* cut_cross_entropy chunked_cross_entropy unsloth_*": KERNELS,

@@ -11,6 +11,8 @@ from posttrain.config.foreign.meanings import (
     CHOSEN,
     DEVICES,
     DIRECTORY,
+    OFFLOADED_ACTIVATIONS,
+    OFFLOADED_INPUTS,
     Found,
     Given,
     Table,
@@ -192,9 +194,7 @@ TRAINING: Table = {
     "gradient_checkpointing": "model.gradient_checkpointing",
     "gradient_checkpointing_kwargs": needless("model.gradient_checkpointing has one form"),
     "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel": KERNELS,
-    "activation_offloading": unrelated(
-        "activations are recomputed, model.gradient_checkpointing, not moved to the host"
-    ),
+    "activation_offloading": if_true(OFFLOADED_ACTIVATIONS, note=OFFLOADED_INPUTS),
     "output_dir": "output_dir",
     "overwrite_output_dir": unrelated("an existing run is never overwritten; resume continues it"),
     "save_steps": "save.every_steps",

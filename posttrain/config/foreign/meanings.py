@@ -331,6 +331,10 @@ def offload(*parts: str) -> Meaning:
     return if_true({"cluster.offload": list(parts)}, note=" ".join(parts))
 
 
+OFFLOADED_ACTIVATIONS: Found = {"cluster.offload": ["activations"], "model.gradient_checkpointing": "true"}
+OFFLOADED_INPUTS = "activations, together with model.gradient_checkpointing: the inputs of layers are moved"
+
+
 def plain(value: Any) -> Any:
     """Convert a text to the number or bool that it stands for."""
     if isinstance(value, list):

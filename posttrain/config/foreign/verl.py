@@ -17,6 +17,8 @@ from posttrain.config.foreign.huggingface import (
 )
 from posttrain.config.foreign.meanings import (
     GROUPED,
+    OFFLOADED_ACTIVATIONS,
+    OFFLOADED_INPUTS,
     ONLINE,
     Found,
     Given,
@@ -29,6 +31,7 @@ from posttrain.config.foreign.meanings import (
     clip_both,
     here,
     if_positive,
+    if_true,
     items,
     listed,
     made,
@@ -293,7 +296,7 @@ MODEL_ROWS: Table = with_pattern(
         "lora_alpha lora.alpha": "model.lora_alpha",
         "lora.dropout": "model.lora_dropout",
         "target_modules lora.target_modules": listed("model.lora_target_modules"),
-        "enable_activation_offload": unrelated("activations are recomputed, not moved to the host"),
+        "enable_activation_offload": if_true(OFFLOADED_ACTIVATIONS, note=OFFLOADED_INPUTS),
         "use_remove_padding": PACKING,
         "trust_remote_code": NO_REMOTE_CODE,
         "*": SHORT_NAMES,

@@ -49,6 +49,7 @@ SPECIAL = {
     "cluster.devices": 8,
     "cluster.tensor_parallel_size": 2,
     "cluster.context_parallel_size": 1,
+    "cluster.ulysses_degree": 1,
     "cluster.expert_parallel_size": 1,
     "cluster.pipeline_parallel_size": 1,  # stages are refused beside cluster.offload parameters
     "cluster.pipeline_schedule": "1f1b",

@@ -67,6 +67,27 @@ def test_moments_go_to_host_memory_where_nothing_smaller_fits(monkeypatch):
     assert memory_plan.fitting_step(config, algorithm, device, largest, available) is None
 
 
+def test_inputs_of_layers_go_to_host_memory_where_recomputation_does_not_suffice(monkeypatch):
+    monkeypatch.setattr(memory, "BASE_BYTES", 0)
+    config = configs.with_algorithm(ALGORITHMS["sft"])
+    config.model.path, config.data.max_length, config.train.micro_batch_tokens = "pico", 4096, 4096
+    algorithm, device = ALGORITHMS["sft"](config.algo), torch.device("cuda")
+    largest = memory_plan.full_micro_batch(config, algorithm)
+    checkpointed = memory_plan.with_model(config, gradient_checkpointing=True)
+    both = memory_plan.with_offload(checkpointed, "activations")
+    needed = [
+        memory_plan.estimate_memory(each, algorithm, device, largest).with_overhead for each in (checkpointed, both)
+    ]
+    available = int(sum(needed) / 2 / (1 - memory.MARGIN))
+    found = memory_plan.fitting_step(config, algorithm, device, largest, available)
+    assert found == StepSize(micro_batch_tokens=4096, gradient_checkpointing=True, host_activations=True)
+    assert found.options(config) == ["--model.gradient_checkpointing", "--cluster.offload activations"]
+    assert memory_plan.estimate_memory(found.applied(config), algorithm, device, largest).fits(available)
+    assert memory_plan.fitting_step(config, algorithm, torch.device("cpu"), largest, available) is None
+    monkeypatch.setattr(memory_plan, "host_memory", lambda: 2**22)  # as large as what is moved
+    assert memory_plan.fitting_step(config, algorithm, device, largest, available) is None
+
+
 def test_moments_in_host_memory_change_no_number(examples, tmp_path):
     options = {"train": {"max_steps": 3, "batch_size": 16}}
     plain = sft("pico", examples, output_dir=str(tmp_path / "plain"), **options)
