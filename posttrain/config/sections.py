@@ -417,8 +417,8 @@ class RolloutConfig:
     """Environment of multi-turn episodes: FILE.py:CLASS with start(row) and step(reply), or reasoning_gym:NAME,
     gymnasium:ID, openenv:URL."""
     tools: tuple[str, ...] = ()
-    """Tools that the model may call before its last reply: FILE.py:FUNCTION, mcp:COMMAND, mcp:http://..., or sandbox,
-    which runs Python programs."""
+    """Tools that the model may call before its last reply: FILE.py:FUNCTION, mcp:COMMAND, mcp:http://...,
+    mcp-session:COMMAND for a server of each conversation's own, or sandbox, which runs Python programs."""
     environment_workers: int = 0
     """Child processes of the environment or the tools; each runs one step at a time; 0: as many as reward.workers."""
     environment_schedule: Literal["auto", "concurrent", "lock_step"] = "auto"

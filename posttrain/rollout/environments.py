@@ -57,8 +57,10 @@ class Episode:
         return not self.failure and len(self.results) <= len(self.replies)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events that the current process has not handled yet."""
+        """Return the events that the current process has not handled yet; those of a lost process with the messages."""
         events: list[dict[str, Any]] = [{"example": self.example}, *({"reply": reply} for reply in self.replies)]
+        for event, result in zip(events, self.results, strict=False):
+            event["known"] = result.messages
         return events[self.processed :]
 
     def add_result(self, reply: dict[str, Any]) -> None:
@@ -83,7 +85,6 @@ class EnvironmentProcess:
     """Runs the episodes of one child process; when it is lost, repeats them in a new one."""
 
     module: ClassVar[str] = "posttrain.rollout.environment_child"
-    repeats: ClassVar[bool] = True  # whether a new process needs the earlier events of its episodes
 
     def __init__(self, request: dict[str, Any], name: str, limits: ProcessLimits, stop_flag: StopFlag) -> None:
         """`request`: loads what runs there; `name` is used in error messages."""
@@ -92,6 +93,7 @@ class EnvironmentProcess:
         self.loaded: dict[str, Any] = {}  # the reply to the request
         self.episodes: dict[int, Episode] = {}  # episodes whose objects the current process holds
         self.ended: list[int] = []  # numbers of episodes whose objects it can delete
+        self.repeats = True  # whether a new process needs the earlier events of its episodes
 
     def load(self) -> None:
         self.loaded = self.supervisor.load(self.name, self.request)
@@ -157,6 +159,14 @@ class EnvironmentProcess:
         """Delete the state of an episode, for which no event will follow."""
         if self.episodes.pop(episode.number, None) is not None:
             self.ended.append(episode.number)
+
+    def free_ended(self) -> None:
+        """Delete the state of ended episodes now, not with the next event: it may hold processes and connections."""
+        if self.ended and not self.stop_flag.is_set():
+            try:
+                self._send([], lambda _: None)
+            except (ProcessTimeoutError, ProcessDiedError, ProcessRetiredError, UsageError):
+                self.stop()
 
     def stop(self) -> None:
         """Kill the process; the next event of each episode repeats it from its start in a new one."""
@@ -252,10 +262,13 @@ class Environments:
             ]
 
     def end(self, episodes: Sequence[Episode]) -> None:
-        """Free the memory of episodes that are over."""
+        """Free what episodes that are over hold in their processes."""
         with self.lock:
             for episode in episodes:
-                self.processes[episode.process].end(episode)
+                if episode.process >= 0:
+                    self.processes[episode.process].end(episode)
+            for process in self.processes:
+                process.free_ended()
 
     def place(self, episode: Episode, process: int | None = None) -> int:
         """Return the index of an episode's process; a new episode gets the given one, or the next."""

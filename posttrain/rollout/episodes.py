@@ -215,9 +215,12 @@ class EpisodeRunner:
         """Play episodes independently of each other; RunStoppedError if the run was asked to stop."""
         thread = completion_thread(self.policy, self.max_prompt_length, sampling.max_tokens)
         episodes = ConcurrentEpisodes(self, thread, sampling)
-        with self.environments.work(self.stop_seconds) as processes, ThreadPoolExecutor(1) as loop:
-            # A thread of its own: the caller's may have an event loop already, as in a notebook.
-            loop.submit(asyncio.run, episodes.run(running, processes)).result()
+        try:
+            with self.environments.work(self.stop_seconds) as processes, ThreadPoolExecutor(1) as loop:
+                # A thread of its own: the caller's may have an event loop already, as in a notebook.
+                loop.submit(asyncio.run, episodes.run(running, processes)).result()
+        finally:
+            self.environments.end([each.episode for each in running])
         self.engine_seconds += getattr(thread, "busy_seconds", 0.0)
         if not all(each.over for each in running):
             raise RunStoppedError(STOPPED)

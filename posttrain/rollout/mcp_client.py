@@ -1,7 +1,8 @@
 """MCP servers as tools, with the `mcp` package: a command that speaks over its pipes, or an address.
 
 The library is asynchronous: an event loop in a thread holds the connection. If the server is lost, the call fails, and
-the next one connects again.
+the next one connects again. A server may serve all conversations, or each conversation have a connection of its own:
+over pipes a process, over HTTP a session.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from posttrain.core.errors import PosttrainError, UsageError
 
-PREFIX = "mcp:"  # of a value of rollout.tools
+PREFIX, SESSION_PREFIX = "mcp:", "mcp-session:"  # of a value of rollout.tools: one for all; one per conversation
 
 
 class ServerLostError(PosttrainError):
@@ -30,21 +31,27 @@ class RefusedError(PosttrainError):
 class McpServer:
     """One server, connected when it is first needed."""
 
-    def __init__(self, spec: str, folder: str, seconds: float) -> None:
-        """`spec`: a command line, or http://...; `folder`: where a command runs; `seconds`: limit of a request."""
+    def __init__(
+        self, spec: str, folder: str, seconds: float, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """`spec`: a command line, or http://...; `folder`: where a command runs; `seconds`: limit of a request.
+
+        `loop`: of another server, whose thread this one then shares.
+        """
         try:
             import mcp
         except ModuleNotFoundError:
             raise UsageError(f"{PREFIX}{spec} needs the mcp package: pip install posttrain[mcp]") from None
-        self.spec, self.seconds, self.library = spec, seconds, mcp
+        self.spec, self.folder, self.seconds, self.library = spec, folder, seconds, mcp
         self.target: Any = spec
         if not spec.startswith(("http://", "https://")):
             command, *arguments = shlex.split(spec)
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
             environment = {**os.environ, "PATH": path}
             self.target = mcp.StdioServerParameters(command=command, args=arguments, env=environment, cwd=folder)
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name=f"mcp {spec}", daemon=True).start()
+        self.loop = loop or asyncio.new_event_loop()
+        if loop is None:
+            threading.Thread(target=self.loop.run_forever, name=f"mcp {spec}", daemon=True).start()
         self.connection: tuple[Any, asyncio.Event, Any] | None = None  # client, its end, the task that holds it
 
     def tools(self) -> list[dict[str, Any]]:
@@ -74,6 +81,14 @@ class McpServer:
             return f"error: {error}"
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         return ("error: " if result.is_error else "") + "\n".join(parts)
+
+    def again(self) -> McpServer:
+        """Return another connection to this server, which is made with its first call."""
+        return McpServer(self.spec, self.folder, self.seconds, self.loop)
+
+    def close(self) -> None:
+        """End the connection, and the process of a server over pipes."""
+        self.loop.call_soon_threadsafe(self.lost, EOFError("closed"))
 
     def ask(self, request: Any, seconds: float) -> Any:
         """Return the answer to a request; a server that has none within this time is ended, and started anew later."""

@@ -36,12 +36,15 @@ PYTHON = {
 
 
 class ToolRequestLoop(RequestLoop):
-    """Calls functions, servers and the sandbox; keeps nothing of a conversation."""
+    """Calls functions, servers and the sandbox; of a conversation it keeps its servers, if it has some of its own."""
 
     def __init__(self, requests: int, replies: int) -> None:
         super().__init__(requests, replies)
         self.schemas: dict[str, dict[str, Any]] = {}  # by name of the tool
         self.calls: dict[str, Call] = {}
+        self.stateful: set[str] = set()  # names of tools whose servers belong to one conversation
+        self.servers: dict[int, dict[str, McpServer]] = {}  # number of the conversation -> specification -> its server
+        self.conversation = 0  # number of the current one
         self.deadline = 0.0  # for the programs and servers of the current reply, on the clock time.monotonic
 
     def load(self, request: dict[str, Any]) -> Reply:
@@ -49,7 +52,7 @@ class ToolRequestLoop(RequestLoop):
             if "place" in tool:
                 self.add_function(CodeLocation(tool["place"], tool["name"]))
             elif "server" in tool:
-                self.add_server(tool["server"], request["folder"])
+                self.add_server(tool["server"], request["folder"], own=tool["own"])
             else:
                 self.add_sandbox(request["allow_unprotected"])
         return {"tools": list(self.schemas.values())}
@@ -77,15 +80,28 @@ class ToolRequestLoop(RequestLoop):
 
         self.add(describe_function(function), call)
 
-    def add_server(self, spec: str, folder: str) -> None:
-        server = McpServer(spec, folder, SHARE * self.seconds)
-        for schema in server.tools():
+    def add_server(self, spec: str, folder: str, *, own: bool) -> None:
+        """Add the tools of a server; `own`: each conversation has a server of its own."""
+        shared = McpServer(spec, folder, SHARE * self.seconds)
+
+        def server() -> McpServer:
+            if not own:
+                return shared
+            servers = self.servers.setdefault(self.conversation, {})
+            if spec not in servers:
+                servers[spec] = shared.again()
+            return servers[spec]
+
+        for schema in shared.tools():
             name = schema["function"]["name"]
 
             def call(arguments: dict[str, Any], name: str = name) -> str:
-                return server.call(name, arguments, self.seconds_left())
+                return server().call(name, arguments, self.seconds_left())
 
             self.add(schema, call)
+            self.stateful |= {name} if own else set()
+        if own:
+            shared.close()
 
     def add_sandbox(self, allow_unprotected: bool) -> None:
         mode, problem = isolation()
@@ -105,15 +121,17 @@ class ToolRequestLoop(RequestLoop):
 
     def serve(self, request: dict[str, Any]) -> None:
         """Handle events in order."""
-        for _, event in request["events"]:
+        for conversation in request["ended"]:
+            for server in self.servers.pop(conversation, {}).values():
+                server.close()
+        for self.conversation, event in request["events"]:
             self.start_clock()
             self.deadline = time.monotonic() + SHARE * self.seconds
             with CatchAll() as caught:
                 if "example" in event:
                     result: Reply = {"messages": event["example"]["messages"], "reward": 0.0}
                 else:
-                    limit = RESULT_LIMIT // max(1, len(event["reply"]))
-                    messages = [self.result_of(call, limit) for call in event["reply"]]
+                    messages = self.results_of(event["reply"], event.get("known"))
                     result = {"messages": messages or None, "reward": 0.0}
             if caught.error is not None:
                 result = {"error": caught.text}
@@ -125,6 +143,19 @@ class ToolRequestLoop(RequestLoop):
     def seconds_left(self) -> float:
         """Return how long the calls of the current reply may still take."""
         return max(0.0, self.deadline - time.monotonic())
+
+    def results_of(self, calls: list[dict[str, Any]], known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Run the calls of a reply; `known`: their results in a process that was lost.
+
+        Then only calls of the conversation's own servers are made again, which brings these into the state they had.
+        """
+        limit = RESULT_LIMIT // max(1, len(calls))
+        if known is None:
+            return [self.result_of(call, limit) for call in calls]
+        return [
+            self.result_of(call, limit) if call["name"] in self.stateful else result
+            for call, result in zip(calls, known, strict=True)
+        ]
 
     def result_of(self, call: dict[str, Any], limit: int) -> dict[str, Any]:
         """Run one call and return its result as a message, of at most `limit` characters."""

@@ -27,19 +27,29 @@ from posttrain.engines.base import Generator, Sampling
 from posttrain.rollout.conversations import normalised_message
 from posttrain.rollout.environments import EnvironmentProcess, Environments
 from posttrain.rollout.episodes import EpisodeRunner, TokenizedEpisode
-from posttrain.rollout.mcp_client import PREFIX
+from posttrain.rollout.mcp_client import PREFIX, SESSION_PREFIX
 from posttrain.rollout.records import TOOLS_FAILED, Rollout
+from posttrain.sandbox.process import ProcessLimits
+from posttrain.sandbox.supervisor import StopFlag
 from posttrain.sandbox.user_code import parse_location
 
+MOST_SERVERS = 32  # conversations with servers of their own at a time, unless rollout.max_concurrent_episodes is set
 SANDBOX = "sandbox"  # the tool that runs Python programs of the model
 PROMPT_END = 8  # tokens of a prompt's end, in which <think> is looked for
 
 
 class ToolProcess(EnvironmentProcess):
-    """Runs the calls of many conversations; a new process goes on with the next call, since tools keep no state."""
+    """Runs the calls of many conversations.
+
+    Where no tool keeps a state, a new process goes on with the next call. Where conversations have servers of their
+    own, it first makes the earlier calls of these again.
+    """
 
     module = "posttrain.rollout.tool_child"
-    repeats = False
+
+    def __init__(self, request: dict[str, Any], name: str, limits: ProcessLimits, stop_flag: StopFlag) -> None:
+        super().__init__(request, name, limits, stop_flag)
+        self.repeats = has_own_servers(request["tools"])
 
 
 class Tools(Environments):
@@ -51,6 +61,7 @@ class Tools(Environments):
     def __init__(self, specs: Sequence[str], *, allow_unprotected: bool = False, **limits: Any) -> None:
         """`specs`: values of rollout.tools; `allow_unprotected`: programs may run where they cannot be isolated."""
         tools = [parse_tool(spec) for spec in specs]
+        self.has_own_servers = has_own_servers(tools)
         request = {"tools": tools, "folder": str(Path.cwd()), "allow_unprotected": allow_unprotected}
         self.schemas: list[dict[str, Any]] = []
         self.start(f"rollout.tools {' '.join(specs)}", request, **limits)
@@ -66,13 +77,18 @@ def parse_tool(spec: str) -> dict[str, Any]:
     where = f"rollout.tools {spec!r}"
     if spec == SANDBOX:
         return {}
-    if spec.startswith(PREFIX):
-        if not (server := spec.removeprefix(PREFIX).strip()):
-            raise UsageError(f"{where}: expected {PREFIX}COMMAND or {PREFIX}http://...")
-        return {"server": server}
+    if prefix := next((prefix for prefix in (PREFIX, SESSION_PREFIX) if spec.startswith(prefix)), ""):
+        if not (server := spec.removeprefix(prefix).strip()):
+            raise UsageError(f"{where}: expected {prefix}COMMAND or {prefix}http://...")
+        return {"server": server, "own": prefix == SESSION_PREFIX}
     if ":" not in spec:
         raise UsageError(f"{where}: expected FILE.py:FUNCTION, {PREFIX}COMMAND, {PREFIX}http://... or {SANDBOX}")
     return asdict(parse_location(spec, where, "function"))
+
+
+def has_own_servers(tools: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a conversation has servers of its own."""
+    return any(tool.get("own") for tool in tools)
 
 
 class ToolRunner(EpisodeRunner):
@@ -83,6 +99,8 @@ class ToolRunner(EpisodeRunner):
     ) -> None:
         super().__init__(tools, policy, config, sampling, tokenizer)
         self.tools = tools.schemas
+        if tools.has_own_servers:
+            self.most = self.most or MOST_SERVERS
         template = tokenizer.chat_template
         self.format, self.thinks = format_of(template), writes_reasoning(template)
         if self.format is None:

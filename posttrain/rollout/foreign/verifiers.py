@@ -118,7 +118,7 @@ class Taskset(VerifiersProgram):
         try:
             from verifiers.v1.configs.agent import agent_config_fields
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             raise UsageError(
                 f"verifiers:{self.name} has no load_environment, and this version of verifiers has no v1 API that is "
                 f"known here; 0.4 has ({error})"

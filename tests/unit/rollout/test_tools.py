@@ -1,8 +1,10 @@
 """Conversations with tools: calls are read as the template writes them; a tool that is lost costs one conversation."""
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -63,6 +65,19 @@ SERVER = textwrap.dedent(
         if a == 666:
             os.kill(os.getpid(), signal.SIGKILL)
         return f"{a * b}"
+
+    counted = []
+
+    @server.tool()
+    def count() -> str:
+        """Count the calls."""
+        counted.append(1)
+        return str(len(counted))
+
+    @server.tool()
+    def process() -> str:
+        """Tell the number of this process."""
+        return str(os.getpid())
 
     @server.tool()
     def stop() -> str:
@@ -196,6 +211,7 @@ def test_wrong_tools_are_refused(folder, monkeypatch):
     for spec, complaint in (
         ("add", "expected FILE.py:FUNCTION"),
         ("mcp:", "expected mcp:COMMAND"),
+        ("mcp-session:", "expected mcp-session:COMMAND"),
         (f"{folder}/nothing.py:add", "there is no file"),
         (f"{folder}/functions.py:silent", "no docstring"),
         (f"{folder}/functions.py:ad", "has no function 'ad'"),
@@ -241,10 +257,39 @@ def test_an_mcp_server_over_pipes_is_a_tool_and_may_be_killed(folder):
     assert schema["name"] == "multiply" and set(schema["parameters"]["properties"]) == {"a", "b"}
 
 
+def test_a_conversation_may_have_a_server_of_its_own(folder, tmp_path):
+    """It keeps its state when another's server, or the process of all tools, is killed; its end is that of the server."""
+    pytest.importorskip("mcp")
+    dies = [call("count"), call("multiply", a=666, b=1), "x<|end|>"]
+    killed = [call("count"), call("end", how="once", file=f"{tmp_path}/x"), call("count"), "x<|end|>"]
+    scripts = [[call("count"), call("count"), call("process"), "x<|end|>"], dies, killed, [call("count"), "x<|end|>"]]
+    specs = [f"mcp-session:{sys.executable} {folder}/server.py", f"{folder}/functions.py:end"]
+    with Tools(specs, workers=1, timeout_seconds=60, max_failure_rate=0.5) as tools:
+        for schedule in ("concurrent", "lock_step"):
+            whole, lost, other, short = play(tools, scripts, schedule)
+            assert results(whole)[:2] == ["1", "2"] and results(other) == ["1", "alive", "2"]
+            assert results(short) == ["1"] and "the server is lost" in lost.failure
+            assert not (whole.failure or other.failure or short.failure)
+            (tmp_path / "x").unlink()
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                ended = os.pidfd_open(int(results(whole)[2]))
+                assert select.select([ended], [], [], 60)[0], "the server of a conversation that is over still runs"
+                os.close(ended)
+
+
+def test_servers_of_conversations_are_limited(folder):
+    pytest.importorskip("mcp")
+    with Tools([f"mcp-session:{sys.executable} {folder}/server.py"], workers=1, timeout_seconds=60) as tools:
+        tools.check()
+        for given, most in ((0, 32), (5, 5)):
+            config = online(rollout__max_concurrent_episodes=given)
+            assert ToolRunner(tools, FakeGenerator(ids), config, SAMPLING, build_tokenizer()).most == most
+
+
 def test_an_mcp_server_that_does_not_answer_is_started_anew(folder):
     pytest.importorskip("mcp")
     server = McpServer(f"{sys.executable} server.py", str(folder), 60)
-    assert [tool["function"]["name"] for tool in server.tools()] == ["multiply", "stop"]
+    assert [tool["function"]["name"] for tool in server.tools()] == ["multiply", "count", "process", "stop"]
     held = [server.connection[2]]
     with pytest.raises(ServerLostError, match=r"no answer within .* raise reward.timeout_seconds"):
         server.call("stop", {}, 0.5)
