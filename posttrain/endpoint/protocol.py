@@ -66,6 +66,7 @@ class CompletionRequest:
     parsing: ParseOptions = field(default_factory=ParseOptions)  # of the model's chat template
     constraint: GrammarConstraint | None = None
     end_texts: tuple[str, ...] = ()  # end a completion like stop texts, and are part of it
+    responses: dict[str, Any] | None = None  # of /v1/responses: fields that the response repeats
 
 
 def read_chat(body: dict[str, Any]) -> CompletionRequest:
@@ -250,6 +251,29 @@ class ResponseFormat:
         name = f"chatcmpl-{self.name}" if self.chat else f"cmpl-{self.name}"
         start = {"id": name, "object": kind, "created": self.created, "model": self.model}
         return {**start, "choices": choices, **more}
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        """Return a whole response."""
+        return self.wrap(choices, usage=usage)
+
+    def chunk(
+        self,
+        index: int,
+        text: str | MessageDelta,
+        tokens: Sequence[TokenLogprob] | None,
+        finish: str | None,
+        *,
+        first: bool = False,
+        seed: int = 0,
+        calls_before: int = 0,
+    ) -> bytes:
+        """Return the event with what is new of one choice."""
+        choice = self.delta(index, text, tokens, finish, first=first, seed=seed, calls_before=calls_before)
+        return event(self.wrap([choice], chunk=True))
+
+    def last(self, usage: dict[str, int], *, show_usage: bool) -> bytes:
+        """Return what ends a stream."""
+        return (event(self.wrap([], chunk=True, usage=usage)) if show_usage else b"") + DONE
 
     def choice(
         self, index: int, text: str | MessageDelta, tokens: Sequence[TokenLogprob] | None, finish: str, seed: int

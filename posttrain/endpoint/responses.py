@@ -15,7 +15,8 @@ from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.endpoint.output_text import OutputText, TokenTexts
-from posttrain.endpoint.protocol import DONE, CompletionRequest, ResponseFormat, TokenLogprob, event, usage_of
+from posttrain.endpoint.protocol import CompletionRequest, ResponseFormat, TokenLogprob, event, usage_of
+from posttrain.endpoint.responses_api import ResponsesFormat
 from posttrain.engines.base import GenerationRequest, seed_for
 from posttrain.engines.grammar import GrammarConstraint
 
@@ -72,6 +73,14 @@ def pending_completions(request: CompletionRequest, prompts: Sequence[Ints]) -> 
     ]
 
 
+def response_format(request: CompletionRequest, model: str) -> ResponseFormat:
+    """Return what builds the response to a request, in the API that the request is of."""
+    length = request.parsing.tools.id_length if request.parsing.tools else 0
+    if request.responses is not None:
+        return ResponsesFormat(model, length, request.responses)
+    return ResponseFormat(request.chat, model, length)
+
+
 class CompletionResponse:
     """The response to one request, whole or as a stream, while its completions are generated."""
 
@@ -85,8 +94,7 @@ class CompletionResponse:
     ) -> None:
         self.service, self.request, self.completions = service, request, completions
         self.prompt_tokens, self.started = prompt_tokens, started
-        format = request.parsing.tools
-        self.format = ResponseFormat(request.chat, request.adapter or service.name, format.id_length if format else 0)
+        self.format = response_format(request, request.adapter or service.name)
         self.changed = completions[0].changed
         self.closed = self.expired = False
         left = started + service.seconds - time.monotonic()
@@ -121,7 +129,7 @@ class CompletionResponse:
             if self.request.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = output.prompt_logprobs()
         await self.completed()
-        return self.format.wrap(choices, usage=self.usage())
+        return self.format.whole(choices, self.usage())
 
     async def completed(self) -> None:
         """Is called when all completions have ended, before the client receives their ends."""
@@ -145,9 +153,7 @@ class CompletionResponse:
                     await self.completed()
                 if chunks:
                     yield b"".join(chunks)
-            if self.request.usage:
-                yield event(self.format.wrap([], chunk=True, usage=self.usage()))
-            yield DONE
+            yield self.format.last(self.usage(), show_usage=self.request.usage)
         except ApiError as error:  # too late for another status
             yield event(error.body())
         finally:
@@ -184,8 +190,7 @@ class CompletionResponse:
         output = self.outputs[index]
         before = output.calls - (len(text.calls) if isinstance(text, MessageDelta) else 0)
         shown = logprobs if self.request.logprobs else None
-        choice = self.format.delta(index, text, shown, finish, first=first, seed=output.seed, calls_before=before)
-        return event(self.format.wrap([choice], chunk=True))
+        return self.format.chunk(index, text, shown, finish, first=first, seed=output.seed, calls_before=before)
 
     def usage(self) -> dict[str, int]:
         return usage_of(self.prompt_tokens, sum(len(completion.tokens) for completion in self.completions))

@@ -1,4 +1,4 @@
-"""The endpoint that agents in training talk to: OpenAI's chat completions on 127.0.0.1, with a key per conversation.
+"""The endpoint that agents in training talk to: OpenAI's API on 127.0.0.1, with a key per conversation.
 
 Each request is attributed to its conversation by its key, becomes tokens that continue those of an earlier reply
 (conversations.py), and is generated together with the requests of all other conversations. What was sampled is recorded
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +41,7 @@ from posttrain.endpoint.engine_thread import CompletionThread, PendingCompletion
 from posttrain.endpoint.errors import ApiError
 from posttrain.endpoint.http import (
     EventStream,
+    Handler,
     HttpServer,
     RequestLifetime,
     api_error,
@@ -55,12 +56,14 @@ from posttrain.endpoint.output_text import TokenTexts
 from posttrain.endpoint.protocol import CompletionRequest, read_chat
 from posttrain.endpoint.request_fields import parse_body
 from posttrain.endpoint.responses import CompletionResponse, pending_completions
+from posttrain.endpoint.responses_api import read_responses
 from posttrain.engines.base import Sampling
 from posttrain.rollout.conversations import ConversationTree, Turn
 
 HOST = "127.0.0.1"
 MODEL = "policy"  # its name for clients, which may ask for any other
-CHAT = "/v1/chat/completions"
+Parse = Callable[[dict[str, Any]], CompletionRequest]
+PATHS: dict[str, Parse] = {"/v1/chat/completions": read_chat, "/v1/responses": read_responses}
 BODY_BYTES = 64 * 2**20
 TOO_LONG = "context_length_exceeded"
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of the trained distribution
@@ -80,10 +83,10 @@ class AgentConversation:
     asked: Counter[bytes] = field(default_factory=Counter)  # requests with the same tokens, so far
     by_process_key: bool = False  # a request came with the key of the process, not with the conversation's own
 
-    def read(self, raw: bytes) -> tuple[CompletionRequest, Turn]:
+    def read(self, raw: bytes, parse: Parse) -> tuple[CompletionRequest, Turn]:
         """Read a request and find the tokens that it continues; called in the thread that owns the tokenizer."""
         body = parse_body(raw)
-        request = read_chat(body)
+        request = parse(body)
         session, format = self.session, self.session.format
         if request.ignore_eos:
             raise ApiError(400, "ignore_eos: what is trained ends its turns", param="ignore_eos")
@@ -250,7 +253,7 @@ class AgentEndpoint:
     async def serve(self) -> None:
         self.stop = asyncio.Event()
         routes = [
-            Route(CHAT, json_only(self.respond), methods=["POST"]),
+            *(Route(path, json_only(self.handler(parse)), methods=["POST"]) for path, parse in PATHS.items()),
             Route("/v1/models", as_handler(models), methods=["GET"]),
         ]
         app = Starlette(
@@ -294,14 +297,17 @@ class AgentEndpoint:
     async def in_prompt_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.prompt_thread, function, *args)
 
-    async def respond(self, http_request: HttpRequest) -> Response:
+    def handler(self, parse: Parse) -> Handler:
+        return lambda http_request: self.respond(http_request, parse)
+
+    async def respond(self, http_request: HttpRequest, parse: Parse) -> Response:
         started = time.monotonic()
         key = self.key_of(http_request.headers.get("authorization", ""))
         conversation = self.conversations.get(key)
         if conversation is None:  # it ended while the body arrived
             raise ApiError(401, "the key is not that of a conversation that is going on", code="invalid_api_key")
         conversation.by_process_key = conversation.by_process_key or key != conversation.key
-        request, turn = await self.in_prompt_thread(conversation.read, await http_request.body())
+        request, turn = await self.in_prompt_thread(conversation.read, await http_request.body(), parse)
         completions = pending_completions(request, [turn.prompt])
         response = AgentResponse(conversation, turn, request, completions, started)
         conversation.session.engine.submit(completions)
@@ -321,4 +327,5 @@ def models(_: HttpRequest) -> Response:
 
 async def unknown_path(request: HttpRequest, error: Exception) -> Response:
     path = str(request.scope["path"])
-    return ApiError(404, f"unknown path {path[:80]}; agents in training have {CHAT}", code="unknown_url").response()
+    there = " and ".join(PATHS)
+    return ApiError(404, f"unknown path {path[:80]}; agents in training have {there}", code="unknown_url").response()

@@ -31,9 +31,7 @@ class RefusedError(PosttrainError):
 class McpServer:
     """One server, connected when it is first needed."""
 
-    def __init__(
-        self, spec: str, folder: str, seconds: float, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
+    def __init__(self, spec: str, folder: str, seconds: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """`spec`: a command line, or http://...; `folder`: where a command runs; `seconds`: limit of a request.
 
         `loop`: of another server, whose thread this one then shares.

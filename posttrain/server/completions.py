@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions of a model, for many clients."""
+"""/v1/chat/completions, /v1/responses and /v1/completions of a model, for many clients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from posttrain.endpoint.metrics import ServerMetrics
 from posttrain.endpoint.output_text import TokenTexts
 from posttrain.endpoint.protocol import read_chat, read_completion
 from posttrain.endpoint.responses import CompletionResponse, pending_completions, too_slow
+from posttrain.endpoint.responses_api import read_responses
 from posttrain.engines.grammar import GrammarCompiler
 from posttrain.inference.model import InferenceModel
 from posttrain.server.prompts import Parse, PromptReader, PromptThreads
@@ -73,6 +74,7 @@ class CompletionService:
         )
         self.routes: dict[str, Handler] = {
             "/v1/chat/completions": lambda request: self.respond(request, read_chat),
+            "/v1/responses": lambda request: self.respond(request, read_responses),
             "/v1/completions": lambda request: self.respond(request, read_completion),
         }
 

@@ -160,6 +160,29 @@ def test_a_tool_loop_is_one_sample_with_every_template(name, spelled):
         check_samples(served, 1)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_loop_over_the_responses_api_is_one_sample_too(name):
+    """All output items are sent back, without the reasoning; a reply with text and a call is one message again."""
+    with serving(name) as served:
+        format, tools = served.made.format, {}
+        if format:
+            tools = {"tools": [{"type": "function", **tool["function"]} for tool in TOOLS]}
+        thinking = "<think>\nab abc\n</think>\n\n" if served.session.format.thinks else ""
+        calls = call_text(format, [{"x": "ab", "a": 2.0}], (" , ", " :")) if format else "ab abc"
+        served.script.texts = [thinking + calls, "a b", thinking + calls, "no"]
+        items = list(ASKED)
+        for turn in range(4):
+            reply = served.client.responses.create(model="gpt-5", input=items, stream=False, **tools)
+            items += [item.to_dict() for item in reply.output if item.type != "reasoning"]
+            called = [item for item in reply.output if item.type == "function_call"]
+            assert len(called) == (turn % 2 == 0 and bool(format))
+            items += [{"type": "function_call_output", "call_id": call.call_id, "output": "42"} for call in called]
+            if not called:
+                items.append({"role": "user", "content": [{"type": "input_text", "text": "and?"}]})
+        assert len(served.script.requests) == 4
+        check_samples(served, 1)
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "deepseek3", "pico", "shipped chatml"])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())

@@ -33,6 +33,14 @@ async def openai_agents(example, base_url, api_key):
     second = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "Sure?"}])
     return float(second.final_output)
 
+async def openai_responses(example):
+    from agents import Agent, Runner, function_tool
+
+    agent = Agent(name="A", instructions="Be brief.", model="policy", tools=[function_tool(add)])
+    first = await Runner.run(agent, "2 + 3?")  # the SDK's own model: the Responses API, from the environment
+    second = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "Sure?"}])
+    return float(second.final_output)
+
 def langgraph(example):
     from langchain_openai import ChatOpenAI
     from langgraph.graph import END, START, MessagesState, StateGraph
@@ -94,6 +102,7 @@ SAID = [call("add", '{"b":3 , "a": 2}'), "5<|end|>", call("add", '{"a":2,"b":3}'
 # smolagents ends by a tool, and writes the calls of earlier replies into its history as text: a branch for each step.
 FRAMEWORKS = {
     "openai_agents": ("agents", SAID, 1),
+    "openai_responses": ("agents", SAID, 1),
     "langgraph": ("langgraph", SAID, 1),
     "smolagents": ("smolagents", [SAID[0], call("final_answer", '{"answer": 5}')], 2),
 }

@@ -258,7 +258,7 @@ def test_an_mcp_server_over_pipes_is_a_tool_and_may_be_killed(folder):
 
 
 def test_a_conversation_may_have_a_server_of_its_own(folder, tmp_path):
-    """It keeps its state when another's server, or the process of all tools, is killed; its end is that of the server."""
+    """It keeps its state when another's server or the process of all tools is killed; it ends with the conversation."""
     pytest.importorskip("mcp")
     dies = [call("count"), call("multiply", a=666, b=1), "x<|end|>"]
     killed = [call("count"), call("end", how="once", file=f"{tmp_path}/x"), call("count"), "x<|end|>"]
