@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness lint bench docs dist clean
+.PHONY: setup demo test test-gpu test-vllm test-ray test-agents test-harness test-export lint bench docs dist clean
 .DEFAULT_GOAL := setup
 
 setup: .venv/ready
@@ -89,6 +89,23 @@ test-harness: .venv-lm-eval/ready .venv-inspect/ready
 	.venv-inspect/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-inspect/constraints.txt inspect-ai==0.3.285
 	@touch $@
 
+# Exported files in other readers: llama.cpp, which is compiled (cmake and a C++ compiler), and compressed-tensors.
+test-export: .venv-llama-cpp/ready .venv-llm-compressor/ready
+	OMP_NUM_THREADS=1 .venv-llama-cpp/bin/python -m pytest -rs tests/unit/publish/test_llama_cpp.py
+	OMP_NUM_THREADS=1 .venv-llm-compressor/bin/python -m pytest -rs tests/unit/publish/test_compressed_tensors.py
+
+.venv-llama-cpp/ready: .venv/ready
+	$(call overlay,.venv-llama-cpp)
+	.venv-llama-cpp/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-llama-cpp/constraints.txt llama-cpp-python==0.3.36
+	@touch $@
+
+# It needs an older transformers than the pinned one.
+.venv-llm-compressor/ready: .venv/ready
+	$(call overlay,.venv-llm-compressor)
+	sed -i.bak /^transformers==/d .venv-llm-compressor/constraints.txt
+	.venv-llm-compressor/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-llm-compressor/constraints.txt llmcompressor==0.14.0.1
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -112,4 +129,4 @@ dist: setup
 	rm -rf build posttrain.egg-info
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-lm-eval .venv-inspect site dist
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-lm-eval .venv-inspect .venv-llama-cpp .venv-llm-compressor site dist

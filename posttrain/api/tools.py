@@ -498,6 +498,8 @@ def export(
     gguf_type: Literal["f16", "q8_0", "q4_k_m"] = "q8_0",
     merge: bool = True,
     use_ema: bool = False,
+    calibration_data: PathLike = "",
+    calibration_examples: int = 256,
     push_to: str = "",
     private: bool = True,
 ) -> dict[str, Any]:
@@ -507,14 +509,17 @@ def export(
     than hf it has `kl`, the KL divergence per token from the original.
 
     Arguments:
-        target_format: hf (Hugging Face directory), gguf (llama.cpp, Ollama) or fp8 (vLLM); awq and gptq are refused
+        target_format: hf (Hugging Face directory), gguf (llama.cpp, Ollama), fp8, awq or gptq (vLLM)
         gguf_type: type of the weights in a GGUF file
         merge: merge LoRA adapters into their base; False keeps them as adapters
         use_ema: export the moving average of the weights (train.ema_decay)
+        calibration_data: data file with examples of what the model will see, for awq and gptq
+        calibration_examples: number of its first examples that are used
         push_to: upload the result to the Hugging Face hub under this name, with a model card made from the run
         private: create the repository as a private one
     """
     from posttrain.core.logging import quiet_libraries
+    from posttrain.publish.formats import Calibration
     from posttrain.publish.formats import export as write
 
     quiet_libraries()
@@ -525,6 +530,7 @@ def export(
         gguf_type=gguf_type,
         merge=merge,
         use_ema=use_ema,
+        calibration=Calibration(os.fspath(calibration_data), calibration_examples),
         push_to=push_to,
         private=private,
     )

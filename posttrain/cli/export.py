@@ -23,10 +23,14 @@ class ExportArgs(ToolArgs):
     output_dir: str = positional()
     """Directory to write; it must be new or empty."""
     format: Literal["hf", "gguf", "fp8", "awq", "gptq"] = "hf"
-    """hf: Hugging Face directory; gguf: one file for llama.cpp and Ollama; fp8: 8-bit weights for vLLM; awq, gptq: the
-    error names the libraries that write them."""
+    """hf: Hugging Face directory; gguf: one file for llama.cpp and Ollama; fp8: 8-bit weights for vLLM; awq, gptq:
+    4-bit weights for vLLM, chosen with examples."""
     gguf_type: Literal["f16", "q8_0", "q4_k_m"] = "q8_0"
     """Type of the weights in a GGUF file."""
+    calibration_data: str = ""
+    """Data file with examples of what the model will see, for awq and gptq; any format of docs/data.md."""
+    calibration_examples: int = 256
+    """Use this many of the first examples of calibration_data."""
     ema: bool = False
     """Export the moving average of the weights (train.ema_decay)."""
     merge: bool = True
@@ -44,7 +48,7 @@ def run(args: list[str]) -> int:
     """Export, and print what was written."""
     options = read_tool(ExportArgs(), args)
     from posttrain.core.logging import quiet_libraries
-    from posttrain.publish.formats import export
+    from posttrain.publish.formats import Calibration, export
 
     quiet_libraries()
     report = export(
@@ -54,6 +58,7 @@ def run(args: list[str]) -> int:
         gguf_type=options.gguf_type,
         merge=options.merge,
         use_ema=options.ema,
+        calibration=Calibration(options.calibration_data, options.calibration_examples),
         push_to=options.push,
         private=options.private,
     )

@@ -42,6 +42,7 @@ OPTIMIZERS = {
     "adamw_8bit": ("8-bit AdamW", "two moments of 8 bits; float32 for embeddings and small tensors"),
     "muon": ("Muon", "a float32 momentum; two moments outside the layers' matrices"),
     "adafactor": ("Adafactor", "float32, one number per row and per column"),
+    "schedule_free": ("schedule-free AdamW", "a float32 moment and a second point"),
 }
 """Name and states of an optimizer."""
 

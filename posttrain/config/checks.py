@@ -239,6 +239,8 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         train.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None,
         "train.optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes",
     )
+    if train.optimizer == "schedule_free":
+        check_schedule_free(config, refuse)
     refuse(
         model.use_dora and divided,
         "model.use_dora needs the lengths of whole rows, but the model is divided among devices (cluster.devices, "
@@ -271,6 +273,27 @@ def check_optimizer(config: Config, refuse: Refuse) -> None:
         f"model.{frozen[0] if frozen else ''} chooses among the layers of a whole model, but with "
         "cluster.pipeline_parallel_size a device has a part of them. Leave out one of them.",
     )
+
+
+def check_schedule_free(config: Config, refuse: Refuse) -> None:
+    """Refuse what has no meaning where gradients are taken at one point and the model is saved at another."""
+    train = config.train
+    refuse(
+        isinstance(config, OnlineConfig),
+        "train.optimizer schedule_free is for offline trainers: an online trainer's engine would generate with other "
+        "weights than those that are saved. Use adamw.",
+    )
+    refuse(
+        train.lr_scheduler != "constant",
+        f"train.optimizer schedule_free needs a constant learning rate, but train.lr_scheduler is "
+        f"{train.lr_scheduler}. Set train.lr_scheduler constant; a warm-up is possible.",
+    )
+    refuse(
+        bool(train.ema_decay),
+        f"train.ema_decay is {train.ema_decay}, but train.optimizer schedule_free averages the weights itself; leave "
+        "out train.ema_decay.",
+    )
+    refuse(not train.adam_beta1, "train.optimizer schedule_free needs train.adam_beta1 above 0, usually 0.9.")
 
 
 def check_data(config: Config, refuse: Refuse) -> None:

@@ -113,9 +113,10 @@ class TrainConfig:
     fp8: bool = False
     """Compute the linear layers in 8 bits while the model trains, but not the gradients of weights: faster for large
     models on GPUs with fp8, less exact."""
-    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "adafactor", "schedule_free"] = "adamw"
     """adamw; adamw_8bit: AdamW with states of 8 bits (bitsandbytes); muon: orthogonalised updates of the layers'
-    matrices, AdamW for the rest; adafactor: squared gradients by row and column. Only adamw on several devices."""
+    matrices, AdamW for the rest; adafactor: squared gradients by row and column; schedule_free: AdamW at a
+    constant learning rate, evaluated and saved at an average of the weights. Only adamw on several devices."""
     learning_rate: float = 1e-5
     """Peak learning rate."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"

@@ -4,6 +4,8 @@ AdamW unless train.optimizer says otherwise; optimizer_rules.py has the other ru
 
 Weights in half precision keep their addresses and are overwritten after each step; the masters, the accumulated
 gradients and Adam's state are float32. Weights in float32 are their own masters.
+With train.optimizer schedule_free the masters are the point at which gradients are taken; the model is evaluated and
+saved at an average of the weights (see write_average).
 A part of a weight may be frozen (see FROZEN_PART): it has no gradient and does not change.
 
 In float16, gradients below 6e-8 would be 0, so the loss is multiplied by a scale and the gradients are divided by it.
@@ -32,6 +34,7 @@ from posttrain.checkpoints.tensor_files import TensorFiles, save_sharded, save_t
 from posttrain.config.sections import TrainConfig
 from posttrain.core.errors import CheckpointError
 from posttrain.nn.optimizer_rules import STATES, make_optimizer, restored_state, rule_for, saved_state, state_bytes
+from posttrain.nn.schedule_free import ScheduleFreeAdamW
 from posttrain.nn.weights import FROZEN_PART, MASTER
 from posttrain.parallel.fsdp import ModelShards
 from posttrain.parallel.shards import local_shard, shard_slices
@@ -107,6 +110,7 @@ class Optimizer:
         parts = {name: getattr(parameter, FROZEN_PART, None) for name, parameter in parameters.items()}
         self.frozen_parts = {name: part for name, part in parts.items() if part is not None}
         self.average = {n: m.detach().clone() for n, m in self.masters.items()} if config.ema_decay else {}
+        self.trained: dict[str, torch.Tensor] = {}  # the weights, while an average is in their place
         self.steps = 0  # number of applied steps
         self.keep_gradients = False  # whether gradients have the same addresses in every step; see restore_gradients
         self.kept_gradients: dict[str, torch.Tensor] = {}  # their tensors, between steps
@@ -228,11 +232,37 @@ class Optimizer:
         """Whether the weights are rounded from a separate master instead of being their own."""
         return self.shards is None and self.masters[name] is not self.parameters[name]
 
+    def saves_master(self, name: str) -> bool:
+        """Whether a master is saved beside the model, because it has other values than the model's file."""
+        return self.has_own_master(name) or self.rules[name] == "schedule_free"
+
     def write_weights(self) -> None:
         """Copy the masters into the weights that the model computes with."""
         for name, parameter in self.parameters.items():
             if self.has_own_master(name):
                 parameter.data.copy_(self.masters[name])
+
+    @torch.no_grad()
+    def write_average(self) -> None:
+        """Write the average of schedule_free into the weights, until `write_trained`; other rules have none.
+
+        What the weights were is kept, not computed again, so that an evaluation does not change the training after it.
+        """
+        optimizer = self.by_rule.get("schedule_free")
+        if isinstance(optimizer, ScheduleFreeAdamW):
+            assert not self.trained, "write_trained comes first"
+            self.trained = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+            for name, parameter in self.parameters.items():
+                parameter.data.copy_(optimizer.averaged(self.masters[name]))
+            for name, part in self.frozen_parts.items():  # weight decay changed its z
+                self.parameters[name].data[part] = self.trained[name][part]
+
+    @torch.no_grad()
+    def write_trained(self) -> None:
+        """Write back the weights that `write_average` replaced."""
+        for name, values in self.trained.items():
+            self.parameters[name].data.copy_(values)
+        self.trained = {}
 
     def restore_gradients(self) -> None:
         """Reuse the last step's gradient tensors, filled with zeros; called before a step's first backward pass.
@@ -278,7 +308,7 @@ class Optimizer:
         for name, master in self.masters.items():
             for key, value in saved_state(self.rules[name], self.states_of(name), self.steps).items():
                 flat[f"{key}/{name}"] = value
-            if self.has_own_master(name):
+            if self.saves_master(name):
                 flat[f"master/{name}"] = master
         return flat
 
@@ -315,7 +345,7 @@ class Optimizer:
         self.steps = 0
         for name, master in self.masters.items():
             part = shard_slices(self.parameters[name])
-            if self.has_own_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
+            if self.saves_master(name) or (self.shards is not None and f"master/{name}" in saved.places):
                 master.copy_(saved.read(f"master/{name}", part))
             rule, optimizer = self.rules[name], self.by_rule[self.rules[name]]
             written = [key for key in EVERY_STATE if f"{key}/{name}" in saved.places]
@@ -333,6 +363,8 @@ class Optimizer:
                     optimizer.state[master] = {key: self.placed(value, master) for key, value in state.items()}
                 else:
                     optimizer.state[master] = restored_state(rule, optimizer, master, state)
+        if "schedule_free" in self.by_rule:  # the model's file has the average
+            self.write_weights()
         if self.average:
             saved = TensorFiles(folder, "ema")
             for name, tensor in self.average.items():

@@ -8,6 +8,7 @@ muon         one momentum; the update of a matrix is orthogonalised (torch.optim
              heads, norms, biases and everything else that is not a matrix of a decoder layer
 adafactor    means of squared gradients by row and by column, by transformers (arXiv:1804.04235), with the learning
              rate as given: no scaling by the weights, no relative steps, no momentum
+schedule_free  AdamW at a constant learning rate, evaluated and saved at an average of the weights (schedule_free.py)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from posttrain.config.sections import TrainConfig
+from posttrain.nn.schedule_free import ScheduleFreeAdamW
 
 MIN_8BIT_ELEMENTS, BLOCK_ELEMENTS = 4096, 256  # bitsandbytes' own
 STATES: dict[str, tuple[str, ...]] = {
@@ -27,6 +29,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "adamw_8bit": ("step", "state1", "state2", "absmax1", "absmax2"),
     "muon": ("step", "momentum_buffer"),
     "adafactor": ("step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
+    "schedule_free": ("step", "weight_sum", "lr_max", "z", "exp_avg_sq"),
 }
 """Rule -> the names of the states that it keeps, of which a weight may have a part."""
 
@@ -61,6 +64,8 @@ def state_bytes(rule: str, shape: Sequence[int]) -> int:
     count = math.prod(shape)
     if rule == "muon":
         return 4 * count
+    if rule == "schedule_free":
+        return 8 * count
     if rule == "adamw_8bit":
         return 2 * count + 2 * 4 * -(-count // BLOCK_ELEMENTS)
     if rule == "adafactor":
@@ -85,6 +90,8 @@ def make_optimizer(rule: str, masters: Sequence[torch.Tensor], config: TrainConf
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
+    if rule == "schedule_free":
+        return ScheduleFreeAdamW(groups, lr=config.learning_rate, betas=betas)
     assert rule == "adamw", rule
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
@@ -94,7 +101,12 @@ def saved_state(rule: str, state: Mapping[str, Any], steps: int) -> dict[str, to
     found = {key: value for key, value in state.items() if key in STATES[rule]}
     if found and rule == "muon":
         found["step"] = steps
-    return {key: value if isinstance(value, torch.Tensor) else torch.tensor(value) for key, value in found.items()}
+    return {key: value if isinstance(value, torch.Tensor) else scalar(value) for key, value in found.items()}
+
+
+def scalar(value: float) -> torch.Tensor:
+    """Return a number as a tensor that holds all its bits."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def restored_state(
@@ -102,8 +114,10 @@ def restored_state(
 ) -> dict[str, Any]:
     """Return what `saved_state` returned as the rule keeps it."""
     state: dict[str, Any] = {key: value.to(master.device).clone() for key, value in saved.items()}
-    if rule in ("adamw_8bit", "adafactor"):
+    if rule in ("adamw_8bit", "adafactor", "schedule_free"):
         state["step"] = int(saved["step"])
+    if rule == "schedule_free":
+        state |= {key: float(saved[key]) for key in ("weight_sum", "lr_max")}
     if rule == "adafactor":
         state["RMS"] = 0  # written before it is read
     if rule == "adamw_8bit":

@@ -118,6 +118,7 @@ def metrics_table(metrics: list[dict[str, Any]]) -> str:
 def export_text(report: dict[str, Any]) -> str:
     """Say in which format the model is, and how far it is from the original."""
     kind = {"hf": "Hugging Face", "gguf": f"GGUF, {report.get('type')}", "fp8": "FP8 (compressed-tensors)"}
+    kind |= {method: f"4-bit weights by {method.upper()} (compressed-tensors)" for method in ("awq", "gptq")}
     text = f"## Format\n\n{kind[report['format']]}, {report['parameters']:,} parameters"
     text += ", LoRA adapters merged" * report["merged"] + ", moving average of the weights" * report["averaged"] + "."
     if "kl" in report:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, UsageError
 from posttrain.data.encoding.template_limits import render
 
 MAX_TOKENS = 256  # of one text
@@ -22,6 +24,8 @@ TEXTS = (
     "La bibliothèque ouvre à neuf heures et ferme à dix-huit heures, sauf le dimanche.",
     "机器学习是人工智能的一个分支，它让计算机从数据中学习规律，而不需要人为每一种情况编写规则。",
 )
+# A template is a program that comes with the model: one that expects tools, for example, iterates over None.
+TEMPLATE_ERRORS = (TemplateError, UsageError, AttributeError, KeyError, TypeError, ValueError)
 CHAT = [{"role": "user", "content": "Name three planets and say one thing about each of them."}]
 
 
@@ -42,8 +46,9 @@ def probe_ids(tokenizer: PreTrainedTokenizerBase, context: int, size: int) -> It
     """Yield the tokens of each text, and of a prompt in the chat template if there is one: [T]."""
     texts = [tokenizer(text)["input_ids"] for text in TEXTS]
     if tokenizer.chat_template:
-        prompt = render(tokenizer, CHAT, add_generation_prompt=True)
-        texts.append(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        with suppress(*TEMPLATE_ERRORS):
+            prompt = render(tokenizer, CHAT, add_generation_prompt=True)
+            texts.append(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     for ids in texts:
         usable = [number for number in ids if number is not None and 0 <= number < size]
         if len(usable) > 1:

@@ -15,16 +15,19 @@ from posttrain.models.stop_ids import stop_ids
 from posttrain.publish import fp8, gguf_file, hub
 from posttrain.publish.card import write_card
 from posttrain.publish.divergence import Original
+from posttrain.publish.four_bit import (
+    Calibration,
+    FourBitMethod,
+    calibration_tokens,
+    check_four_bit,
+    load_four_bit,
+    write_four_bit,
+)
 from posttrain.publish.gguf_model import context_length, family_of
 from posttrain.publish.gguf_tokenizer import describe_tokenizer
 from posttrain.publish.ollama import UnknownTemplateError, modelfile
 
 ExportFormat = Literal["hf", "gguf", "fp8", "awq", "gptq"]
-CALIBRATED = (
-    "--format {}: 4-bit weights need calibration data and a library that is not part of posttrain. Export as hf, then "
-    "run llm-compressor (pip install llmcompressor) or GPTQModel (pip install gptqmodel) on that directory, in an "
-    "environment of its own. docs/export.md"
-)
 
 
 def export(
@@ -35,6 +38,7 @@ def export(
     gguf_type: gguf_file.GgufType = "q8_0",
     merge: bool = True,
     use_ema: bool = False,
+    calibration: Calibration = Calibration(),  # noqa: B008  frozen
     push_to: str = "",
     private: bool = True,
 ) -> dict[str, Any]:
@@ -46,7 +50,15 @@ def export(
         hub.check_push(push_to)
         if not merge:
             hub.check_adapter_base(Path(resolve_path(source)))
-    report = write_format(source, out, target_format=target_format, gguf_type=gguf_type, merge=merge, use_ema=use_ema)
+    report = write_format(
+        source,
+        out,
+        target_format=target_format,
+        gguf_type=gguf_type,
+        merge=merge,
+        use_ema=use_ema,
+        calibration=calibration,
+    )
     if push_to:
         write_card(out, push_to.rpartition("/")[2], report)
         report["pushed"] = hub.push(out, push_to, private=private)
@@ -54,7 +66,14 @@ def export(
 
 
 def write_format(
-    source: str, out: Path, *, target_format: ExportFormat, gguf_type: gguf_file.GgufType, merge: bool, use_ema: bool
+    source: str,
+    out: Path,
+    *,
+    target_format: ExportFormat,
+    gguf_type: gguf_file.GgufType,
+    merge: bool,
+    use_ema: bool,
+    calibration: Calibration,
 ) -> dict[str, Any]:
     """Write the model of a run, checkpoint or folder to the new folder `out`, and return a report.
 
@@ -63,7 +82,7 @@ def write_format(
     """
     check_new_folder(out)
     if target_format in ("awq", "gptq"):
-        raise UsageError(CALIBRATED.format(target_format))
+        check_four_bit(target_format, calibration)
     if target_format == "hf":
         return export_hf(source, out, merge=merge, use_ema=use_ema) | {"format": "hf", "remarks": []}
     if not merge and is_adapter(resolve_path(source)):
@@ -77,6 +96,8 @@ def write_format(
     with new_folder(out, lambda: loaded.size) as unfinished:
         if target_format == "gguf":
             report |= write_gguf(loaded, unfinished, gguf_type, out.name)
+        elif target_format in ("awq", "gptq"):
+            report |= write_calibrated(loaded, unfinished, target_format, calibration)
         else:
             fp8.write_fp8(loaded.model, loaded.tokenizer, unfinished)
             original = Original(loaded.model, loaded.tokenizer)
@@ -84,6 +105,18 @@ def write_format(
             report |= asdict(original.measure(loaded.model)) | {"remarks": []}
         report["bytes"] = sum(file.stat().st_size for file in unfinished.iterdir())
     return report
+
+
+def write_calibrated(
+    loaded: ExportSource, folder: Path, method: FourBitMethod, calibration: Calibration
+) -> dict[str, Any]:
+    """Write 4-bit weights that are chosen with examples; return what is reported about them."""
+    tokens = calibration_tokens(loaded.model, loaded.tokenizer, calibration)
+    dtype = loaded.model.dtype
+    original = Original(loaded.model, loaded.tokenizer)
+    write_four_bit(loaded.model.to(dtype), loaded.tokenizer, tokens, method, folder)
+    used = f"calibrated with {len(tokens):,} examples, {sum(map(len, tokens)):,} tokens"
+    return asdict(original.measure(load_four_bit(folder))) | {"remarks": [used]}
 
 
 def write_gguf(loaded: ExportSource, folder: Path, kind: gguf_file.GgufType, name: str) -> dict[str, Any]:

@@ -24,10 +24,12 @@ MAX_ERROR = 0.06  # relative; rounding to 3 bits of mantissa gives 0.026
 NUMBERS: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
-def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Return the layers whose weights become 8-bit: all linear ones but the output layer; by name."""
+def quantized_layers(model: PreTrainedModel, target: str = "fp8") -> dict[str, torch.nn.Linear]:
+    """Return the layers whose weights have fewer bits in the format `target`: all linear ones but the output layer."""
     if any(parameter.dim() == 3 for parameter in model.parameters()):
-        raise UsageError(f"fp8: {type(model).__name__} is a mixture of experts, which is not supported. Export as hf.")
+        raise UsageError(
+            f"{target}: mixtures of experts such as {type(model).__name__} are not supported. Export as hf."
+        )
     head = model.get_output_embeddings()
     found = {
         name: module
@@ -35,7 +37,7 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
         if isinstance(module, torch.nn.Linear) and module is not head and name != "score"
     }
     if not found:
-        raise UsageError(f"fp8: {type(model).__name__} has no linear layers that could be quantized. Export as hf.")
+        raise UsageError(f"{target}: {type(model).__name__} has no linear layers to quantize. Export as hf.")
     return found
 
 

@@ -8,12 +8,12 @@ template that does not have it gets no Modelfile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.core.errors import UsageError
 from posttrain.data.encoding.template_limits import render
+from posttrain.publish.divergence import TEMPLATE_ERRORS
 
 MARKS = {"system": "SYSTEMmark7", "user": "USERmark7", "assistant": "ASSISTANTmark7"}
 CHECKED = (
@@ -39,8 +39,8 @@ class TurnFormat:
     start_with_system: str | None
     """What comes before the content of a system message; None: the template has no system messages."""
     after_system: str
-    system_in_user: bool
-    """The system message is part of the first user message."""
+    system_in_user: Literal["", "first", "last"]
+    """Which user message the system message is a part of: none, the first, or the last (Mistral)."""
     before_user: str
     before_assistant: str
     after_assistant: str
@@ -49,14 +49,16 @@ class TurnFormat:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """Render a conversation that ends with a user message, up to where the assistant begins."""
-        text = self.start
+        has_system = messages[0]["role"] == "system"
+        system = f"{self.start_with_system}{messages[0]['content']}{self.after_system}"
+        host = {"first": 1, "last": len(messages) - 1}.get(self.system_in_user)
+        text = self.start if not has_system or self.system_in_user == "last" else ""
         for number, message in enumerate(messages):
             content = message["content"]
             if message["role"] == "system":
-                text = f"{self.start_with_system}{content}{self.after_system}"
+                text += "" if self.system_in_user else system
             elif message["role"] == "user":
-                inside = self.system_in_user and number == 1 and messages[0]["role"] == "system"
-                text += ("" if inside else self.before_user) + content
+                text += (system if has_system and number == host else self.before_user) + content
             else:
                 text += self.before_assistant + content + self.after_assistant
         return text + self.reply_start
@@ -67,7 +69,10 @@ class TurnFormat:
         start = go_text(self.start)
         if self.start_with_system is not None:
             system, after_system = go_text(self.start_with_system), go_text(self.after_system)
-            if self.system_in_user:  # what comes before the system message contains what comes before a user message
+            if self.system_in_user == "last":
+                inside = system + "{{ $.System }}" + after_system
+                before_user = "{{ if and $.System $last }}" + inside + "{{ else }}" + before_user + "{{ end }}"
+            elif self.system_in_user:  # what comes before the system message contains what comes before a user message
                 start = "{{ $system := .System }}{{ if not $system }}" + start + "{{ end }}"
                 inside = system + "{{ $system }}" + after_system + '{{ $system = "" }}'
                 before_user = "{{ if $system }}" + inside + "{{ else }}" + before_user + "{{ end }}"
@@ -120,7 +125,7 @@ def turn_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
         start=start.removesuffix(before_user),
         start_with_system=None,
         after_system="",
-        system_in_user=False,
+        system_in_user="",
         before_user=before_user,
         before_assistant=before_reply,
         after_assistant=after_reply.removesuffix(before_user),
@@ -140,7 +145,11 @@ def add_system(found: TurnFormat, tokenizer: PreTrainedTokenizerBase) -> None:
         if found.before_user and after.endswith(found.before_user):
             found.start_with_system, found.after_system = before, after.removesuffix(found.before_user)
         else:
-            found.start_with_system, found.after_system, found.system_in_user = before, after, True
+            found.start_with_system, found.after_system = before, after
+            found.system_in_user = "first"
+            longer = ("system", "user", "assistant", "user")
+            if before.startswith(found.start) and rendered(tokenizer, longer) != found.render(conversation(longer)):
+                found.start_with_system, found.system_in_user = before.removeprefix(found.start), "last"
     elif text is not None:
         raise UnknownTemplateError("the chat template repeats or leaves out the system message")
     for roles in CHECKED:
@@ -166,7 +175,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...]) -> str 
     """Render a conversation of these roles, without a first BOS token that the runtime adds; None if it is refused."""
     try:
         text = render(tokenizer, conversation(roles), add_generation_prompt=True)
-    except (TemplateError, UsageError):
+    except TEMPLATE_ERRORS:
         return None
     return text.removeprefix(tokenizer.bos_token) if adds_bos(tokenizer) else text
 

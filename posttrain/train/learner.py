@@ -416,6 +416,16 @@ class Learner:
 
     # Forward passes without gradients
 
+    def use_average(self) -> None:
+        """Compute with the weights that are saved, until `use_trained`: with schedule_free those are an average."""
+        assert self.optimizer is not None, "this learner was loaded for inference"
+        self.optimizer.write_average()
+
+    def use_trained(self) -> None:
+        """Compute with the weights that are trained."""
+        assert self.optimizer is not None, "this learner was loaded for inference"
+        self.optimizer.write_trained()
+
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
         """Return the sums of loss and metrics."""
@@ -676,7 +686,9 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write model/, a plain Hugging Face directory, and beside it what training needs to resume."""
         assert self.optimizer is not None
+        self.optimizer.write_average()
         save_model(self.model, self.tokenizer, folder / "model", self.shards)
+        self.optimizer.write_trained()
         self.optimizer.save(folder)
         if self.runner.value_head is not None:
             weight = full_tensor(local_shard(self.runner.value_head.weight), self.runner.value_head.weight)

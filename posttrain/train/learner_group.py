@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +69,13 @@ class LearnerGroup:
     def limit_micro_batches(self, tokens: int) -> None:
         self.micro_batch_tokens = tokens
         self.workers.call("limit_micro_batches", tokens)
+
+    @contextmanager
+    def saved_weights(self) -> Iterator[None]:
+        """Compute with the weights that a checkpoint gets; an error ends the run, so nothing is restored after one."""
+        self.workers.call("use_average")
+        yield
+        self.workers.call("use_trained")
 
     def evaluate(self, samples: Sequence[Sample], objective: Objective) -> Sums:
         return add_sums(self.spread("evaluate", samples, objective.group_size, objective))

@@ -49,10 +49,10 @@ class OfflineLoop:
             metrics = self.train_step(self.next_batch())
             profiler.after(self.step)
             if run.data.eval and due(self.step, config.eval.every_steps, steps):
-                with run.log.phase("eval"):
+                with run.log.phase("eval"), self.policy.saved_weights():
                     metrics |= self.evaluate()
             if self.step == steps and self.algorithm.head == "score":
-                with run.log.phase("eval"):
+                with run.log.phase("eval"), self.policy.saved_weights():
                     self.policy.annotate(self.score_statistics())
             run.callbacks.call("on_step", self.step, metrics=run.log.step(self.step, metrics))
             stop_if_diverged(run, self.policy, self.step)
@@ -64,7 +64,8 @@ class OfflineLoop:
         run.finish_save()
         if run.callbacks.stop_reason and self.step < steps:
             if self.algorithm.head == "score":  # the checkpoint of this step has no statistics yet
-                self.policy.annotate(self.score_statistics())
+                with self.policy.saved_weights():
+                    self.policy.annotate(self.score_statistics())
                 run.saved_step = 0
             if run.saved_step != self.step:
                 run.save(self.step, self.policy)

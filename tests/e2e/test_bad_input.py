@@ -299,6 +299,10 @@ CONFLICTS = [
         sft("--train.optimizer", "adafactor", "--cluster.offload", "moments"),
         ["train.optimizer is adafactor", "moments"],
     ),
+    (
+        sft("--train.optimizer", "schedule_free", "--train.ema_decay", "0.9"),
+        ["train.lr_scheduler is cosine", "train.ema_decay is 0.9"],
+    ),
     (sft("--model.use_dora"), ["model.use_dora", "--model.lora_rank 16"]),
     (sft("--model.use_dora", "--model.lora_rank", 4, "--cluster.devices", 2), ["model.use_dora", "one device"]),
     (sft("--model.use_dora", "--model.lora_rank", 4, "--model.lora_init", "pissa"), ["use_dora", "lora_init pissa"]),

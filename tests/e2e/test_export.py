@@ -1,5 +1,6 @@
 """From a run to a folder that stock transformers loads, through the command; and runs as models of other runs."""
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,8 @@ from posttrain.models.tokenizers import load_tokenizer
 from posttrain.train.learner import Learner
 from tests.e2e.commands import command, rows_of
 from tests.e2e.rows import write_rows
+
+INSTALLED = importlib.util.find_spec("llmcompressor") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +120,23 @@ def test_the_average_of_the_weights(lora, capsys):
     assert "train.ema_decay" in capsys.readouterr().err
 
 
+def test_schedule_free_is_evaluated_at_the_weights_that_are_saved():
+    schedule_free = ("--train.optimizer", "schedule_free", "--train.lr_scheduler", "constant")
+    newest = train("sft", "run", *schedule_free, "--data.eval", "chat.jsonl", "--eval.every_steps", 3)
+    model = AutoModelForCausalLM.from_pretrained(newest / "model")
+
+    def loss():
+        chosen = [(logprobs(model, sample), torch.tensor(sample.mask[1:])) for sample in samples("chat")]
+        return float(-sum((found * mask).sum() for found, mask in chosen) / sum(mask.sum() for _, mask in chosen))
+
+    assert rows_of(Path("run/metrics.jsonl"))[-1]["eval/loss"] == pytest.approx(loss(), rel=1e-5)
+    trained = load_tensors(newest / "optimizer.safetensors")
+    model.load_state_dict(
+        {name.removeprefix("master/"): t for name, t in trained.items() if name.startswith("master/")}
+    )
+    assert rows_of(Path("run/metrics.jsonl"))[-1]["eval/loss"] != pytest.approx(loss(), rel=1e-3)
+
+
 @pytest.mark.parametrize("lora", [(), ("--model.lora_rank", 4)], ids=["weights", "adapters"])
 def test_a_reward_model_keeps_its_scores_and_their_scale(lora, tmp_path):
     train("reward", "run", *lora)
@@ -196,4 +216,4 @@ def test_files_for_other_runtimes(tmp_path, capsys):
     assert command("export", "run", "apart", "--no_merge", "--format", "gguf") == 2
     assert "--no_merge" in capsys.readouterr().err and not (tmp_path / "apart").exists()
     assert command("export", "run", "four", "--format", "awq") == 2
-    assert "pip install llmcompressor" in capsys.readouterr().err
+    assert ("--calibration_data" if INSTALLED else "posttrain[llm-compressor]") in capsys.readouterr().err

@@ -81,6 +81,7 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("sft", {"train": {"optimizer": "adamw_8bit", "neftune_noise_alpha": 5.0}}),
     ("sft", {"train": {"optimizer": "muon"}, "model": {"path": "pico", "trainable_layers": 1}}),
     ("dpo", {"train": {"optimizer": "adafactor"}, "model": {"path": "pico", "lora_rank": 4, "lora_init": "pissa"}}),
+    ("reward", {"train": {"optimizer": "schedule_free", "lr_scheduler": "constant", "ema_decay": 0.0}}),
     ("grpo", {"model": {"path": "pico", "lora_rank": 4, "use_dora": True, "use_rslora": True}}),
     ("dpo", {"algo": {"precompute_reference": True}}),
     ("kto", {"algo": {"variant": "vanilla"}, "data": "balanced"}),

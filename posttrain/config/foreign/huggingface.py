@@ -57,13 +57,14 @@ def optimizer(value: Any, given: Given) -> Found | None:
     if name in ADAMW_NAMES or (name in ADAMW_8BIT_NAMES and devices > 1):
         return {}
     names = {**dict.fromkeys(ADAMW_8BIT_NAMES, "adamw_8bit"), "adafactor": "adafactor", "muon": "muon"}
+    names["schedule_free_adamw"] = "schedule_free"
     return {"train.optimizer": names[name]} if name in names else None
 
 
 OPTIMIZER = made(
     "train.optimizer",
     by=optimizer,
-    note="adamw, adafactor, muon; 8-bit AdamW on one device; paged ones are adamw",
+    note="adamw, adafactor, muon, schedule_free_adamw; 8-bit AdamW on one device; paged ones are adamw",
 )
 ONE_SEED = needless("seed sets data order, initialisation and sampling")
 LOADER = needless("examples are read and tokenised without worker processes to configure")

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -176,6 +178,7 @@ RULES = {
     "adamw_8bit": {"layers.0.up.weight": "adamw_8bit"},
     "muon": {"layers.0.up.weight": "muon"},
     "adafactor": dict.fromkeys(LAYER, "adafactor"),
+    "schedule_free": dict.fromkeys(LAYER, "schedule_free"),
 }
 EACH = pytest.mark.parametrize("name", RULES)
 
@@ -206,6 +209,12 @@ def library_optimizers(name, weights, config):
         groups = [{"params": [p for p in mine if (p.ndim > 1) == matrix]} for matrix in (True, False)]
         groups[0]["weight_decay"], groups[1]["weight_decay"] = config.weight_decay, 0.0
         found.append(Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False))
+    if name == "schedule_free":
+        schedulefree = pytest.importorskip("schedulefree", reason="needs schedulefree: pip install schedulefree")
+        groups = [{"params": [p for p in mine if (p.ndim > 1) == matrix]} for matrix in (True, False)]
+        groups[0]["weight_decay"], groups[1]["weight_decay"] = config.weight_decay, 0.0
+        found.append(schedulefree.AdamWScheduleFree(groups, lr=1e-2, betas=betas, foreach=False))
+        found[-1].train()
     return found
 
 
@@ -287,6 +296,76 @@ def test_bytes_that_a_step_still_needs(name):
     assert optimizer.missing_bytes(cpu) == before - gradients > 0
     optimizer.step(0.01)
     assert optimizer.missing_bytes(cpu) == gradients
+
+
+def slow_schedule_free(weights, gradients, rates, decay, beta1, beta2):
+    """The paper's algorithm with its three points, element by element, in float64: the last y and x."""
+    y, x = [], []
+    for start, given in zip(weights, gradients, strict=True):
+        point = mean = start
+        second = total = highest = 0.0
+        for number, (gradient, rate) in enumerate(zip(given, rates, strict=True), 1):
+            at = (1 - beta1) * point + beta1 * mean
+            second = beta2 * second + (1 - beta2) * gradient**2
+            point -= rate * (gradient / (math.sqrt(second / (1 - beta2**number)) + 1e-8) + decay * at)
+            highest = max(highest, rate)
+            total += highest**2
+            share = highest**2 / total if total else 0.0
+            mean = (1 - share) * mean + share * point
+        y.append((1 - beta1) * point + beta1 * mean)
+        x.append(mean)
+    return y, x
+
+
+def test_schedule_free_is_the_algorithm_of_the_paper_and_is_evaluated_at_its_average():
+    config = TrainConfig(optimizer="schedule_free", weight_decay=0.1, max_grad_norm=0)
+    params = parameters()
+    optimizer = Optimizer(params, config)
+    starts = {name: p.detach().double().flatten().tolist() for name, p in params.items()}
+    rates, given = [0.0, 0.02, 0.04, 0.04, 0.04], {name: [] for name in params}
+    for step, rate in enumerate(rates):
+        give_gradients(params, step)
+        for name, p in params.items():
+            given[name].append(p.grad.double().flatten().tolist())
+        optimizer.step(rate)
+    trained = {name: p.detach().clone() for name, p in params.items()}
+    optimizer.write_average()
+    for name, p in params.items():
+        decay, columns = 0.1 if p.ndim > 1 else 0.0, list(zip(*given[name], strict=True))
+        y, x = slow_schedule_free(starts[name], columns, rates, decay, config.adam_beta1, config.adam_beta2)
+        assert torch.allclose(trained[name].double().flatten(), torch.tensor(y).double(), atol=1e-6)
+        assert torch.allclose(p.double().flatten(), torch.tensor(x).double(), atol=1e-6)
+        assert (p - trained[name]).abs().max() > 1e-3, "two different points"
+    optimizer.write_trained()
+    assert all(torch.equal(params[name], trained[name]) for name in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_schedule_free_resumes_from_the_average_that_the_model_is_saved_at(dtype, tmp_path):
+    config = TrainConfig(optimizer="schedule_free", weight_decay=0.5)
+    first, second = layer_weights(dtype), layer_weights(dtype)
+    for weights in (first, second):  # a part as of PiSSA
+        setattr(weights["layers.0.up.weight"], FROZEN_PART, (slice(32, None), slice(None)))
+    before = first["layers.0.up.weight"].detach().clone()
+    one = Optimizer(first, config)
+    for step in range(3):
+        give_gradients(first, step)
+        one.step(0.01)
+    one.write_average()
+    saved = {n: p.detach().clone() for n, p in first.items()}
+    one.write_trained()
+    one.save(tmp_path)
+    assert torch.equal(saved["layers.0.up.weight"][32:], before[32:]), "a frozen part is the same at every point"
+    two = Optimizer(second, config)
+    for n, p in second.items():
+        p.data.copy_(saved[n])
+    two.load(tmp_path)
+    assert all(torch.equal(first[n], second[n]) and not torch.equal(first[n], saved[n]) for n in first)
+    for step in range(3, 6):
+        for params, optimizer in ((first, one), (second, two)):
+            give_gradients(params, step)
+            optimizer.step(0.01)
+    assert all(torch.equal(one.masters[n], two.masters[n]) for n in first)
 
 
 @pytest.mark.gpu

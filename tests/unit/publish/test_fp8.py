@@ -52,7 +52,7 @@ def test_the_divergence_includes_rounded_activations(tmp_path):
 
 
 def test_damage_and_mixtures_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="mixture of experts"):
+    with pytest.raises(UsageError, match="mixtures of experts"):
         export(str(tiny_folder("mixtral", tmp_path)), tmp_path / "out", target_format="fp8")
     assert not (tmp_path / "out").exists()
     loaded = load_source(str(tiny_folder("llama", tmp_path)))

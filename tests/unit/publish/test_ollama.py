@@ -20,6 +20,11 @@ LLAMA2 = """{% for message in messages %}{% if message.role == 'user' %}
 
 THINK = """{% for m in messages %}{{ '|' + m.role + '|' + m.content }}{% endfor %}
 {%- if add_generation_prompt %}{{ '|assistant|<think>' }}{% endif %}"""
+# As Mistral's: the system message is a part of the last user message.
+MISTRAL = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if message.role == 'user' %}
+{{- '[INST]' + (system + '\n\n' if system is defined and loop.last else '') + message.content + '[/INST]' }}
+{%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
 
 
 def tokenizer_with(template):
@@ -38,7 +43,7 @@ KNOWN = (build_tokenizer(), named("chatml"), named("qwen"), named("llama3"))
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [*KNOWN, *(tokenizer_with(template) for template in (GEMMA, LLAMA2, THINK))], ids=range(7)
+    "tokenizer", [*KNOWN, *(tokenizer_with(template) for template in (GEMMA, LLAMA2, THINK, MISTRAL))], ids=range(8)
 )
 def test_conversations_are_rendered_as_the_chat_template_does(tokenizer):
     found = turn_format(tokenizer)
@@ -56,6 +61,8 @@ def test_the_modelfile():
     assert text.endswith(f'PARAMETER stop "{tokenizer.eos_token}"\n')
     _, remarks = modelfile(tokenizer_with(LLAMA2), "x.gguf", [6])
     assert "refuses system messages" in remarks[0]
+    text, remarks = modelfile(tokenizer_with(MISTRAL), "x.gguf", [6])
+    assert "{{ if and $.System $last }}" in text and "[INST]{{ $.System }}\n\n{{ else }}" in text
     _, remarks = modelfile(tokenizer_with(GEMMA), "x.gguf", [6])
     assert "trims" in remarks[0]
 
@@ -87,6 +94,7 @@ def test_a_bos_token_that_the_runtime_adds_is_not_in_the_template():
         (None, "no chat template"),
         ("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}", "date"),
         ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "chat template"),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}", "render"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves out"),
         ("{% for m in messages %}{{ m.role + m.content }}{% if m.role == 'assistant' and loop.index > 3 %}!{% endif %}"
          "{% endfor %}", "plain sequence"),
