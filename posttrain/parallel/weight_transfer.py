@@ -1,16 +1,18 @@
 """Broadcasts weights from learners to rollout workers on other devices, without writing files.
 
-Several learners send, each to all receivers and in a process group of its own: bucket after bucket, in turns. While one
-bucket is on its way, the learners gather the tensors of the next ones. The groups are separate from torch's default
-one, so that they can be created again when a rollout worker is replaced. A bucket is preceded by a header with the
-names, types and shapes of its tensors, so that the receiver need not know the sender's layout.
+Several learners send, bucket after bucket, in turns. While one bucket is on its way, the learners gather the tensors of
+the next ones. An engine that several processes hold together says which part of each tensor each of them needs; a
+learner then sends to the processes of one part, of all engines, and they receive nothing else. A sender and its
+receivers are a process group (`Channel`) of their own, separate from torch's default one, so that it can be created
+again when a rollout worker is replaced. A bucket is preceded by a header with the names, types and shapes of its
+tensors, so that the receiver need not know the sender's layout.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,14 +27,16 @@ from posttrain.core.devices import default_device
 from posttrain.core.types import Floats
 
 BUCKET_BYTES = 256 * 2**20
-MAX_SENDERS = (
-    8  # as many as the devices, and often the network cards, of a machine; each has a group, which takes memory
-)
+MAX_CHANNELS = 8  # of one process; each takes memory. As many as the devices, and often network ports, of a machine
 RENDEZVOUS_LIMIT = timedelta(seconds=60)  # for joining: all processes are idle, and the controller notices a lost one
 ALIGNMENT = 16  # bytes: valid for the start of a tensor of any type
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 TensorHeader = tuple[str, str, list[int]]  # name, type, shape
+Region = tuple[tuple[int, int], ...]
+"""A part of a tensor: first and end index in each dimension."""
+TensorParts = dict[str, Region]
+"""What one process of an engine needs of each tensor, by name; nothing of tensors that are not in it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +51,30 @@ class Rendezvous:
 
 
 @dataclass(slots=True, frozen=True)
+class Channel:
+    """The process group of one sender and the processes that receive one part of each tensor."""
+
+    rendezvous: Rendezvous
+    sender: int  # rank of the learner
+    part: int = 0  # rank in their engine of the processes that receive
+    turn: int = 0  # of the buckets of this part, the sender sends number turn, turn + turns, ...
+    turns: int = 1
+
+
+def plan_channels(learners: int, parts: int, rendezvous: Callable[[], Rendezvous]) -> list[Channel]:
+    """Divide the work of sending `parts` parts among the learners, so that no process has more than MAX_CHANNELS.
+
+    With more learners than parts, several send a part in turns; with fewer, a learner sends several parts.
+    """
+    count = max(parts, min(learners, MAX_CHANNELS * parts))
+    turns = [len(range(part, count, parts)) for part in range(parts)]
+    return [
+        Channel(rendezvous(), number % learners, number % parts, number // parts, turns[number % parts])
+        for number in range(count)
+    ]
+
+
+@dataclass(slots=True, frozen=True)
 class TransferResult:
     """The result of a transfer; `failure` says why it was not completed."""
 
@@ -57,10 +85,14 @@ class TransferResult:
 
 
 class WeightTransfer:
-    """This process's membership in the group, as sender (rank 0) or receiver."""
+    """This process's membership in the group of a channel, as sender (rank 0) or receiver."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, *, turn: int = 0, turns: int = 1, parts: TensorParts | None = None
+    ) -> None:
+        """For a sender: `turn`, `turns` as in Channel; `parts`: what the receivers need; None: whole tensors."""
         self.device = default_device()
+        self.turn, self.turns, self.parts = turn, turns, parts
         self.on_the_way: list[tuple[Any, torch.Tensor]] = []  # the bucket that was sent last
         backend = rendezvous.backend or ("nccl" if self.device.type == "cuda" else "gloo")
         self.staging = self.device if backend == "nccl" else torch.device("cpu")  # where buckets are broadcast from
@@ -76,18 +108,15 @@ class WeightTransfer:
         else:
             self.group = dist.ProcessGroupGloo(named, rank, rendezvous.size, limit)
 
-    def send(self, weights: NamedTensors, number: int = 0, senders: int = 1, bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Broadcast every bucket whose turn it is, of sender `number` of `senders`; returns the number of bytes.
-
-        The other senders iterate over the same tensors, and send the other buckets.
-        """
-        total = 0
-        for index, bucket in enumerate(buckets(weights, bucket_bytes)):
-            if index % senders == number:
-                total += self.send_bucket(bucket)
-        self.finish_bucket()
-        self.broadcast(torch.zeros(2, dtype=torch.int64))
-        return total
+    def needed(self, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Return the part of each tensor that the receivers need."""
+        if self.parts is None:
+            return tensors
+        return [
+            (name, tensor[tuple(slice(*bounds) for bounds in self.parts[name])])
+            for name, tensor in tensors
+            if name in self.parts
+        ]
 
     def send_bucket(self, tensors: list[tuple[str, torch.Tensor]]) -> int:
         """Start to broadcast a bucket, once the one before has arrived; returns its bytes."""
@@ -111,16 +140,16 @@ class WeightTransfer:
         for work, _ in on_the_way:
             work.wait()
 
-    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the only sender broadcasts, on this process's device."""
-        while bucket := self.receive_bucket():
-            yield from bucket
+    def finish(self) -> None:
+        """Wait until everything has arrived, and say that this was all."""
+        self.finish_bucket()
+        self.broadcast(torch.zeros(2, dtype=torch.int64))
 
-    def receive_bucket(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors of the next bucket of this sender; none after the last one."""
+    def receive_bucket(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Return the tensors of the next bucket of this sender; None after the last one."""
         head_size, size = self.broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
         if not head_size:
-            return []
+            return None
         head = self.broadcast(torch.empty(head_size, dtype=torch.uint8))
         headers: list[TensorHeader] = json.loads(bytes(head.tolist()))
         bucket = self.broadcast(torch.empty(size, dtype=torch.uint8, device=self.staging)).to(self.device)
@@ -158,8 +187,23 @@ def buckets(weights: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str
         yield bucket
 
 
+def send_to_all(transfers: Sequence[WeightTransfer], weights: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Send every bucket whose turn it is in each of this process's channels; returns the number of bytes.
+
+    The other senders iterate over the same tensors, and send the other buckets or parts.
+    """
+    total = 0
+    for index, bucket in enumerate(buckets(weights, bucket_bytes)):
+        for transfer in transfers:
+            if index % transfer.turns == transfer.turn:
+                total += transfer.send_bucket(transfer.needed(bucket))
+    for transfer in transfers:
+        transfer.finish()
+    return total
+
+
 def receive_from_all(transfers: Sequence[WeightTransfer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all senders, in the order in which the learners have gathered them."""
+    """Yield what all senders of this process's part send, in the order in which the learners have gathered it."""
     # Through host memory several buckets arrive at a time. Groups of NCCL must not wait for each other.
     ahead = len(transfers) > 1 and all(transfer.staging.type == "cpu" for transfer in transfers)
     threads = [BucketReader(transfer) for transfer in transfers] if ahead else []
@@ -168,8 +212,8 @@ def receive_from_all(transfers: Sequence[WeightTransfer]) -> Iterator[tuple[str,
         readers: list[WeightTransfer | BucketReader] = [*(threads or transfers)]
         for reader in cycle(readers):
             bucket = reader.receive_bucket()
-            yield from bucket
-            ended = 0 if bucket else ended + 1
+            yield from bucket or []
+            ended = ended + 1 if bucket is None else 0
             if ended == len(transfers):  # the first senders have as many buckets as the others, or one more
                 return
     finally:
@@ -182,21 +226,21 @@ class BucketReader:
 
     def __init__(self, transfer: WeightTransfer) -> None:
         self.transfer = transfer
-        self.queue: Queue[list[tuple[str, torch.Tensor]] | RuntimeError] = Queue(maxsize=1)
+        self.queue: Queue[list[tuple[str, torch.Tensor]] | RuntimeError | None] = Queue(maxsize=1)
         self.discards = False
         threading.Thread(target=self.work, name="weights", daemon=True).start()
 
     def work(self) -> None:
         try:
-            while bucket := self.transfer.receive_bucket():
+            while (bucket := self.transfer.receive_bucket()) is not None:
                 if not self.discards:
                     self.queue.put(bucket)
-            self.queue.put([])
+            self.queue.put(None)
         except RuntimeError as error:  # a member is gone; raised by `receive_bucket`
             self.queue.put(error)
 
-    def receive_bucket(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the next bucket; an empty one after the last."""
+    def receive_bucket(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Return the next bucket; None after the last."""
         found = self.queue.get()
         if isinstance(found, RuntimeError):
             raise found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,15 +25,20 @@ from posttrain.engines.local import RequestStream
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.factory import engine_for_path
 from posttrain.engines.weight_probe import OTHER_ENGINE, SAME_ENGINE, mean_difference, probe_sample
+from posttrain.models import memory
 from posttrain.models.loading import compute_dtype, read_config
 from posttrain.models.paths import base_model_path, resolve_path
+from posttrain.models.tensors import file_tensors, module_tensors
 from posttrain.parallel.weight_transfer import (
     BUCKET_BYTES,
-    MAX_SENDERS,
+    Channel,
     Rendezvous,
+    TensorParts,
     TransferResult,
     WeightTransfer,
+    plan_channels,
     receive_from_all,
+    send_to_all,
 )
 from posttrain.rollout.request_queue import Part, RequestQueue, divide
 from posttrain.train.learner import Learner
@@ -69,7 +75,8 @@ class RolloutWorkers(ReplaceableWorkers):
         self.sender, self.rendezvous, self.check_samples = sender, rendezvous, check_samples
         self.slots_per_worker, self.shares = slots_per_worker, len(self.slots)  # how a batch is divided
         self.batches, self.longest_prompt = 0, 0  # number of batches so far; tokens of the longest prompt of this one
-        self.connected: list[WorkerSlot] = []  # the members of the transfer group
+        self.connected: list[WorkerSlot] = []  # the members of the transfer groups
+        self.receivers = 0  # processes that receive what one sender sends
         self.version: WeightVersion = -1  # before the first update
         self.last_transfer = TransferResult(0, 0.0)
         self.returned_requests = 0  # of lost workers, to the queue, so far
@@ -103,18 +110,33 @@ class RolloutWorkers(ReplaceableWorkers):
         return [slot for slot in self.slots if slot.workers is not None]
 
     def connect(self) -> str:
-        """Form a new transfer group of all workers; returns what went wrong, or an empty text."""
+        """Form new transfer groups of all workers; returns what went wrong, or an empty text."""
         members = self.members
         sizes = [slot.workers.size if slot.workers else 1 for slot in members]
-        groups = [self.rendezvous(sum(sizes) + 1) for _ in range(min(self.sender.size, MAX_SENDERS))]
-        first_ranks = [1 + sum(sizes[:index]) for index in range(len(sizes))]
+        parts = self.needed_parts() if max(sizes) > 1 else []
+        divided = len(parts) > 1
+        receivers = len(members) if divided else sum(sizes)
+        first_ranks = [1 + (index if divided else sum(sizes[:index])) for index in range(len(sizes))]
+        channels = plan_channels(self.sender.size, len(parts) or 1, lambda: self.rendezvous(receivers + 1))
         pending = [
-            (slot, slot.submit("connect", groups, first)) for first, slot in zip(first_ranks, members, strict=True)
+            (slot, slot.submit("connect", channels, first)) for first, slot in zip(first_ranks, members, strict=True)
         ]
-        sending = self.sender.submit("connect", groups)
+        sending = self.sender.submit("connect", channels, parts)
         problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
-        self.connected = [] if problem else members
+        self.connected, self.receivers = [] if problem else members, receivers
         return problem
+
+    def needed_parts(self) -> list[TensorParts]:
+        """Return what each process of an engine needs of the weights; empty: all need whole tensors."""
+        pending = [(slot, slot.submit("needed_parts")) for slot in self.members]
+        found: list[list[TensorParts | None]] = []
+        for slot, call in pending:
+            try:
+                found.append(call.result())
+            except WorkerError as error:
+                self.discard(slot, slot.workers, error)
+        same = found and all(parts == found[0] for parts in found)
+        return [parts for parts in found[0] if parts is not None] if same and None not in found[0] else []
 
     def send(self) -> str:
         """Send weights to all workers and check that they arrived; returns what went wrong, or an empty text."""
@@ -129,7 +151,7 @@ class RolloutWorkers(ReplaceableWorkers):
             self.connected = []
             return problem
         sent, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
-        self.last_transfer = TransferResult(sent * len(members), seconds)
+        self.last_transfer = TransferResult(sent * self.receivers, seconds)
         for slot in members:
             slot.has_weights = slot.workers is not None
         return ""
@@ -296,21 +318,24 @@ class WeightSender:
 
     def __init__(self, learner: Learner, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.learner, self.bucket_bytes = learner, bucket_bytes
-        self.transfer: WeightTransfer | None = None
-        self.senders = 0
+        self.transfers: list[WeightTransfer] = []  # one for each channel of this sender
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
-    def connect(self, groups: Sequence[Rendezvous]) -> str:
-        """Join the group of this sender and all receivers; returns why that failed, or an empty text.
+    def connect(self, channels: Sequence[Channel], parts: Sequence[TensorParts]) -> str:
+        """Join the groups in which this learner sends; returns why that failed, or an empty text.
 
-        `groups`: of the first learners, one each; the others send nothing.
+        `parts`: what each process of an engine needs; empty: whole tensors.
         """
-        self.transfer, self.senders = None, len(groups)
-        if self.rank < self.senders:
-            try:
-                self.transfer = WeightTransfer(groups[self.rank], 0)
-            except RuntimeError as error:  # a receiver is gone; the controller replaces it
-                return first_line(error)
+        self.transfers = []
+        try:
+            for channel in channels:
+                if channel.sender == self.rank:
+                    turns: dict[str, Any] = {"turn": channel.turn, "turns": channel.turns}
+                    needed = parts[channel.part] if parts else None
+                    self.transfers.append(WeightTransfer(channel.rendezvous, 0, parts=needed, **turns))
+        except RuntimeError as error:  # a receiver is gone; the controller replaces it
+            self.transfers = []
+            return first_line(error)
         return ""
 
     @torch.no_grad()
@@ -322,15 +347,14 @@ class WeightSender:
         started = time.monotonic()
         weights = iter(self.learner.weights())
         sent, failure = 0, ""
-        if self.rank < self.senders:
-            assert self.transfer is not None, "connect comes first"
+        if self.transfers:
             try:
-                sent = self.transfer.send(weights, self.rank, self.senders, self.bucket_bytes)
+                sent = send_to_all(self.transfers, weights, self.bucket_bytes)
                 if self.learner.device.type != "cpu":
                     torch.accelerator.synchronize()
             except RuntimeError as error:
                 failure = first_line(error)
-                self.transfer = None  # closes the connection, so that the other receivers do not wait for the rest
+                self.transfers = []  # closes the connections, so that the other receivers do not wait for the rest
         for _ in weights:  # the other processes need this one's part of each tensor
             pass
         return TransferResult(sent, time.monotonic() - started, failure, self.learner.probe_logprobs())
@@ -346,7 +370,9 @@ class RolloutWorker:
         self, model: ModelConfig, engine: EngineSpec, template: str, seed: int, inflight: bool = False
     ) -> None:
         """With `inflight` new weights do not wait until completions are finished."""
-        self.transfers: list[WeightTransfer] = []  # one from each sender
+        self.transfers: list[WeightTransfer] = []  # one from each sender of what this process needs
+        self.divided = False  # whether it receives parts of tensors
+        self.model = model
         self.version: WeightVersion = 0
         self.inflight = inflight
         self.dtype = compute_dtype(model, default_device())
@@ -370,11 +396,24 @@ class RolloutWorker:
         """Return once the engine is loaded."""
         return True
 
-    def connect(self, groups: Sequence[Rendezvous], rank: int) -> str:
-        """Join the groups of all senders; returns why that failed, or an empty text."""
-        self.transfers = []
+    def needed_parts(self) -> TensorParts | None:
+        """Return what this process needs of each tensor, if several hold one engine; None: whole tensors."""
+        if not isinstance(self.generator, VllmEngine):
+            return None
+        return self.generator.needed_parts(lambda: tensor_shapes(self.model, self.dtype))
+
+    def connect(self, channels: Sequence[Channel], first_rank: int) -> str:
+        """Join the groups of all senders of what this process needs; returns why that failed, or an empty text.
+
+        `first_rank`: of this engine's processes in each group, where they have one in common.
+        """
+        self.transfers, own = [], rank_in_engine()
+        self.divided = len({channel.part for channel in channels}) > 1
+        rank = first_rank if self.divided else first_rank + own
         try:
-            self.transfers += [WeightTransfer(group, rank + rank_in_engine()) for group in groups]
+            for channel in channels:
+                if not self.divided or channel.part == own:
+                    self.transfers.append(WeightTransfer(channel.rendezvous, rank))
         except RuntimeError as error:  # a member is gone; the controller replaces it
             return first_line(error)
         return ""
@@ -387,7 +426,7 @@ class RolloutWorker:
                 if isinstance(self.generator, Learner):
                     self.generator.set_weights(receive_from_all(self.transfers))
                 else:
-                    self.generator.load(receive_from_all(self.transfers), version)
+                    self.generator.load(receive_from_all(self.transfers), version, in_parts=self.divided)
             except RuntimeError as error:
                 self.transfers = []  # closes the connections, so that the others do not wait
                 self.lock.incomplete = True
@@ -448,6 +487,13 @@ class RolloutWorker:
         """Let weight updates run; returns the version of the weights for the next decode step."""
         self.lock.let_updates_run()
         return self.version
+
+
+def tensor_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by their names in files, as `Learner.weights` yields them."""
+    empty = memory.empty_model(model, "token", dtype, trainable=False)
+    held = module_tensors(empty)
+    return {key: tuple(t.shape) for name in held for key, t in file_tensors(empty, name, held[name].to("meta")).items()}
 
 
 def rank_in_engine() -> int:

@@ -10,7 +10,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
 
-@pytest.mark.parametrize(("divided", "kind"), [(1, "other"), (2, "other"), (2, "same")])
+@pytest.mark.parametrize(("divided", "kind"), [(1, "other"), (2, "other"), (2, "same"), (2, "parts")])
 def test_two_processes(divided, kind):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -16,13 +16,29 @@ from posttrain.models.tokenizers import load_tokenizer
 from posttrain.nn.forward import ModelRunner, forward
 
 
+def load(engine: VllmEngine, model: torch.nn.Module, kind: str) -> None:
+    """Load whole tensors, or what each process needs, twice."""
+    if kind != "parts":
+        return engine.load(model.named_parameters(), 3)
+    weights = dict(model.named_parameters())
+    parts = engine.needed_parts(lambda: {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    assert parts is not None
+    received = {name: weights[name][tuple(slice(*bounds) for bounds in part)] for name, part in parts.items()}
+    assert weights.keys() == received.keys()
+    sizes = [sum(tensor.numel() for tensor in tensors.values()) for tensors in (received, weights)]
+    assert sizes[0] < 0.52 * sizes[1], "matrices are halved; norms are not"
+    for _ in range(2):
+        engine.load(((name, tensor.clone()) for name, tensor in received.items()), 3, in_parts=True)
+    return None
+
+
 def main(divided: str, kind: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     config = ModelConfig(path="pico")
     model = load_model(config, "token", device=torch.device("cpu"), trainable=False, seed=0)
     engine = VllmEngine(model.config, load_tokenizer(config), {"tensor_parallel_size": divided})
-    engine.load(model.named_parameters(), 3)
+    load(engine, model, kind)
     mine = 7 if kind == "same" else rank
     prompts = [np.array([1, 3, 20 + mine, 30 + i], dtype=np.int32) for i in range(2 + mine)]
     asked = [GenerationRequest(prompt=prompt, seed=10 * mine + i) for i, prompt in enumerate(prompts)]

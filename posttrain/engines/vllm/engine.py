@@ -1,8 +1,9 @@
 """vLLM as the engine: a copy of the model in this process, which takes new weights through weight_loading.py.
 
 The copy starts with random weights and can generate after the first `load`. Weights arrive as (Hugging Face name, whole
-tensor), so training may use any layout. Log-probabilities are those of the distribution that tokens are sampled from,
-as with the local engine. A wrong update still generates fluent text: `check` compares log-probabilities.
+tensor, or the part of it that a process of a divided engine needs), so training may use any layout. Log-probabilities
+are those of the distribution that tokens are sampled from, as with the local engine. A wrong update still generates
+fluent text: `check` compares log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from posttrain.core.types import Floats, Sample, WeightVersion
 from posttrain.engines.base import BetweenSteps, GenerationRequest, OnCompletion, OnToken, Sampling
 from posttrain.engines.vllm.environment import name_shared_memory, prepare_environment, preserved_process_state
 from posttrain.engines.vllm.options import OPTION, VLLM_SHARE_BESIDE, parse_options
+from posttrain.engines.vllm.tensor_parts import PartLoader, Shapes
 from posttrain.engines.vllm.weight_loading import replace_lora, replace_weights, transfer_backend
 from posttrain.engines.weight_probe import mean_difference
-from posttrain.parallel.weight_transfer import NamedTensors
+from posttrain.parallel.weight_transfer import NamedTensors, TensorParts
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
@@ -81,6 +83,8 @@ class VllmEngine:
         self.prefix_cache_is_stale = False  # it holds keys and values of other weights
         self.lora: Any = None
         self.tensor_parallel_group: Any = None  # of the processes that hold this model together
+        self.part_loader: PartLoader | None = None  # of what this process holds of it
+        self.dtype = dtype
         self.beside_trainer = beside_trainer
         self.single_process, self.closed = True, False
         with preserved_process_state():
@@ -288,10 +292,24 @@ class VllmEngine:
 
     # Weights
 
-    def load(self, weights: NamedTensors, version: WeightVersion) -> None:
+    def needed_parts(self, shapes: Callable[[], Shapes]) -> TensorParts | None:
+        """Return what this process needs of each tensor, if others hold the engine with it; None: whole tensors.
+
+        Called before weights are loaded for the first time. `shapes`: those of all tensors, by name in files.
+        """
+        if self.tensor_parallel_group is None or self.adapter:
+            return None
+        if self.part_loader is None:
+            assert self.version < 0, "the weights would be lost"
+            with torch.no_grad():
+                self.part_loader = PartLoader(self.llm, shapes(), self.dtype)
+        return self.part_loader.parts
+
+    def load(self, weights: NamedTensors, version: WeightVersion, *, in_parts: bool = False) -> None:
         """Load new weights, or new adapters; they take effect at once, and the prefix cache is cleared.
 
-        Active requests continue with the keys and values that they have.
+        Active requests continue with the keys and values that they have. `in_parts`: `weights` has what `needed_parts`
+        names, not whole tensors.
         """
         assert not self.asleep, "call wake first"
         self.version = -1
@@ -299,6 +317,9 @@ class VllmEngine:
             if self.adapter:
                 folder = self.folder.path / "adapter"
                 self.lora = replace_lora(self.llm, weights, version, self.adapter, folder, self.lora)
+            elif in_parts:
+                assert self.part_loader is not None, "needed_parts comes first"
+                self.part_loader.load(weights, version)
             else:
                 replace_weights(self.llm, weights, version)
         self.prefix_cache_is_stale = not self.llm.reset_prefix_cache()  # refused while requests are active

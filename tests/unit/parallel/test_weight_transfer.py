@@ -10,7 +10,15 @@ from posttrain.cluster.processes import RendezvousStore
 from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ModelConfig, OnlineClusterConfig, TrainConfig
 from posttrain.engines.base import LOCAL
-from posttrain.parallel.weight_transfer import Rendezvous, WeightTransfer, receive_from_all
+from posttrain.parallel.weight_transfer import (
+    MAX_CHANNELS,
+    Channel,
+    Rendezvous,
+    WeightTransfer,
+    plan_channels,
+    receive_from_all,
+    send_to_all,
+)
 from posttrain.train.learner import Learner
 from posttrain.train.rollout_workers import RolloutWorker, RolloutWorkers, WeightSender
 
@@ -58,8 +66,8 @@ def test_every_tensor_arrives_as_it_was(rendezvous, bucket):
     first, *others = group(rendezvous)
     for _ in range(2):  # the group is used again and again
         moved, *received = together(
-            lambda: first.send(WEIGHTS.items(), bucket_bytes=bucket),
-            *[lambda other=other: list(other.receive()) for other in others],
+            lambda: send_to_all([first], WEIGHTS.items(), bucket),
+            *[lambda other=other: list(receive_from_all([other])) for other in others],
         )
         assert moved == sum(tensor.nbytes for tensor in WEIGHTS.values())
         for found in received:
@@ -78,7 +86,7 @@ def groups():
 
 
 def join_all(groups):
-    senders = [lambda group=group: WeightTransfer(group, 0) for group in groups]
+    senders = [lambda n=n, group=group: WeightTransfer(group, 0, turn=n, turns=3) for n, group in enumerate(groups)]
     receivers = [lambda rank=rank: [WeightTransfer(group, rank) for group in groups] for rank in (1, 2)]
     found = together(*senders, *receivers)
     return found[:3], found[3:]
@@ -88,9 +96,7 @@ def join_all(groups):
 def test_several_senders_send_every_tensor_once(groups, bucket):
     senders, receivers = join_all(groups)
     for _ in range(2):
-        sends = [
-            lambda n=n, sender=sender: sender.send(WEIGHTS.items(), n, 3, bucket) for n, sender in enumerate(senders)
-        ]
+        sends = [lambda sender=sender: send_to_all([sender], WEIGHTS.items(), bucket) for sender in senders]
         receives = [lambda each=each: list(receive_from_all(each)) for each in receivers]
         *moved, first, second = together(*sends, *receives)
         assert sum(moved) == sum(tensor.nbytes for tensor in WEIGHTS.values())
@@ -110,10 +116,68 @@ def test_a_sender_that_is_lost_does_not_stop_the_others(groups):
             list(receive_from_all(each))
         return "noticed"
 
-    sends = [lambda n=n, sender=sender: sender.send(WEIGHTS.items(), n, 3, 1) for n, sender in enumerate(senders)]
+    sends = [lambda sender=sender: send_to_all([sender], WEIGHTS.items(), 1) for sender in senders]
     *moved, first, second = together(*sends, *[lambda each=each: receive(each) for each in receivers])
     assert (first, second) == ("noticed", "noticed")
     assert None not in moved, "they have sent everything"
+
+
+@pytest.mark.parametrize(("learners", "parts"), [(1, 1), (3, 1), (512, 1), (1, 4), (3, 4), (6, 4), (512, 16)])
+def test_channels_cover_every_bucket_of_every_part(learners, parts):
+    channels = plan_channels(learners, parts, lambda: None)
+    for part in range(parts):
+        own = [channel for channel in channels if channel.part == part]
+        assert sorted(channel.turn for channel in own) == list(range(len(own)))
+        assert {channel.turns for channel in own} == {len(own)} and 0 < len(own) <= MAX_CHANNELS
+    sent = [sum(channel.sender == learner for channel in channels) for learner in range(learners)]
+    assert max(sent) == -(-parts // learners), "a learner has several parts only if there are too few learners"
+    assert min(learners, MAX_CHANNELS * parts) == sum(count > 0 for count in sent), "all send"
+
+
+def halves(number):
+    """What one of two processes needs: half of the columns or rows of some tensors, none of others, or whole ones."""
+
+    found = {
+        name: tuple(
+            (size * number // 2, size * (number + 1) // 2) if i == 0 else (0, size)
+            for i, size in enumerate(tensor.shape)
+        )
+        for name, tensor in WEIGHTS.items()
+    }
+    found["turned"] = ((0, 6), (2 * number, 2 * number + 2))
+    del found["odd" if number else "long"]
+    return found
+
+
+@pytest.mark.parametrize("learners", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [1, 100, 2**20])
+def test_each_process_of_an_engine_gets_its_part_and_nothing_else(learners, bucket):
+    """Two engines of two processes each."""
+    store = RendezvousStore(60.0)
+    channels = plan_channels(learners, 2, lambda: Rendezvous(3, store.address, store.new_group_name(), 60.0))
+    parts = [halves(0), halves(1)]
+
+    def join_and_send(learner):
+        own = [channel for channel in channels if channel.sender == learner]
+        joined = [WeightTransfer(c.rendezvous, 0, turn=c.turn, turns=c.turns, parts=parts[c.part]) for c in own]
+        return [send_to_all(joined, WEIGHTS.items(), bucket) for _ in range(2)]
+
+    def join_and_receive(engine, part):
+        joined = [WeightTransfer(c.rendezvous, 1 + engine) for c in channels if c.part == part]
+        return [list(receive_from_all(joined)) for _ in range(2)]
+
+    places = [(engine, part) for engine in range(2) for part in range(2)]
+    works = [lambda learner=learner: join_and_send(learner) for learner in range(learners)]
+    works += [lambda place=place: join_and_receive(*place) for place in places]
+    found = together(*works)
+    for (_, part), rounds in zip(places, found[learners:], strict=True):
+        for received in rounds:
+            assert [name for name, _ in received] == [name for name in WEIGHTS if name in parts[part]]
+            for name, tensor in received:
+                assert torch.equal(tensor, WEIGHTS[name][tuple(slice(*bounds) for bounds in parts[part][name])]), name
+    needed = sum(tensor.nbytes for received in found[learners : learners + 2] for _, tensor in received[0])
+    assert sum(sent[0] for sent in found[:learners]) == needed, "each part is sent once, to both engines"
+    assert store.store
 
 
 def test_the_ranks_of_a_sharded_learner_all_send(tmp_path):
@@ -147,10 +211,13 @@ def test_a_learner_follows_another(rendezvous):
     behind = [Learner(ModelConfig(path="pico"), TrainConfig(), trainable=False, seed=1) for _ in range(2)]
     sender = WeightSender(ahead)
     refusal, *places = together(
-        lambda: sender.connect([rendezvous]), *[lambda rank=rank: WeightTransfer(rendezvous, rank) for rank in (1, 2)]
+        lambda: sender.connect([Channel(rendezvous, 0)], []),
+        *[lambda rank=rank: WeightTransfer(rendezvous, rank) for rank in (1, 2)],
     )
     assert refusal == ""
-    moved, *_ = together(sender.send, *[lambda i=i: behind[i].set_weights(places[i].receive()) for i in range(2)])
+    moved, *_ = together(
+        sender.send, *[lambda i=i: behind[i].set_weights(receive_from_all([places[i]])) for i in range(2)]
+    )
     assert moved.failure == "" and moved.bytes == sum(p.nbytes for p in dict(ahead.weights()).values())
     for learner in behind:
         for name, tensor in learner.model.state_dict().items():
@@ -172,8 +239,9 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(rendezvous):
     holder = Holder()
     sender = WeightSender(holder)
     hasty = Rendezvous(3, rendezvous.store, "another", 0.5)
-    assert "timeout" in sender.connect([hasty])
-    sender.transfer, *others = group(rendezvous)
+    assert "timeout" in sender.connect([Channel(hasty, 0)], [])
+    first, *others = group(rendezvous)
+    sender.transfers = [first]
     del others
     moved = sender.send()
     assert moved.failure and holder.taken == len(WEIGHTS), "the other ranks would wait for the rest"
