@@ -37,6 +37,9 @@ VERIFY_THREADS = 16  # hashing does not hold Python's lock; more than cores, sin
 FileEntries = dict[str, dict[str, Any]]
 """Size and sha256 of files, by path relative to their folder."""
 
+VerifyFiles = Callable[[Path, FileEntries], None]
+"""Reads files of a folder and raises CheckpointError for the first that differs from its entry."""
+
 log = logging.getLogger("posttrain")
 
 
@@ -195,17 +198,18 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def verify(checkpoint: Path) -> None:
-    """Read every file, several at a time, and raise CheckpointError for the first that differs from what was saved."""
+def verify(checkpoint: Path, verify_tensors: VerifyFiles | None = None) -> None:
+    """Read every file and raise CheckpointError for the first that differs from what was saved.
+
+    `verify_tensors` reads the files of tensors, which are nearly all of it, elsewhere.
+    """
     try:
         files = _check_sizes(checkpoint)
-        with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify") as threads:
-            hashes = list(threads.map(lambda name: file_sha256(checkpoint / name), files))
-        for (name, entry), found in zip(files.items(), hashes, strict=True):
-            if found != entry["sha256"]:
-                raise CheckpointError(f"{checkpoint / name}: damaged: its content differs from what was saved")
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint}: cannot be read: {error.strerror}") from error
+    tensors = {name: entry for name, entry in files.items() if name.endswith(".safetensors")}
+    verify_files(checkpoint, {name: entry for name, entry in files.items() if name not in tensors})
+    (verify_tensors or verify_files)(checkpoint, tensors)
 
 
 class FileHashing:
@@ -249,15 +253,20 @@ def describe_files(folder: Path, files: Iterable[Path]) -> FileEntries:
     }
 
 
-def verify_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raise CheckpointError for the first file that is missing or differs from its description."""
-    for name, entry in files.items():
+def verify_files(folder: Path, files: FileEntries) -> None:
+    """Read files, several at a time; raise CheckpointError for the first that is missing or differs from its entry."""
+
+    def found(name: str) -> FileEntries:
         path = folder / name
         try:
-            if path.stat().st_size != entry["size"] or file_sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path}: damaged: its content differs from what was saved")
+            return {name: {"size": path.stat().st_size, "sha256": file_sha256(path)}}
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify") as threads:
+        for name, entry in zip(files, threads.map(found, files), strict=True):
+            if entry[name] != {"size": files[name]["size"], "sha256": files[name]["sha256"]}:
+                raise CheckpointError(f"{folder / name}: damaged: its content differs from what was saved")
 
 
 def is_valid(checkpoint: Path) -> bool:
@@ -278,13 +287,13 @@ def looks_complete(checkpoint: Path) -> bool:
     return True
 
 
-def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
+def newest_valid(checkpoints: Path, step: int | None = None, verify_tensors: VerifyFiles | None = None) -> Path | None:
     """Return the newest checkpoint (of `step`, if given) that passes `verify`; log a warning for each that does not."""
     for path in list_checkpoints(checkpoints):
         if step is not None and step_of(path) != step:
             continue
         try:
-            verify(path)
+            verify(path, verify_tensors)
         except CheckpointError as error:
             log.warning("skipped a damaged checkpoint: %s", error)
             continue
@@ -292,9 +301,9 @@ def newest_valid(checkpoints: Path, step: int | None = None) -> Path | None:
     return None
 
 
-def checkpoint_to_resume(checkpoints: Path) -> Path | None:
+def checkpoint_to_resume(checkpoints: Path, verify_tensors: VerifyFiles | None = None) -> Path | None:
     """Return the newest valid checkpoint; None if none was saved yet, CheckpointError if all of them are damaged."""
-    found = newest_valid(checkpoints)
+    found = newest_valid(checkpoints, verify_tensors=verify_tensors)
     if found is None and (saved := list_checkpoints(checkpoints)):
         raise CheckpointError(
             f"{checkpoints}: none of the {len(saved)} checkpoints can be used; the warnings above name the damage. "

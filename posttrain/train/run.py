@@ -7,7 +7,6 @@ import json
 import shlex
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from posttrain.train.inputs import NO_INPUTS, RunInputs
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.run_data import RunData, check_lengths, describe, load_data, preview
 from posttrain.train.run_directory import RunDirectory, StopSignals
+from posttrain.train.verification import find_checkpoint
 
 RESUMED_KEYS = ("step", "position", "progress", "fingerprints", "rng", "config")  # of a checkpoint's state.json
 ORDER_OPTIONS = ("seed", "data.shuffle")  # with other values of these, the stream has other examples at a position
@@ -177,9 +177,12 @@ class Run:
             fingerprints |= {name: model_fingerprint(path) for name, path in models.items()}
             if data.eval is not None:
                 fingerprints["evaluation data"] = data.eval.fingerprint
-            verification_began = time.perf_counter()
-            newest = checkpoint.checkpoint_to_resume(folder.checkpoints) if config.resume else None
-            verification_seconds = time.perf_counter() - verification_began
+            placement = Placement(config.cluster, folder.logs, WORKER_MODULES)
+            workers = stack.enter_context(ExitStack())
+            workers.callback(placement.close)
+            newest, verification_seconds = None, 0.0
+            if config.resume:
+                newest, verification_seconds = find_checkpoint(folder.checkpoints, placement)
             start = checkpoint.step_of(newest) if newest else 0
             log = logs.Log(
                 folder.path,
@@ -198,8 +201,7 @@ class Run:
             if too_long:
                 log.warn(too_long)
             signals = stack.enter_context(StopSignals())
-            placement = Placement(config.cluster, folder.logs, WORKER_MODULES)
-            stack.callback(placement.close)
+            stack.enter_context(workers.pop_all())  # they end before the log does
             stack.callback(gc.unfreeze)
             state = TrainingState(folder.path, start, data.steps)
             run = cls(
@@ -403,8 +405,8 @@ class Run:
     def with_resume_hint(self, error: WorkerError) -> WorkerError:
         """Add to the message how to resume from the last checkpoint."""
         error.folder = self.directory.path
-        saved = checkpoint.newest_valid(self.directory.checkpoints)
-        if saved is not None:
+        saved = next(filter(checkpoint.looks_complete, checkpoint.list_checkpoints(self.directory.checkpoints)), None)
+        if saved is not None:  # verified when the run resumes
             error.args = (f"{error} Resume from step {checkpoint.step_of(saved)}: {self.resume_command()}",)
         return error
 
