@@ -13,7 +13,7 @@ from pathlib import Path
 # bench/<name>.py with a function measure_<name>(options)
 TABLES = ("generate", "long", "sft", "dpo", "grpo", "opd", "agents")
 CURVES = "curves"
-OTHERS = ("data", "convert", "serve", "scale", "stream")  # with a function measure_<name>()
+OTHERS = ("data", "convert", "serve", "scale", "stream", "transfer")  # with a function measure_<name>()
 CHAOS = "chaos"  # the same; takes long
 
 

@@ -30,6 +30,7 @@ from posttrain.core.device_rates import DeviceRates
 from posttrain.models.memory import Sharding
 from posttrain.models.work import ModelWork
 from posttrain.parallel.context import ulysses_degrees
+from posttrain.parallel.weight_transfer import MAX_CHANNELS
 
 # Shares of the published rates that were reached on one H200.
 PRODUCT_SHARE, PRODUCT_WIDTH = 0.765, 180  # of matrix products: PRODUCT_SHARE * hidden / (hidden + PRODUCT_WIDTH)
@@ -359,14 +360,23 @@ def decode_seconds(
     return parts
 
 
-def transfer_seconds(work: ModelWork, machines: Machines, sharding: Sharding, *, receivers: int) -> StepTime:
-    """Return the time in which new weights reach the engines: gathered by the learners, then sent to other devices."""
-    size = work.element_size * work.parameters
+def transfer_seconds(
+    work: ModelWork, machines: Machines, sharding: Sharding, *, receivers: int, engine: int = 1
+) -> StepTime:
+    """Return the time in which new weights reach the engines: gathered by the learners, then sent to other devices.
+
+    `engine`: devices of one engine, each of which receives its part; a part is sent once, to all engines. Learners send
+    buckets while they gather the next ones; across machines both pass the same ports.
+    """
+    size, ranks = work.element_size * work.parameters, sharding.devices // sharding.replicate
     if sharding.devices == 1 and not receivers:
         return StepTime()
-    gathered = machines.gather_seconds(size, sharding.devices // sharding.replicate, 1)
-    sent = 0.0
-    if receivers:
-        inside = sharding.devices + receivers <= machines.devices_per_machine
-        sent = size / (LINK_SHARE * (machines.rates.link if inside else machines.rates.network))
-    return StepTime({TRANSFER: gathered + sent})
+    gathered = machines.gather_seconds(size, ranks, 1)
+    if not receivers:
+        return StepTime({TRANSFER: gathered})
+    inside = sharding.devices + receivers <= machines.devices_per_machine
+    port = LINK_SHARE * (machines.rates.link if inside else machines.rates.network)
+    leaving = size / min(sharding.devices, MAX_CHANNELS * engine) / port
+    together = ranks > machines.devices_per_machine
+    sent = gathered + leaving if together else max(gathered, leaving)
+    return StepTime({TRANSFER: max(sent, size / engine / port)})

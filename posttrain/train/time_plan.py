@@ -140,7 +140,7 @@ def estimate_time(
     if online is None:
         return PhaseTimes(phases)
     apart = 0 if shares_learners(online, "rollout") else online.cluster.of("rollout").devices
-    transfer = step_time.transfer_seconds(work, machines, sharding, receivers=apart)
+    transfer = step_time.transfer_seconds(work, machines, sharding, receivers=apart, engine=vllm_engine_size(config))
     if transfer.parts:
         phases["weights"] = transfer
     return PhaseTimes(phases, overlapped=bool(apart and online.rollout.ahead))

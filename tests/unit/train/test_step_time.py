@@ -212,3 +212,20 @@ def test_devices_are_known_by_torch_s_names():
     assert rates_of("NVIDIA H200") is DEVICES["h200"] and rates_of("NVIDIA A100-SXM4-80GB") is DEVICES["a100"]
     assert rates_of("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert rates_of("NVIDIA H100 PCIe") is None and rates_of("CPU") is None
+
+
+def test_weights_of_671b_reach_the_engines_by_hand():
+    """512 learners hold 2 copies; each of 128 devices of engines receives a whole model, or its part of one."""
+    size, port, machine = 2 * 671e9, 0.8 * 50e9, 0.8 * 400e9
+    large = ModelWork(**{name: 0 for name in ModelWork.__slots__} | {"parameters": 671e9, "element_size": 2})
+    learners = Sharding(512, replicate=2, experts=256)
+    gathered = size * 255 / 256 / machine  # by the 8 ports of each machine
+
+    def seconds(engine: int, sharding: Sharding = learners, receivers: int = 128) -> float:
+        return step_time.transfer_seconds(large, H200, sharding, receivers=receivers, engine=engine).seconds
+
+    assert seconds(1) == pytest.approx(size / port), "whole tensors through the port of each device"
+    assert seconds(8) == pytest.approx(gathered + size / 64 / port), "8 channels of each part"
+    assert seconds(16) == pytest.approx(gathered + size / 128 / port)
+    assert seconds(16, Sharding(8)) == pytest.approx(size / 8 / port), "gathered inside a machine meanwhile"
+    assert seconds(1, ONE, 0) == 0 and seconds(1, learners, 0) == pytest.approx(gathered)
