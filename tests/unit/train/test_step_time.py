@@ -217,7 +217,7 @@ def test_devices_are_known_by_torch_s_names():
 def test_weights_of_671b_reach_the_engines_by_hand():
     """512 learners hold 2 copies; each of 128 devices of engines receives a whole model, or its part of one."""
     size, port, machine = 2 * 671e9, 0.8 * 50e9, 0.8 * 400e9
-    large = ModelWork(**{name: 0 for name in ModelWork.__slots__} | {"parameters": 671e9, "element_size": 2})
+    large = ModelWork(**dict.fromkeys(ModelWork.__slots__, 0) | {"parameters": 671e9, "element_size": 2})
     learners = Sharding(512, replicate=2, experts=256)
     gathered = size * 255 / 256 / machine  # by the 8 ports of each machine
 
