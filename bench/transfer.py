@@ -122,7 +122,7 @@ def measure(model: ModelConfig, learners: int, senders: int, parts: bool, folder
         rollout_tensor_parallel_size=ENGINE,
     )
     places = Placement(cluster, folder)
-    channels, weight_transfer.MAX_CHANNELS = weight_transfer.MAX_CHANNELS, 1 if senders == 1 else 8
+    groups, weight_transfer.MAX_GROUPS = weight_transfer.MAX_GROUPS, 1 if senders == 1 else 8
     try:
         actor = places.pool("actor")
         actor.start("actor", Learner, model, TrainConfig(), trainable=False)
@@ -134,7 +134,7 @@ def measure(model: ModelConfig, learners: int, senders: int, parts: bool, folder
             taken.append(workers.last_transfer.seconds)
         received = workers.last_transfer.bytes / ENGINE
     finally:
-        weight_transfer.MAX_CHANNELS = channels
+        weight_transfer.MAX_GROUPS = groups
         places.close()
     print(
         f"transfer: {learners} learner{'s' * (learners > 1)}, {senders} of them send{'s' * (senders == 1)} "

@@ -3,9 +3,9 @@
 Several learners send, bucket after bucket, in turns. While one bucket is on its way, the learners gather the tensors of
 the next ones. An engine that several processes hold together says which part of each tensor each of them needs; a
 learner then sends to the processes of one part, of all engines, and they receive nothing else. A sender and its
-receivers are a process group (`Channel`) of their own, separate from torch's default one, so that it can be created
-again when a rollout worker is replaced. A bucket is preceded by a header with the names, types and shapes of its
-tensors, so that the receiver need not know the sender's layout.
+receivers are a process group of their own (`TransferGroup`), separate from torch's default one, so that it can be
+created again when a rollout worker is replaced. A bucket is preceded by a header with the names, types and shapes of
+its tensors, so that the receiver need not know the sender's layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.core.devices import default_device
 from posttrain.core.types import Floats
 
 BUCKET_BYTES = 256 * 2**20
-MAX_CHANNELS = 8  # of one process; each takes memory. As many as the devices, and often network ports, of a machine
+MAX_GROUPS = 8  # of one process; each takes memory. As many as the devices, and often network ports, of a machine
 RENDEZVOUS_LIMIT = timedelta(seconds=60)  # for joining: all processes are idle, and the controller notices a lost one
 ALIGNMENT = 16  # bytes: valid for the start of a tensor of any type
 
@@ -51,7 +51,7 @@ class Rendezvous:
 
 
 @dataclass(slots=True, frozen=True)
-class Channel:
+class TransferGroup:
     """The process group of one sender and the processes that receive one part of each tensor."""
 
     rendezvous: Rendezvous
@@ -61,15 +61,15 @@ class Channel:
     turns: int = 1
 
 
-def plan_channels(learners: int, parts: int, rendezvous: Callable[[], Rendezvous]) -> list[Channel]:
-    """Divide the work of sending `parts` parts among the learners, so that no process has more than MAX_CHANNELS.
+def plan_groups(learners: int, parts: int, rendezvous: Callable[[], Rendezvous]) -> list[TransferGroup]:
+    """Divide the work of sending `parts` parts among the learners, so that no process has more than MAX_GROUPS.
 
     With more learners than parts, several send a part in turns; with fewer, a learner sends several parts.
     """
-    count = max(parts, min(learners, MAX_CHANNELS * parts))
+    count = max(parts, min(learners, MAX_GROUPS * parts))
     turns = [len(range(part, count, parts)) for part in range(parts)]
     return [
-        Channel(rendezvous(), number % learners, number % parts, number // parts, turns[number % parts])
+        TransferGroup(rendezvous(), number % learners, number % parts, number // parts, turns[number % parts])
         for number in range(count)
     ]
 
@@ -85,12 +85,12 @@ class TransferResult:
 
 
 class WeightTransfer:
-    """This process's membership in the group of a channel, as sender (rank 0) or receiver."""
+    """This process's membership in a TransferGroup, as sender (rank 0) or receiver."""
 
     def __init__(
         self, rendezvous: Rendezvous, rank: int, *, turn: int = 0, turns: int = 1, parts: TensorParts | None = None
     ) -> None:
-        """For a sender: `turn`, `turns` as in Channel; `parts`: what the receivers need; None: whole tensors."""
+        """For a sender: `turn`, `turns` as in TransferGroup; `parts`: what the receivers need; None: whole tensors."""
         self.device = default_device()
         self.turn, self.turns, self.parts = turn, turns, parts
         self.on_the_way: list[tuple[Any, torch.Tensor]] = []  # the bucket that was sent last
@@ -188,7 +188,7 @@ def buckets(weights: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str
 
 
 def send_to_all(transfers: Sequence[WeightTransfer], weights: NamedTensors, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Send every bucket whose turn it is in each of this process's channels; returns the number of bytes.
+    """Send every bucket whose turn it is in each of this process's groups; returns the number of bytes.
 
     The other senders iterate over the same tensors, and send the other buckets or parts.
     """

@@ -31,12 +31,12 @@ from posttrain.models.paths import base_model_path, resolve_path
 from posttrain.models.tensors import file_tensors, module_tensors
 from posttrain.parallel.weight_transfer import (
     BUCKET_BYTES,
-    Channel,
     Rendezvous,
     TensorParts,
+    TransferGroup,
     TransferResult,
     WeightTransfer,
-    plan_channels,
+    plan_groups,
     receive_from_all,
     send_to_all,
 )
@@ -117,11 +117,11 @@ class RolloutWorkers(ReplaceableWorkers):
         divided = len(parts) > 1
         receivers = len(members) if divided else sum(sizes)
         first_ranks = [1 + (index if divided else sum(sizes[:index])) for index in range(len(sizes))]
-        channels = plan_channels(self.sender.size, len(parts) or 1, lambda: self.rendezvous(receivers + 1))
+        groups = plan_groups(self.sender.size, len(parts) or 1, lambda: self.rendezvous(receivers + 1))
         pending = [
-            (slot, slot.submit("connect", channels, first)) for first, slot in zip(first_ranks, members, strict=True)
+            (slot, slot.submit("connect", groups, first)) for first, slot in zip(first_ranks, members, strict=True)
         ]
-        sending = self.sender.submit("connect", channels, parts)
+        sending = self.sender.submit("connect", groups, parts)
         problem = self.first_problem(pending) or next(filter(None, sending.result()), "")
         self.connected, self.receivers = [] if problem else members, receivers
         return problem
@@ -318,21 +318,21 @@ class WeightSender:
 
     def __init__(self, learner: Learner, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.learner, self.bucket_bytes = learner, bucket_bytes
-        self.transfers: list[WeightTransfer] = []  # one for each channel of this sender
+        self.transfers: list[WeightTransfer] = []  # one for each group of this sender
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
-    def connect(self, channels: Sequence[Channel], parts: Sequence[TensorParts]) -> str:
+    def connect(self, groups: Sequence[TransferGroup], parts: Sequence[TensorParts]) -> str:
         """Join the groups in which this learner sends; returns why that failed, or an empty text.
 
         `parts`: what each process of an engine needs; empty: whole tensors.
         """
         self.transfers = []
         try:
-            for channel in channels:
-                if channel.sender == self.rank:
-                    turns: dict[str, Any] = {"turn": channel.turn, "turns": channel.turns}
-                    needed = parts[channel.part] if parts else None
-                    self.transfers.append(WeightTransfer(channel.rendezvous, 0, parts=needed, **turns))
+            for group in groups:
+                if group.sender == self.rank:
+                    turns: dict[str, Any] = {"turn": group.turn, "turns": group.turns}
+                    needed = parts[group.part] if parts else None
+                    self.transfers.append(WeightTransfer(group.rendezvous, 0, parts=needed, **turns))
         except RuntimeError as error:  # a receiver is gone; the controller replaces it
             self.transfers = []
             return first_line(error)
@@ -402,18 +402,18 @@ class RolloutWorker:
             return None
         return self.generator.needed_parts(lambda: tensor_shapes(self.model, self.dtype))
 
-    def connect(self, channels: Sequence[Channel], first_rank: int) -> str:
+    def connect(self, groups: Sequence[TransferGroup], first_rank: int) -> str:
         """Join the groups of all senders of what this process needs; returns why that failed, or an empty text.
 
         `first_rank`: of this engine's processes in each group, where they have one in common.
         """
         self.transfers, own = [], rank_in_engine()
-        self.divided = len({channel.part for channel in channels}) > 1
+        self.divided = len({group.part for group in groups}) > 1
         rank = first_rank if self.divided else first_rank + own
         try:
-            for channel in channels:
-                if not self.divided or channel.part == own:
-                    self.transfers.append(WeightTransfer(channel.rendezvous, rank))
+            for group in groups:
+                if not self.divided or group.part == own:
+                    self.transfers.append(WeightTransfer(group.rendezvous, rank))
         except RuntimeError as error:  # a member is gone; the controller replaces it
             return first_line(error)
         return ""

@@ -30,7 +30,7 @@ from posttrain.core.device_rates import DeviceRates
 from posttrain.models.memory import Sharding
 from posttrain.models.work import ModelWork
 from posttrain.parallel.context import ulysses_degrees
-from posttrain.parallel.weight_transfer import MAX_CHANNELS
+from posttrain.parallel.weight_transfer import MAX_GROUPS
 
 # Shares of the published rates that were reached on one H200.
 PRODUCT_SHARE, PRODUCT_WIDTH = 0.765, 180  # of matrix products: PRODUCT_SHARE * hidden / (hidden + PRODUCT_WIDTH)
@@ -376,7 +376,7 @@ def transfer_seconds(
         return StepTime({TRANSFER: gathered})
     inside = sharding.devices + receivers <= machines.devices_per_machine
     port = LINK_SHARE * (machines.rates.link if inside else machines.rates.network)
-    leaving = size / min(sharding.devices, MAX_CHANNELS * engine) / port
+    leaving = size / min(sharding.devices, MAX_GROUPS * engine) / port
     together = ranks > machines.devices_per_machine
     sent = gathered + leaving if together else max(gathered, leaving)
     return StepTime({TRANSFER: max(sent, size / engine / port)})

@@ -145,7 +145,7 @@ class FakeRolloutWorker:
                 continue  # another one took it
             os.kill(os.getpid(), signal.SIGSTOP if fault.name.endswith("stop") else signal.SIGKILL)
 
-    def connect(self, channels, rank):
+    def connect(self, groups, rank):
         self.misbehave("connect")
         with (self.folder / "met").open("a") as met:
             met.write(f"{rank}\n")
@@ -191,7 +191,7 @@ class FakeRolloutWorker:
 class FakeWeightSender:
     """Sends nothing and returns a fixed result."""
 
-    def connect(self, channels, parts):
+    def connect(self, groups, parts):
         return ""
 
     def send(self):

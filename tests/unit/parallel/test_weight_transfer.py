@@ -11,11 +11,11 @@ from posttrain.cluster.worker_host import RoleRef
 from posttrain.config.sections import ModelConfig, OnlineClusterConfig, TrainConfig
 from posttrain.engines.base import LOCAL
 from posttrain.parallel.weight_transfer import (
-    MAX_CHANNELS,
-    Channel,
+    MAX_GROUPS,
     Rendezvous,
+    TransferGroup,
     WeightTransfer,
-    plan_channels,
+    plan_groups,
     receive_from_all,
     send_to_all,
 )
@@ -124,14 +124,14 @@ def test_a_sender_that_is_lost_does_not_stop_the_others(groups):
 
 @pytest.mark.parametrize(("learners", "parts"), [(1, 1), (3, 1), (512, 1), (1, 4), (3, 4), (6, 4), (512, 16)])
 def test_channels_cover_every_bucket_of_every_part(learners, parts):
-    channels = plan_channels(learners, parts, lambda: None)
+    groups = plan_groups(learners, parts, lambda: None)
     for part in range(parts):
-        own = [channel for channel in channels if channel.part == part]
-        assert sorted(channel.turn for channel in own) == list(range(len(own)))
-        assert {channel.turns for channel in own} == {len(own)} and 0 < len(own) <= MAX_CHANNELS
-    sent = [sum(channel.sender == learner for channel in channels) for learner in range(learners)]
+        own = [group for group in groups if group.part == part]
+        assert sorted(group.turn for group in own) == list(range(len(own)))
+        assert {group.turns for group in own} == {len(own)} and 0 < len(own) <= MAX_GROUPS
+    sent = [sum(group.sender == learner for group in groups) for learner in range(learners)]
     assert max(sent) == -(-parts // learners), "a learner has several parts only if there are too few learners"
-    assert min(learners, MAX_CHANNELS * parts) == sum(count > 0 for count in sent), "all send"
+    assert min(learners, MAX_GROUPS * parts) == sum(count > 0 for count in sent), "all send"
 
 
 def halves(number):
@@ -154,16 +154,16 @@ def halves(number):
 def test_each_process_of_an_engine_gets_its_part_and_nothing_else(learners, bucket):
     """Two engines of two processes each."""
     store = RendezvousStore(60.0)
-    channels = plan_channels(learners, 2, lambda: Rendezvous(3, store.address, store.new_group_name(), 60.0))
+    groups = plan_groups(learners, 2, lambda: Rendezvous(3, store.address, store.new_group_name(), 60.0))
     parts = [halves(0), halves(1)]
 
     def join_and_send(learner):
-        own = [channel for channel in channels if channel.sender == learner]
+        own = [group for group in groups if group.sender == learner]
         joined = [WeightTransfer(c.rendezvous, 0, turn=c.turn, turns=c.turns, parts=parts[c.part]) for c in own]
         return [send_to_all(joined, WEIGHTS.items(), bucket) for _ in range(2)]
 
     def join_and_receive(engine, part):
-        joined = [WeightTransfer(c.rendezvous, 1 + engine) for c in channels if c.part == part]
+        joined = [WeightTransfer(c.rendezvous, 1 + engine) for c in groups if c.part == part]
         return [list(receive_from_all(joined)) for _ in range(2)]
 
     places = [(engine, part) for engine in range(2) for part in range(2)]
@@ -211,7 +211,7 @@ def test_a_learner_follows_another(rendezvous):
     behind = [Learner(ModelConfig(path="pico"), TrainConfig(), trainable=False, seed=1) for _ in range(2)]
     sender = WeightSender(ahead)
     refusal, *places = together(
-        lambda: sender.connect([Channel(rendezvous, 0)], []),
+        lambda: sender.connect([TransferGroup(rendezvous, 0)], []),
         *[lambda rank=rank: WeightTransfer(rendezvous, rank) for rank in (1, 2)],
     )
     assert refusal == ""
@@ -239,7 +239,7 @@ def test_a_sender_without_receivers_says_so_and_takes_its_part(rendezvous):
     holder = Holder()
     sender = WeightSender(holder)
     hasty = Rendezvous(3, rendezvous.store, "another", 0.5)
-    assert "timeout" in sender.connect([Channel(hasty, 0)], [])
+    assert "timeout" in sender.connect([TransferGroup(hasty, 0)], [])
     first, *others = group(rendezvous)
     sender.transfers = [first]
     del others

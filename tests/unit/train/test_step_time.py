@@ -225,7 +225,7 @@ def test_weights_of_671b_reach_the_engines_by_hand():
         return step_time.transfer_seconds(large, H200, sharding, receivers=receivers, engine=engine).seconds
 
     assert seconds(1) == pytest.approx(size / port), "whole tensors through the port of each device"
-    assert seconds(8) == pytest.approx(gathered + size / 64 / port), "8 channels of each part"
+    assert seconds(8) == pytest.approx(gathered + size / 64 / port), "8 groups of each part"
     assert seconds(16) == pytest.approx(gathered + size / 128 / port)
     assert seconds(16, Sharding(8)) == pytest.approx(size / 8 / port), "gathered inside a machine meanwhile"
     assert seconds(1, ONE, 0) == 0 and seconds(1, learners, 0) == pytest.approx(gathered)
