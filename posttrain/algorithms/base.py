@@ -106,6 +106,14 @@ class Algorithm:
         """Path of the reference model that fills ref_logprobs; empty: the policy at the start of training."""
         return ""
 
+    def reference_sync_steps(self) -> int:
+        """Move the reference towards the current policy every N steps; 0: the reference does not change."""
+        return 0
+
+    def reference_mixup_alpha(self) -> float:
+        """Share of the policy in the weights of a moved reference; 1: the reference is replaced by the policy."""
+        return 1.0
+
     def precompute_reference(self) -> bool:
         """Whether ref_logprobs of all examples are computed before training, so that the reference can be freed."""
         return False
@@ -234,13 +242,13 @@ class OnlineAlgorithm(Algorithm):
         """Smallest number of completions per prompt that credit can be assigned to."""
         return 1
 
-    def reference_sync_steps(self) -> int:
-        """Replace the reference by the current policy every N steps; 0: the reference does not change."""
-        return 0
-
     def is_trained_on(self, sample: Sample) -> bool:
         """Whether a sample counts in the loss and in its denominator."""
         return not (self.config.mask_truncated_completions and sample.finish == "length")
+
+    def trained_samples(self, samples: list[Sample], seed: tuple[int, ...]) -> list[Sample]:
+        """Return the samples of a batch that the loss is computed on; one may be there several times."""
+        return [sample for sample in samples if self.is_trained_on(sample)]
 
     def has_gradient(self, sample: Sample) -> bool:
         """Whether a sample contributes to the gradient; others are not computed."""
@@ -283,6 +291,23 @@ class OnlineAlgorithm(Algorithm):
 
     def load_state(self, state: dict[str, float]) -> None:
         """Restore what `state` returned."""
+
+
+def check_reference_sync(steps: int, alpha: float, precomputed: bool = False) -> None:
+    """Raise UsageError if a reference cannot follow the policy with these options."""
+    if steps < 0:
+        raise UsageError(f"algo.reference_sync_steps is {steps}: it must be at least 0")
+    if not 0 < alpha <= 1:
+        raise UsageError(f"algo.reference_mixup_alpha is {alpha}: it must be above 0 and at most 1")
+    if alpha < 1 and not steps:
+        raise UsageError(
+            f"algo.reference_mixup_alpha is {alpha}, but algo.reference_sync_steps is 0: set that, or leave it out"
+        )
+    if steps and precomputed:
+        raise UsageError(
+            f"algo.reference_sync_steps is {steps}, but with algo.precompute_reference the reference is freed before "
+            "training: leave one of them out"
+        )
 
 
 def example_kind(trainer: str) -> ExampleKind | None:

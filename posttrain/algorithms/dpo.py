@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.algorithms.base import Algorithm, register
-from posttrain.algorithms.preference import LOSSES, SMOOTHED, Pairwise, check_loss
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.algorithms.base import Algorithm, check_reference_sync, register
+from posttrain.algorithms.preference import LOSSES, SMOOTHED, Pairwise, check_loss, sigmoid_loss
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import F, torch
-from posttrain.core.ops import bounded_exp
-from posttrain.core.types import MicroBatch, Outputs
+from posttrain.core.ops import Doubles, bounded_exp
+from posttrain.core.types import MicroBatch, Outputs, Sample
 
 LossType = Literal[
     "sigmoid",
@@ -30,6 +33,8 @@ LossType = Literal[
     "bco_pair",
     "sppo_hard",
     "discopop",
+    "aot",
+    "aot_unpaired",
 ]
 
 
@@ -83,7 +88,7 @@ PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, DPO.Config], torch.
 }
 
 
-@register("dpo", help="direct preference optimisation: also IPO, cDPO, APO, EXO, NCA, BCO, SPPO and mixtures")
+@register("dpo", help="direct preference optimisation: also IPO, cDPO, APO, EXO, NCA, BCO, SPPO, AOT and mixtures")
 class DPO(Pairwise):
     """The implicit reward is beta times the log-ratio of policy and reference."""
 
@@ -116,6 +121,10 @@ class DPO(Pairwise):
         """Use the mean log-ratio over a completion's tokens instead of the sum, as other libraries do for IPO."""
         reference: str = ""
         """Path of the reference model; empty: the policy at the start of training."""
+        reference_sync_steps: int = 0
+        """Replace the reference model by the current policy every N steps (TR-DPO); 0: never."""
+        reference_mixup_alpha: float = 1.0
+        """Share of the policy in the new reference, with algo.reference_sync_steps; the rest is the old reference."""
         precompute_reference: bool = False
         """Compute the reference's log-probabilities of all examples before training, then free the reference model."""
 
@@ -124,10 +133,16 @@ class DPO(Pairwise):
     defaults: ClassVar[dict[str, Any]] = {"train.learning_rate": 5e-7}
 
     def needs(self) -> set[str]:
-        return {"ref_logprobs"}
+        return {"ref_logprobs", "logprobs"} if self.transport() else {"ref_logprobs"}
 
     def reference_path(self) -> str:
         return self.config.reference
+
+    def reference_sync_steps(self) -> int:
+        return self.config.reference_sync_steps
+
+    def reference_mixup_alpha(self) -> float:
+        return self.config.reference_mixup_alpha
 
     def precompute_reference(self) -> bool:
         return self.config.precompute_reference
@@ -150,20 +165,46 @@ class DPO(Pairwise):
             raise UsageError(
                 f"algo.loss_types {' '.join(config.loss_types)}: a loss is named twice. Give it one weight."
             )
+        check_reference_sync(config.reference_sync_steps, config.reference_mixup_alpha, config.precompute_reference)
+        self.check_transport()
         if not 0 <= config.ld_alpha <= 1:
             raise UsageError(f"algo.ld_alpha is {config.ld_alpha}: it must be from 0 to 1")
         if config.discopop_tau <= 0:
             raise UsageError(f"algo.discopop_tau is {config.discopop_tau}: it must be above 0")
+
+    def check_transport(self) -> None:
+        """Raise UsageError if a loss that compares the pairs of a step does not go with the other options."""
+        config, chosen = self.config, self.transport()
+        if len(chosen) > 1:
+            raise UsageError("algo.loss_types has aot and aot_unpaired, which sort a step in two ways: leave out one")
+        for name, default in (("f_divergence", "reverse_kl"), ("ld_alpha", 1.0), ("weight_by_policy", False)):
+            if chosen and (value := getattr(config, name)) != default:
+                raise UsageError(
+                    f"algo.{name} is {value}, but {chosen[0]} compares the log-ratios of different pairs as they are: "
+                    "leave it out"
+                )
+
+    def transport(self) -> list[str]:
+        """Return the losses that match the pairs of a step with each other."""
+        return [name for name in self.losses() if name in TRANSPORT]
 
     def losses(self) -> dict[str, float]:
         """Return the weight of each loss."""
         names = self.config.loss_types or (self.config.loss_type,)
         return dict(zip(names, self.config.loss_weights or [1.0] * len(names), strict=False))
 
-    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def assign_credit(self, samples: list[Sample]) -> list[Sample]:
+        """Write what each pair is compared with in the losses that sort the pairs of the step."""
+        for name in self.transport():
+            TRANSPORT[name](samples, self.config)
+        return samples
+
+    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         config, total = self.config, torch.zeros_like(chosen)
         for name, weight in self.losses().items():
-            if name in LOSSES:
+            if name in TRANSPORT:
+                total = total + weight * transport_loss(name, chosen, rejected, batch, config)
+            elif name in LOSSES:
                 total = total + weight * LOSSES[name](chosen - rejected, config.beta, config.label_smoothing)
             else:
                 total = total + weight * PAIR_LOSSES[name](chosen, rejected, config)
@@ -198,6 +239,59 @@ class DPO(Pairwise):
         if kind == "alpha_divergence" and abs(power) > 1e-6:
             return bounded_exp(power * ratio) / power
         return ratio
+
+
+# Alignment by optimal transport (arXiv:2406.05882): sorted numbers of the step's pairs are compared, rank by rank. The
+# ranks, and the number that a pair is compared with, are constants of the step, so no loss reads another sample.
+
+
+def of_completions(samples: list[Sample], name: str, config: DPO.Config) -> Doubles:
+    """Return the log-probability of each completion (or its mean) by one of the streams of log-probabilities."""
+    sums = [float(getattr(sample, name)[sample.mask].sum(dtype=np.float64)) for sample in samples]
+    return np.array(sums) / ([max(1, int(s.mask.sum())) for s in samples] if config.length_normalize else 1)
+
+
+def match_margins(samples: list[Sample], config: DPO.Config) -> None:
+    """aot: the policy's margin of a pair is compared with the reference's margin that has the same rank.
+
+    Written as the difference from the reference's margin of the pair itself, which the rewards contain.
+    """
+    sides = (of_completions(samples, name, config) for name in ("logprobs", "ref_logprobs"))
+    policy, reference = (side[0::2] - side[1::2] for side in sides)
+    shift = np.sort(reference)[ranks(policy)] - reference
+    for sample, value in zip(samples, shift.repeat(2), strict=True):
+        sample.baseline = float(value)
+
+
+def match_sides(samples: list[Sample], config: DPO.Config) -> None:
+    """aot_unpaired: a chosen completion is compared with the rejected one of the step that has the same rank."""
+    ratios = of_completions(samples, "logprobs", config) - of_completions(samples, "ref_logprobs", config)
+    chosen, rejected = ratios[0::2], ratios[1::2]
+    matched = np.stack([np.sort(rejected)[ranks(chosen)], np.sort(chosen)[ranks(rejected)]], axis=1)
+    for sample, value in zip(samples, matched.ravel(), strict=True):
+        sample.baseline = float(value)
+
+
+def ranks(values: Doubles) -> npt.NDArray[np.int64]:
+    """Return the rank of each number; equal numbers in their order."""
+    return np.argsort(np.argsort(values, kind="stable"), kind="stable")
+
+
+TRANSPORT: dict[str, Callable[[list[Sample], DPO.Config], None]] = {"aot": match_margins, "aot_unpaired": match_sides}
+
+
+def transport_loss(
+    name: str, chosen: torch.Tensor, rejected: torch.Tensor, batch: MicroBatch, config: DPO.Config
+) -> torch.Tensor:
+    """Return the logistic loss against what `assign_credit` matched with each pair.
+
+    Of aot_unpaired each term belongs to two completions of different pairs: both have its gradient and half its value.
+    """
+    first, second = (config.beta * constant for constant in batch.pairs(batch.baseline))
+    if name == "aot":
+        return sigmoid_loss(chosen - rejected - first, config.beta, config.label_smoothing)
+    terms = [sigmoid_loss(logit, config.beta, config.label_smoothing) for logit in (chosen - first, second - rejected)]
+    return sum((term - term.detach() / 2 for term in terms), start=torch.zeros_like(chosen))
 
 
 def longer_part(batch: MicroBatch) -> torch.Tensor:

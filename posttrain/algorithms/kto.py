@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from posttrain.algorithms.base import Algorithm, register
+from posttrain.algorithms.base import Algorithm, check_reference_sync, register
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.types import Loss, MicroBatch, Outputs, Sample
@@ -42,6 +42,10 @@ class KTO(Algorithm):
         """Use the mean log-ratio over a completion's tokens instead of the sum."""
         reference: str = ""
         """Path of the reference model; empty: the policy at the start of training."""
+        reference_sync_steps: int = 0
+        """Replace the reference model by the current policy every N steps; 0: never."""
+        reference_mixup_alpha: float = 1.0
+        """Share of the policy in the new reference, with algo.reference_sync_steps; the rest is the old reference."""
         precompute_reference: bool = False
         """Compute the reference's log-probabilities of all examples before training; needs algo.variant vanilla."""
 
@@ -55,6 +59,8 @@ class KTO(Algorithm):
     def check(self) -> None:
         if not 0 < self.config.beta < math.inf:
             raise UsageError(f"algo.beta is {self.config.beta}: it must be above 0")
+        config = self.config
+        check_reference_sync(config.reference_sync_steps, config.reference_mixup_alpha, config.precompute_reference)
         if self.config.precompute_reference and self.config.variant == "kto":
             raise UsageError(
                 "algo.precompute_reference does not go with algo.variant kto, whose mismatched pairs are new every "
@@ -66,6 +72,12 @@ class KTO(Algorithm):
 
     def reference_path(self) -> str:
         return self.config.reference
+
+    def reference_sync_steps(self) -> int:
+        return self.config.reference_sync_steps
+
+    def reference_mixup_alpha(self) -> float:
+        return self.config.reference_mixup_alpha
 
     def precompute_reference(self) -> bool:
         return self.config.precompute_reference

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from posttrain.algorithms.base import OnlineAlgorithm, RolloutSettings
+from posttrain.algorithms.base import OnlineAlgorithm, RolloutSettings, check_reference_sync
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
 from posttrain.core.ops import Doubles, bounded_exp, kl_estimate
@@ -60,6 +60,8 @@ class PolicyGradient(OnlineAlgorithm):
         """Path of the reference model; empty: the policy at the start of training."""
         reference_sync_steps: int = 0
         """Replace the reference model by the current policy every N steps; 0: never."""
+        reference_mixup_alpha: float = 1.0
+        """Share of the policy in the new reference, with algo.reference_sync_steps; the rest is the old reference."""
         top_entropy_fraction: float = 1.0
         """Train on this share of each completion's tokens: those where the policy's entropy is highest; 1: on all."""
         clip_cov_fraction: float = 0.0
@@ -69,6 +71,11 @@ class PolicyGradient(OnlineAlgorithm):
         """Lower bound of the covariance of tokens that algo.clip_cov_fraction may take out."""
         clip_cov_high: float = 5.0
         """Upper bound of the covariance of tokens that algo.clip_cov_fraction may take out."""
+        kl_cov_fraction: float = 0.0
+        """Hold this share of all tokens of the batch, those with the largest covariance of log-probability and
+        advantage, near the policy before the update (KL-Cov); needs several updates per batch; 0: none."""
+        kl_cov_coef: float = 1.0
+        """Weight of abs(log(policy / old policy)) at the tokens of algo.kl_cov_fraction."""
         entropy_coef: float = 0.0
         """Weight of the entropy bonus; its first value, if there is a target."""
         entropy_target: float = 0.0
@@ -124,12 +131,19 @@ class PolicyGradient(OnlineAlgorithm):
         check_bounds(0, 1, clip_cov_fraction=config.clip_cov_fraction, top_entropy_fraction=config.top_entropy_fraction)
         if not config.top_entropy_fraction:
             raise UsageError("algo.top_entropy_fraction is 0: no token would be left; it must be above 0")
+        check_bounds(0, 1, kl_cov_fraction=config.kl_cov_fraction)
+        check_bounds(0, kl_cov_coef=config.kl_cov_coef)
+        if config.kl_cov_fraction and not self.several_updates():
+            raise UsageError(
+                f"algo.kl_cov_fraction is {config.kl_cov_fraction}, but its penalty has no gradient in the first "
+                "update on a batch, and there is only one: set algo.mini_batch_size or algo.epochs_per_batch"
+            )
         if config.clip_cov_low >= config.clip_cov_high:
             raise UsageError(
                 f"algo.clip_cov_low is {config.clip_cov_low}, not below algo.clip_cov_high, {config.clip_cov_high}"
             )
         check_bounds(0, kl_coef=config.kl_coef, kl_target=config.kl_target)
-        check_bounds(0, reference_sync_steps=config.reference_sync_steps)
+        check_reference_sync(config.reference_sync_steps, config.reference_mixup_alpha)
         check_bounds(1, epochs_per_batch=config.epochs_per_batch, kl_horizon=config.kl_horizon)
         check_bounds(0, 1, turn_discount=config.turn_discount)
         check_bounds(0, step_group_weight=config.step_group_weight)
@@ -189,6 +203,9 @@ class PolicyGradient(OnlineAlgorithm):
     def reference_sync_steps(self) -> int:
         return self.config.reference_sync_steps
 
+    def reference_mixup_alpha(self) -> float:
+        return self.config.reference_mixup_alpha
+
     def outputs(self) -> set[str]:
         return {"logprobs", "entropy"}
 
@@ -210,6 +227,8 @@ class PolicyGradient(OnlineAlgorithm):
         if self.config.kl_target:
             self.completion_kl = float(np.mean([token_kl(sample, "k1").sum() for sample in samples]))
         self.compute_advantages(samples)
+        if self.config.kl_cov_fraction:
+            penalize_by_covariance(samples, self.config.kl_cov_fraction)
         if self.config.clip_cov_fraction:
             drop_by_covariance(samples, self.config, self.batches)
         self.batches += 1
@@ -265,6 +284,9 @@ class PolicyGradient(OnlineAlgorithm):
             per_token = per_token * weights
             if self.config.importance_mode.endswith("mask"):
                 metrics["importance_masked"] = token_mean((weights == 0).to(logprobs.dtype))
+        if self.config.kl_cov_fraction:
+            assert batch.penalties is not None
+            per_token = per_token + self.config.kl_cov_coef * batch.penalties[where] * (logprobs - old).abs()
         metrics["clipped"] = token_mean(clipped.to(logprobs.dtype))
         metrics["entropy"] = token_mean(entropy.detach())
         if self.config.kl_coef:
@@ -400,15 +422,27 @@ def highest_of_completion(values: torch.Tensor, fraction: float, batch: MicroBat
     return torch.zeros_like(values).index_copy(0, order, chosen)
 
 
-def drop_by_covariance(samples: Sequence[Sample], config: PolicyGradient.Config, seed: int) -> None:
-    """Set advantages to 0 at a random part of the tokens whose covariance is within bounds (arXiv:2505.22617, eq. 11).
-
-    The covariance of a token: (log-probability - mean) (advantage - mean), with means over the batch's tokens.
-    """
+def covariances(samples: Sequence[Sample]) -> Doubles:
+    """Return (log-probability - mean) (advantage - mean) of each token that counts, with means over all of them."""
     known = [(sample, sample.logprobs if sample.old_logprobs is None else sample.old_logprobs) for sample in samples]
     logprobs = np.concatenate([stream[s.mask] for s, stream in known if stream is not None]).astype(np.float64)
     advantages = np.concatenate([s.advantages[s.mask] for s in samples if s.advantages is not None]).astype(np.float64)
-    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean()) if len(logprobs) else logprobs
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean()) if len(logprobs) else logprobs
+
+
+def penalize_by_covariance(samples: Sequence[Sample], fraction: float) -> None:
+    """Mark the share of all tokens with the largest covariances, and at least one (arXiv:2505.22617, eq. 12)."""
+    covariance = covariances(samples)
+    marked = np.zeros(len(covariance))
+    marked[np.argsort(-covariance, kind="stable")[: max(1, int(fraction * len(covariance)))]] = 1.0
+    ends = np.cumsum([int(sample.mask.sum()) for sample in samples])[:-1]
+    for sample, part in zip(samples, np.split(marked, ends), strict=True):
+        sample.penalties = as_stream(sample, part)
+
+
+def drop_by_covariance(samples: Sequence[Sample], config: PolicyGradient.Config, seed: int) -> None:
+    """Set advantages to 0 at a random part of the tokens with covariances within bounds (arXiv:2505.22617, eq. 11)."""
+    covariance = covariances(samples)
     within = np.flatnonzero((covariance > config.clip_cov_low) & (covariance < config.clip_cov_high))
     count = min(len(within), max(1, int(config.clip_cov_fraction * len(covariance))))
     dropped = np.zeros(len(covariance), dtype=np.bool_)

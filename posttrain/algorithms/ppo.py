@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from posttrain.algorithms.base import CriticSettings, register
 from posttrain.algorithms.policy import PolicyGradient, as_stream, check_bounds, token_mean, whiten
 from posttrain.core.errors import UsageError
 from posttrain.core.lazy import torch
-from posttrain.core.ops import gae
+from posttrain.core.ops import Doubles, gae
 from posttrain.core.types import Loss, Metrics, MicroBatch, Outputs, Sample
 
 
@@ -40,6 +42,12 @@ class PPO(PolicyGradient):
         head."""
         critic_learning_rate: float = 9e-6
         """Learning rate of the critic."""
+        resample_by_reward: Literal["none", "power", "best_and_worst", "best_and_random"] = "none"
+        """Draw the completions to train on from the batch, with replacement (PF-PPO): power: with probability
+        proportional to abs(reward) to the power of algo.resample_power; best_and_worst: only those with the highest and
+        the lowest reward of the batch; best_and_random: those with the highest reward 4 times as often as others."""
+        resample_power: float = 2.0
+        """Exponent of the rewards, with algo.resample_by_reward power."""
         freeze_actor_steps: int = 0
         """Train only the critic during the first N steps."""
         share_critic: bool = False
@@ -61,6 +69,12 @@ class PPO(PolicyGradient):
         check_bounds(0, 1, gamma=config.gamma, gae_lambda=config.gae_lambda)
         check_bounds(0, value_clip=config.value_clip, value_loss_coef=config.value_loss_coef)
         check_bounds(0, critic_learning_rate=config.critic_learning_rate, freeze_actor_steps=config.freeze_actor_steps)
+        check_bounds(0, resample_power=config.resample_power)
+        if config.resample_power != 2.0 and config.resample_by_reward != "power":
+            raise UsageError(
+                f"algo.resample_power is {config.resample_power}, but algo.resample_by_reward is "
+                f"{config.resample_by_reward}: set it to power, or leave it out"
+            )
         if config.share_critic and not config.value_loss_coef:
             raise UsageError("algo.share_critic is set, but algo.value_loss_coef is 0: the critic would not be trained")
         if config.share_critic and config.critic:
@@ -80,6 +94,26 @@ class PPO(PolicyGradient):
             )
         for coef in config.pretrain_coef:
             check_bounds(0, pretrain_coef=coef)
+
+    def trained_samples(self, samples: list[Sample], seed: tuple[int, ...]) -> list[Sample]:
+        """Draw as many completions as there are, by their rewards before the KL (arXiv:2409.06957, as in verl)."""
+        known = super().trained_samples(samples, seed)
+        if self.config.resample_by_reward == "none" or not known:
+            return known
+        weights = self.resampling_weights(np.array([sample.reward for sample in known]))
+        if not weights.sum():  # all rewards are 0
+            return known
+        drawn = np.random.default_rng(seed).choice(len(known), size=len(known), p=weights / weights.sum())
+        return [known[index] for index in drawn]
+
+    def resampling_weights(self, rewards: Doubles) -> Doubles:
+        """Return the weight of each completion in the draw."""
+        kind, best = self.config.resample_by_reward, rewards == rewards.max()
+        if kind == "power":
+            return np.abs(rewards) ** self.config.resample_power
+        if kind == "best_and_worst":
+            return (best | (rewards == rewards.min())).astype(np.float64)
+        return np.where(best, 0.4, 0.1)
 
     def needs(self) -> set[str]:
         return super().needs() | {"values"}

@@ -39,7 +39,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     "hinge": hinge_loss,
     "ipo": ipo_loss,
 }
-SMOOTHED = ("sigmoid", "robust", "exo_pair")  # losses that read label_smoothing; exo_pair is one of DPO
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # read label_smoothing; the last three: of DPO
 
 
 class Pairwise(Algorithm):
@@ -57,7 +57,7 @@ class Pairwise(Algorithm):
         """Return the loss of each pair, given the difference of its rewards."""
         raise NotImplementedError
 
-    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def preference_loss(self, chosen: torch.Tensor, rejected: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the loss of each pair, given its two rewards."""
         return self.pair_loss(chosen - rejected)
 
@@ -76,7 +76,7 @@ class Pairwise(Algorithm):
         logprob = batch.per_sample(out.logprobs)
         chosen_nll, _ = batch.pairs(-logprob / batch.counts())
         weights = self.pair_weights(logprob, batch)
-        per_pair = weights * self.preference_loss(chosen, rejected) + self.nll_weight() * chosen_nll
+        per_pair = weights * self.preference_loss(chosen, rejected, batch) + self.nll_weight() * chosen_nll
         chosen_logprob, rejected_logprob = batch.pairs(logprob)
         return Loss(
             total=per_pair.sum(),

@@ -489,9 +489,21 @@ def check_online(config: OnlineConfig, refuse: Refuse) -> None:
     )
     credit = getattr(config.algo, "credit", "conversation")
     refuse(
-        credit != "conversation" and (reward.clip > 0 or reward.normalize == "running"),
-        f"algo.credit {credit} divides the reward into those of turns, as they are: leave out reward.clip and "
-        "reward.normalize running.",
+        credit != "conversation" and (reward.clips or reward.normalize == "running"),
+        f"algo.credit {credit} divides the reward into those of turns, as they are: leave out reward.clip, "
+        "reward.clip_min, reward.clip_max and reward.normalize running.",
+    )
+    bounds = {"reward.clip_min": reward.clip_min, "reward.clip_max": reward.clip_max}
+    for name, bound in bounds.items():
+        refuse(bound is not None and not math.isfinite(bound), f"{name} is {bound}: it must be a finite number.")
+        refuse(
+            bound is not None and reward.clip > 0,
+            f"reward.clip is {reward.clip:g} and {name} {bound}: reward.clip is both bounds. Leave out one of them.",
+        )
+    lowest, highest = reward.clip_bounds
+    refuse(
+        lowest >= highest,
+        f"reward.clip_min is {lowest:g}, not below reward.clip_max, {highest:g}: all rewards would be equal.",
     )
     kinds = "a verifier by name, FILE.py:FUNCTION, judge:RUBRIC.yaml, model:PATH or http://..."
     refuse(

@@ -7,6 +7,7 @@ whose class has `main` may be given by its bare name: `--model X` is `--model.pa
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -490,6 +491,10 @@ class RewardConfig(RewardFunctionsConfig):
 
     clip: float = 0.0
     """Clip the sum of rewards to [-clip, clip]; 0: no clipping."""
+    clip_min: float | None = None
+    """Raise a sum of rewards below this to it, where both bounds are not the same size; none: no lower bound."""
+    clip_max: float | None = None
+    """Lower a sum of rewards above this to it; none: no upper bound."""
     normalize: Literal["none", "saved", "running"] = "none"
     """saved: standardise the scores of reward models by the mean and the deviation saved with them; running: divide the
     sum of rewards by the deviation of all sums so far."""
@@ -497,6 +502,19 @@ class RewardConfig(RewardFunctionsConfig):
     """Number of last tokens before rollout.max_tokens in which a length penalty grows from 0 (DAPO); 0: none."""
     overlong_penalty: float = 1.0
     """Penalty at rollout.max_tokens, with reward.overlong_tokens."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Bounds of the sum of rewards; infinite where there are none."""
+        size = self.clip or math.inf
+        return (
+            -size if self.clip_min is None else self.clip_min,
+            size if self.clip_max is None else self.clip_max,
+        )
+
+    @property
+    def clips(self) -> bool:
+        return self.clip_bounds != (-math.inf, math.inf)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -42,7 +42,7 @@ TurnCredit = tuple[int, int, float, str]
 Replies to equal states can be compared (`algo.credit step_group`); an empty state is that of the tokens before.
 """
 
-STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets")
+STREAMS = ("logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "targets", "penalties")
 LISTED = ("teacher_ids", "teacher_logprobs")  # several numbers per token
 SCALARS = ("reward", "label", "margin", "baseline", "staleness")
 
@@ -71,6 +71,7 @@ class Sample:
     advantages: Floats | None = None
     returns: Floats | None = None
     targets: Floats | None = None  # process rewards: probability that the step ending here is correct
+    penalties: Floats | None = None  # weight of abs(log(policy / old policy)) at each token
     experts: Experts | None = None  # those that the sampler's routers chose
     teacher_ids: Ints | None = None  # [tokens, k]: a teacher's likeliest tokens at each place, 0 where none counts
     teacher_logprobs: Floats | None = None  # [tokens, k]: the teacher's log-probabilities of them
@@ -158,6 +159,7 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
     reward: torch.Tensor  # [B], as are the next four
     label: torch.Tensor
     margin: torch.Tensor

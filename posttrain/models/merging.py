@@ -108,11 +108,13 @@ def lora_scaling(folder: Path) -> float:
     return float(config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank))
 
 
-def merge_models(models: Sequence[str], out: Path, settings: MergeSettings, base: str = "") -> dict[str, Any]:
+def merge_models(
+    models: Sequence[str], out: Path, settings: MergeSettings, base: str = "", dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """Write the merged model to the new folder `out`, and return a report.
 
     Tokenizer and configuration are those of the first model. Names and shapes of all tensors and the vocabularies must
-    be equal.
+    be equal. `dtype`: of the tensors written; None: that of the first model, or of the base.
     """
     check_settings(models, settings, base)
     check_new_folder(out)
@@ -132,14 +134,17 @@ def merge_models(models: Sequence[str], out: Path, settings: MergeSettings, base
             if any(not torch.equal(value, reference) for value in values):
                 raise UsageError(f"tensor {name} holds integers that differ between the models")
             return {name: reference}
-        merged = combine(name, values, origin.read(name) if origin else None).to(reference.dtype)
+        merged = combine(name, values, origin.read(name) if origin else None).to(dtype or reference.dtype)
         if not merged.isfinite().all():
             raise PosttrainError(f"tensor {name}: the merged values are not finite")
-        changed += not torch.equal(merged, reference)
+        changed += not torch.equal(merged, reference.to(merged.dtype))
         return {name: merged}
 
+    def kind_of(stored: torch.dtype) -> torch.dtype:
+        return dtype if dtype is not None and stored.is_floating_point else stored
+
     entries = [
-        LazyTensors({name: (first.files.shape(name), first.files.dtype(name))}, partial(fetch, name))
+        LazyTensors({name: (first.files.shape(name), kind_of(first.files.dtype(name)))}, partial(fetch, name))
         for name in sorted(first.files.places)
     ]
     with new_folder(out) as unfinished:

@@ -34,7 +34,7 @@ class RolloutScorer:
         """`models`: reward models by their index among the rewards."""
         self.rewards, self.models, self.tokenizer = rewards, models, tokenizer
         self.weights = list(config.reward.weights or rewards.weights)
-        self.clip = config.reward.clip
+        self.clip_bounds = config.reward.clip_bounds
         self.needed = config.algo is None or config.algo.needs_reward()  # else completions without one are trained on
         self.statistics = RunningStatistics() if config.reward.normalize == "running" else None
         self.overlong = (config.reward.overlong_tokens, config.reward.overlong_penalty, config.rollout.max_tokens)
@@ -134,8 +134,8 @@ class RolloutScorer:
             self.statistics.add([rollout.sample.reward for rollout in rollouts])
             deviation = self.statistics.deviation or 1.0  # 0: all rewards were equal so far
         for rollout in rollouts:
-            reward = rollout.sample.reward / deviation
-            rollout.sample.reward = max(-self.clip, min(self.clip, reward)) if self.clip else reward
+            low, high = self.clip_bounds
+            rollout.sample.reward = max(low, min(high, rollout.sample.reward / deviation))
 
     def state(self) -> dict[str, float]:
         """Return the running statistics, for a checkpoint."""

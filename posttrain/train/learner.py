@@ -683,11 +683,15 @@ class Learner:
             raise UsageError("reward.normalize: the reward model was saved without score_mean and score_std")
         return float(mean), float(deviation)
 
+    def save_weights(self, folder: Path) -> None:
+        """Write a plain Hugging Face directory."""
+        save_model(self.model, self.tokenizer, folder, self.shards)
+
     def save(self, folder: Path) -> None:
         """Write model/, a plain Hugging Face directory, and beside it what training needs to resume."""
         assert self.optimizer is not None
         self.optimizer.write_average()
-        save_model(self.model, self.tokenizer, folder / "model", self.shards)
+        self.save_weights(folder / "model")
         self.optimizer.write_trained()
         self.optimizer.save(folder)
         if self.runner.value_head is not None:

@@ -136,6 +136,9 @@ class LearnerGroup:
     def annotate(self, entries: dict[str, Any]) -> None:
         self.workers.call("annotate", entries)
 
+    def save_weights(self, folder: Path) -> None:
+        self.workers.call("save_weights", folder)
+
     def save(self, folder: Path) -> None:
         self.workers.call("save", folder)
 

@@ -76,7 +76,8 @@ class ModelLoader:
             None if self.config.model.lora_rank and not path else self.frozen(path),
             self.offloader,
             distribution=algorithm.distribution,
-            sync_steps=algorithm.reference_sync_steps() if isinstance(algorithm, OnlineAlgorithm) else 0,
+            sync_steps=algorithm.reference_sync_steps(),
+            mixup_alpha=algorithm.reference_mixup_alpha(),
             load=self.frozen,
         )
 

@@ -83,6 +83,8 @@ class OfflineLoop:
         with self.run.log.phase("data"):
             samples = self.algorithm.prepare(self.run.data.next_examples(self.step + 1))
         with self.run.log.phase("helpers"):
+            if self.streams.reference is not None:
+                self.streams.reference.sync(self.step)
             self.streams.fill(samples)
             return self.algorithm.assign_credit(samples)
 

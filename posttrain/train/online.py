@@ -190,7 +190,7 @@ class OnlineLoop:
 
     def trained_samples(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples that count in the loss."""
-        trained = [sample for sample in samples if self.algorithm.is_trained_on(sample)]
+        trained = self.algorithm.trained_samples(samples, (self.config.seed, self.step))
         if not trained:
             self.run.log.warn(
                 f"step {self.step}: all completions were truncated, so nothing was trained "

@@ -1,4 +1,4 @@
-"""The reference model: log-probabilities of a frozen policy, which may be replaced every N steps."""
+"""The reference model: log-probabilities of a frozen policy, which may follow the policy every N steps (TR-DPO)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from posttrain.checkpoints import checkpoint
 from posttrain.core.errors import CheckpointError
 from posttrain.core.types import Sample, SamplingDistribution
+from posttrain.models.merging import MergeSettings, merge_models
 from posttrain.train.learner_group import LearnerGroup
 from posttrain.train.offload import Offloader
 from posttrain.train.run import Run
@@ -27,14 +30,17 @@ class ReferenceModel:
         *,
         distribution: SamplingDistribution,
         sync_steps: int,
+        mixup_alpha: float,
         load: Callable[[str], LearnerGroup],
     ) -> None:
         """`model`: the frozen model; None: the reference is the policy without its adapters.
 
-        `sync_steps`: the reference is replaced by the current policy every N steps (0: never); `load` loads a model.
+        `sync_steps`: the reference is replaced by the current policy every N steps (0: never), or with `mixup_alpha`
+        below 1 by an average with this share of the policy; `load` loads a model.
         """
         self.run, self.policy, self.model, self.offloader = run, policy, model, offloader
         self.distribution, self.sync_steps, self.load = distribution, sync_steps, load
+        self.mixup_alpha = mixup_alpha
         self.step = 0  # the reference is the policy after this step
         self.precomputed = False
         self.offload()
@@ -65,7 +71,7 @@ class ReferenceModel:
             self.model = None
 
     def sync(self, step: int) -> None:
-        """Make the reference the policy as it was after the last multiple of `sync_steps` steps.
+        """Make the reference the policy as it was after the last multiple of `sync_steps` steps, or mix it in.
 
         Its weights are kept in the run directory, copied from that step's checkpoint, so that a resumed run has the
         same reference.
@@ -86,10 +92,11 @@ class ReferenceModel:
         for other in checkpoint.list_checkpoints(directory):
             if checkpoint.step_of(other) < oldest // every * every:  # no checkpoint of the run needs it any more
                 shutil.rmtree(other)
-        self.run.log.message(f"the reference is now the policy of step {wanted}")
+        share = f" by {self.mixup_alpha:g}" if self.mixup_alpha < 1 else ""
+        self.run.log.message(f"the reference is now the policy of step {wanted}{share}")
 
     def save_reference(self, directory: Path, wanted: int, step: int) -> Path:
-        """Copy the policy of step `wanted` into `directory`, unless it is there; return the copy."""
+        """Write the reference of step `wanted` into `directory`, unless it is there; return its folder."""
         run = self.run
         checkpoint.remove_temporaries(directory)
         for other in checkpoint.list_checkpoints(directory):
@@ -109,10 +116,33 @@ class ReferenceModel:
             )
 
         def write(folder: Path) -> None:
-            shutil.copytree(source, folder / "model", copy_function=link_or_copy)
+            if self.mixup_alpha < 1:
+                self.mix(source, self.previous_reference(directory, wanted), folder / "model")
+            else:
+                shutil.copytree(source, folder / "model", copy_function=link_or_copy)
 
         checkpoint.write_checkpoint(directory, wanted, write)
         return saved
+
+    def previous_reference(self, directory: Path, wanted: int) -> Path:
+        """Return the folder of the reference before the one of step `wanted`; the first is written from the model."""
+        before = wanted - self.sync_steps
+        saved = checkpoint.checkpoint_path(directory, before)
+        if before == 0 and not checkpoint.is_valid(saved):
+            model = self.model
+            assert model is not None and self.step == 0
+            checkpoint.write_checkpoint(directory, 0, lambda folder: model.save_weights(folder / "model"))
+        if not checkpoint.is_valid(saved):
+            raise CheckpointError(
+                f"{saved}: the reference of step {wanted} is mixed from that of step {before}, which is missing, so "
+                "the run cannot be resumed"
+            )
+        return saved / "model"
+
+    def mix(self, policy: Path, previous: Path, out: Path) -> None:
+        """Write the average of two models, in float32: small steps would be lost in a half-precision file."""
+        weights = (self.mixup_alpha, 1 - self.mixup_alpha)
+        merge_models([str(policy), str(previous)], out, MergeSettings(weights=weights), dtype=torch.float32)
 
     def offload(self) -> None:
         if self.model is not None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 def open_offline(verb: str, config: Config, inputs: RunInputs = NO_INPUTS) -> Iterator[OfflineLoop]:
     """Build an offline loop with its models loaded, at the step it starts or resumes from."""
     algorithm = ALGORITHMS[verb](config.algo)
+    check_reference(algorithm, config)
     with Run.open(verb, config, algorithm, inputs) as run:
         if run.metric_functions and run.data.eval is None:
             raise UsageError(f"metrics of {verb} are computed on evaluation data: give eval_data, or data.eval")
@@ -204,12 +205,17 @@ def make_online_algorithm(verb: str, config: OnlineConfig) -> OnlineAlgorithm:
             f"prompt: set it to at least {algorithm.min_samples_per_prompt()}"
         )
     check_teachers(algorithm, config)
+    check_reference(algorithm, config)
+    return algorithm
+
+
+def check_reference(algorithm: Algorithm, config: Config) -> None:
+    """Raise UsageError if the reference should follow the policy and cannot."""
     if algorithm.reference_sync_steps() and config.model.lora_rank:
         raise UsageError(
             f"algo.reference_sync_steps is {algorithm.reference_sync_steps()}, but with model.lora_rank the reference "
             "is the policy without its adapters, which does not change: leave one of them out"
         )
-    return algorithm
 
 
 def check_teachers(algorithm: OnlineAlgorithm, config: OnlineConfig) -> None:

@@ -4,8 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from posttrain import GRPOTrainer
+from posttrain.checkpoints.tensor_files import TensorFiles
 from posttrain.core.errors import DivergedError, RewardError, UsageError
 from posttrain.train.launch import train
 from tests.e2e.rows import ROWS, write_judge, write_rows
@@ -309,6 +312,45 @@ def test_a_reference_that_is_renewed(tmp_path):
     assert (whole / "reference" / weights).read_bytes() == (whole / "checkpoints" / weights).read_bytes()
 
 
+def weights_of(folder):
+    files = TensorFiles(folder / "model", "model")
+    return {name: files.read(name) for name in files.places}
+
+
+@pytest.mark.parametrize("verb", ["grpo", "dpo", "kto"])
+def test_a_reference_that_follows_the_policy_slowly(verb, tmp_path):
+    """Every second step it is a quarter of the policy and the rest of what it was; a stopped run has the same one."""
+    first = tiny_folder("llama", tmp_path)
+    algo = {"reference_sync_steps": 2, "reference_mixup_alpha": 0.25} | ({"kl_coef": 0.1} if verb == "grpo" else {})
+    changes = {"model": {"path": str(first), "dtype": "float32"}, "algo": algo, "save": {"every": 1, "keep": 9}}
+    changes["update"] = {"schedule": "constant"}
+    chosen = options(tmp_path, **changes)
+    if verb != "grpo":
+        chosen["data"] = {"train": [write_rows("pair" if verb == "dpo" else "labelled", tmp_path)]}
+        chosen = {key: value for key, value in chosen.items() if key not in ("reward", "rollout", "rewards")}
+    run, stopped = tmp_path / "run", tmp_path / "stopped"
+    train(verb, **chosen | {"steps": 6})
+    for steps in (2, 3, 6):  # from a step right before a new reference, and from one in between
+        train(verb, **chosen | {"steps": steps, "out": str(stopped), "resume": steps > 2})
+    both = [
+        [
+            (row["loss"], row["grad_norm"])
+            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        ]
+        for folder in (run, stopped)
+    ]
+    assert both[0] == both[1] and len(both[0]) == 6
+    before = load_file(first / "model.safetensors")
+    for step in ("step-00000002", "step-00000004"):
+        policy, found = weights_of(run / "checkpoints" / step), weights_of(run / "reference" / step)
+        assert found.keys() == policy.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == torch.float32
+            torch.testing.assert_close(tensor, 0.25 * policy[name] + 0.75 * before[name], rtol=0, atol=1e-6)
+            assert not torch.equal(tensor, before[name]) or torch.equal(policy[name], before[name]), name
+        before = found
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -323,6 +365,16 @@ def test_a_reference_that_is_renewed(tmp_path):
 def test_references_that_cannot_be_renewed(changes, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         train("grpo", **options(tmp_path, **changes))
+
+
+def test_a_reference_without_adapters_does_not_follow_dpo_either(tmp_path):
+    with pytest.raises(UsageError, match=r"algo\.reference_sync_steps is 2, but with model.lora_rank"):
+        train(
+            "dpo",
+            model={"path": "pico", "lora_rank": 4},
+            data={"train": [write_rows("pair", tmp_path)]},
+            algo={"reference_sync_steps": 2},
+        )
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):

@@ -20,6 +20,9 @@ VARIANTS = [(verb, {}) for verb in ALGORITHMS] + [
     ("dpo", {"loss_type": "robust", "label_smoothing": 0.1, "length_normalize": True}),
     ("dpo", {"loss_types": ("apo_down", "sppo_hard"), "loss_weights": (0.8, 0.1), "ld_alpha": 0.5}),
     ("dpo", {"weight_by_policy": True, "sft_coef": 0.2}),
+    ("dpo", {"loss_type": "aot"}),
+    ("dpo", {"loss_types": ("aot_unpaired", "hinge"), "loss_weights": (0.7, 0.3), "length_normalize": True}),
+    ("grpo", {"kl_cov_fraction": 0.3, "kl_cov_coef": 0.5, "mini_batch_size": 4}),
     ("sft", {"loss_type": "dft"}),
     ("grpo", {"top_entropy_fraction": 0.4, "clip_cov_fraction": 0.2, "clip_cov_low": 0.01}),
     ("grpo", {"group_advantage": "length_weighted_mean", "scale_by_std": False, "mini_batch_size": 4}),
@@ -199,6 +202,19 @@ def test_a_loss_that_is_falsely_called_separable_stops_the_run(folder, verb, mon
     algo, objective, learner = made(folder, verb, {}, "llama")
     with pytest.raises(PosttrainError, match="reads the log-probabilities of other tokens"):
         in_small_chunks(algo, objective, learner, monkeypatch)
+
+
+def test_a_sample_that_was_drawn_twice_counts_twice(folder):
+    """PF-PPO draws with replacement: the same object may be in a batch several times, also in one micro-batch."""
+    algo, objective, learner = made(folder, "ppo", {"share_critic": True}, "llama")
+    samples = prepared(algo, learner, alike=20)[:6]
+    twice = [*samples, samples[2], samples[2]]
+    whole, expected = gradients(learner, objective, [twice], twice)
+    for budget in (1, 60):
+        learner.train_config = TrainConfig(micro_batch_tokens=budget)
+        assert_same(gradients(learner, objective, [twice], twice), (whole, expected))
+    learner.runner.shares_prefixes = False
+    assert_same(gradients(learner, objective, [samples, samples[2:3], samples[2:3]], twice), (whole, expected))
 
 
 def test_log_probabilities_values_and_scores_are_the_same_when_shared(folder):

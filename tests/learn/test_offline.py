@@ -85,7 +85,8 @@ def test_a_reward_model_ranks_every_pair(learn):
 
 
 @pytest.mark.parametrize(
-    ("loss", "smoothing"), [("sigmoid", 0), ("sigmoid", 0.1), ("robust", 0.1), ("ipo", 0), ("hinge", 0)]
+    ("loss", "smoothing"),
+    [("sigmoid", 0), ("sigmoid", 0.1), ("robust", 0.1), ("ipo", 0), ("hinge", 0), ("aot", 0), ("aot_unpaired", 0.1)],
 )
 def test_dpo_prefers_the_chosen(loss, smoothing, learn):
     metrics = learn("dpo", 20, rate=3e-4, loss_type=loss, label_smoothing=smoothing)

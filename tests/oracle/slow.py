@@ -163,6 +163,23 @@ def dpo(
     return result
 
 
+def aot(samples, logprobs, loss_type="aot", beta=0.1, label_smoothing=0.0, length_normalize=False):
+    """Sorted numbers of the whole step are compared; Python's sort is all that it takes (arXiv:2406.05882)."""
+    read = mean if length_normalize else total
+    policy = [read(row, sample.mask) for sample, row in zip(samples, logprobs, strict=True)]
+    reference = [read(sample.ref_logprobs.tolist(), sample.mask) for sample in samples]
+    if loss_type == "aot":
+        first = [policy[i] - policy[i + 1] for i in range(0, len(policy), 2)]
+        second = [reference[i] - reference[i + 1] for i in range(0, len(policy), 2)]
+    else:
+        first = [policy[i] - reference[i] for i in range(0, len(policy), 2)]
+        second = [policy[i] - reference[i] for i in range(1, len(policy), 2)]
+    result = 0.0
+    for a, b in zip(sorted(first), sorted(second), strict=True):
+        result += shape(beta * (a - b), "sigmoid", beta, label_smoothing)
+    return result
+
+
 def simpo(samples, logprobs, loss_type="sigmoid", beta=2.5, gamma_beta_ratio=1.4, label_smoothing=0.0, sft_coef=0.0):
     gamma = gamma_beta_ratio * beta
     result = 0.0

@@ -97,6 +97,16 @@ def highest(values, fraction):
     return set(order[: math.ceil(fraction * len(values) - 1e-6)])
 
 
+def largest_covariances(samples, fraction):
+    """The tokens, as (sample, place), with the largest covariance of log-probability and advantage over the batch."""
+    places = [(i, t) for i, sample in enumerate(samples) for t in counted(sample)]
+    logprobs = {(i, t): old_of(samples[i], samples[i].logprobs.tolist())[t] for i, t in places}
+    gains = {(i, t): samples[i].advantages.tolist()[t] for i, t in places}
+    centre = [mean(list(numbers.values())) for numbers in (logprobs, gains)]
+    covariance = {at: (logprobs[at] - centre[0]) * (gains[at] - centre[1]) for at in places}
+    return set(sorted(places, key=lambda at: -covariance[at])[: max(1, int(fraction * len(places)))])
+
+
 def length_weighted(rewards, lengths):
     """arXiv:2505.23585: the reward minus the mean weighted by lengths."""
     mean_reward = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
@@ -139,6 +149,9 @@ def policy(
     kl_clip=0.0,
     entropy_coef=0.0,
     top_entropy_fraction=1.0,
+    kl_cov_fraction=0.0,
+    kl_cov_coef=1.0,
+    mini_batch_size=0,
     loss_aggregation="token_mean",
     longest=0,
 ):
@@ -156,6 +169,8 @@ def policy(
                 term = 0.0
             if kl_coef and kl_in == "loss":
                 term -= kl_coef * kl_term(row, row_now, t, sample, kl_estimator, kl_bias_correction, kl_clip)
+            if kl_cov_fraction and sample.penalties.tolist()[t]:
+                term -= kl_cov_coef * abs(row[t] - old_of(sample, row_now)[t])
             answer -= term + entropy_coef * chaos[t]
         if loss_aggregation == "sample_mean":
             answer /= max(1, len(terms))

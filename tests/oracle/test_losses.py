@@ -103,6 +103,42 @@ def test_dynamic_fine_tuning(seed):
             assert found == pytest.approx(expected.get((i, j), 0.0), rel=1e-7, abs=1e-8)
 
 
+AOT = [
+    {"loss_type": "aot"},
+    {"loss_type": "aot", "beta": 0.6, "label_smoothing": 0.2, "length_normalize": True},
+    {"loss_type": "aot_unpaired", "beta": 0.4},
+    {"loss_type": "aot_unpaired", "beta": 0.4, "label_smoothing": 0.1, "length_normalize": True},
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("options", AOT, ids=str)
+def test_sorted_pairs_of_the_step(options, seed):
+    """Ranks and partners are constants that assign_credit writes; the gradient is that of the sorted sums."""
+    rng = np.random.default_rng(seed)
+    algo = algorithm("dpo", options)
+    rows = samples(rng, 2)
+    logprobs = random_logprobs(rng, batch_of(rows))
+    values = per_sample_lists(logprobs, batch_of(rows))
+    for row, own in zip(rows, values, strict=True):
+        row.logprobs = np.array(own)
+        row.ref_logprobs = row.ref_logprobs.astype(np.float64)
+    batch = batch_of(algo.assign_credit(rows))
+
+    def formula(moved):
+        return slow.aot(rows, moved, **options)
+
+    loss = algo.loss(Outputs(logprobs=logprobs), batch).total
+    loss.backward()
+    assert loss.item() == pytest.approx(formula(values), rel=1e-6)
+    counted = [(i, j) for i, row in enumerate(rows) for j in np.flatnonzero(row.mask).tolist()]
+    expected = slow.gradient(formula, values, counted, h=1e-5)
+    found = per_sample_lists(logprobs.grad, batch)
+    assert any(expected.values())
+    for (i, j), value in expected.items():
+        assert found[i][j] == pytest.approx(value, rel=1e-5, abs=1e-7), (i, j)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "options",

@@ -153,6 +153,48 @@ def test_tokens_are_dropped_by_their_covariance():
     assert again.state()["batches"] == 2.0
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_tokens_with_the_largest_covariance_are_held_near_the_old_policy(old):
+    """KL-Cov: those of the whole batch, and at least one."""
+    for fraction in (0.2, 1e-6):
+        rows = drawn(np.random.default_rng(9), old=old)
+        algorithm("grpo", kl_cov_fraction=fraction, mini_batch_size=4).assign_credit(rows)
+        expected = slow_policy.largest_covariances(rows, fraction)
+        marked = {(i, int(t)) for i, row in enumerate(rows) for t in np.flatnonzero(row.penalties)}
+        assert marked == expected and len(marked) >= 1
+
+
+def test_completions_are_drawn_by_their_rewards():
+    """PF-PPO: as many as there were, the same for the same seed, in proportion to the weights of arXiv:2409.06957."""
+    rows = drawn(np.random.default_rng(2))
+    for row, reward in zip(rows, (-3.0, 1.0, 2.0, 0.0) * 3, strict=True):
+        row.reward = reward
+    expected = {
+        "power": {-3.0: 9 / 14, 1.0: 1 / 14, 2.0: 4 / 14, 0.0: 0.0},
+        "best_and_worst": {-3.0: 0.5, 1.0: 0.0, 2.0: 0.5, 0.0: 0.0},
+        "best_and_random": {-3.0: 1 / 7, 1.0: 1 / 7, 2.0: 4 / 7, 0.0: 1 / 7},
+    }
+    for kind, shares in expected.items():
+        algo = algorithm("ppo", resample_by_reward=kind)
+        draws = [algo.trained_samples(rows, (3, step)) for step in range(500)]
+        assert all(len(drawn_rows) == len(rows) for drawn_rows in draws)
+        seen = [row.reward for drawn_rows in draws for row in drawn_rows]
+        for reward, share in shares.items():
+            deviation = (share * (1 - share) / len(seen)) ** 0.5
+            assert abs(seen.count(reward) / len(seen) - share) <= 5 * deviation, (kind, reward)
+        again = algo.trained_samples(rows, (3, 7))
+        assert [id(row) for row in again] == [id(row) for row in draws[7]]
+    assert algorithm("ppo").trained_samples(rows, (3, 7)) == rows
+    cut = algorithm("ppo", resample_by_reward="power", mask_truncated_completions=True)
+    rows[0].finish = "length"
+    assert rows[0] not in cut.trained_samples(rows, (3, 7)) and len(cut.trained_samples(rows, (3, 7))) == len(rows) - 1
+    for row in rows:
+        row.reward = 0.0
+    assert algorithm("ppo", resample_by_reward="power").trained_samples(rows, (3, 7)) == rows
+    with pytest.raises(UsageError, match=r"resample_power is 3\.0, but algo.resample_by_reward is none"):
+        algorithm("ppo", resample_power=3.0)
+
+
 def test_leave_one_out_normalised():
     rows = drawn(np.random.default_rng(1))
     plain = slow_policy.group_credit(rows, slow_policy.leave_one_out)

@@ -36,6 +36,7 @@ CLIPPED_RATIO = [
     {"importance_mode": "geometric_mask", "importance_floor": 0.9, "importance_cap": 1.1},
     {"off_policy_mask_threshold": 0.05},
     {"top_entropy_fraction": 0.5, "kl_coef": 0.2},
+    {"kl_cov_fraction": 0.4, "kl_cov_coef": 0.7, "mini_batch_size": 4, "clip_low": 0.0, "clip_high": 0.0},
     {"kl_coef": 0.3, "kl_bias_correction": True},
     {"kl_coef": 0.3, "kl_clip": 0.4},
     {"kl_coef": 0.3, "kl_clip": 0.4, "kl_estimator": "k2", "kl_bias_correction": False},
@@ -91,6 +92,7 @@ def drawn(rng, *, old=True):
         sample.logprobs = stream(rng, sample, -2.0, -0.1)
         sample.old_logprobs = sample.logprobs + stream(rng, sample, -0.3, 0.3) if old else None
         sample.advantages, sample.values, sample.returns = (stream(rng, sample) for _ in range(3))
+        sample.penalties = (np.arange(len(sample)) % 3 < 2).astype(np.float32)
         sample.reward = float(rng.normal())
     return rows
 

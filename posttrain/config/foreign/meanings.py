@@ -309,11 +309,14 @@ def vllm(name: str, *, unless: str = "", note: str = "") -> Meaning:
 
 
 def reward_range(value: Any, given: Given) -> Found | None:
-    """Translate a range to a bound: [-10, 10] is 10."""
+    """Translate a range: [-10, 10] is 10, other ones are two bounds."""
     bounds = [number(bound) for bound in items(value)]
-    if len(bounds) != 2 or None in bounds or bounds[0] != -(bounds[1] or 0):
+    low, high = bounds if len(bounds) == 2 else (None, None)
+    if low is None or high is None:
         return None
-    return {"reward.clip": f"{bounds[1]:g}"}
+    if low == -high:
+        return {"reward.clip": f"{high:g}"}
+    return {"reward.clip_min": f"{low:g}", "reward.clip_max": f"{high:g}"}
 
 
 STEP_TOKENS = Meaning(

@@ -442,7 +442,11 @@ FLAT_ONLINE: Table = {
     "advantage_estimator": Meaning(note="not an option: the verb here", verbs=ESTIMATORS),
     "policy_loss_type": Meaning(note="not an option: gspo is a verb", verbs={"gspo": ("gspo",)}),
     "normalize_reward": if_true({"reward.normalize": "saved"}, note="saved: with the reward model's own numbers"),
-    "reward_clip_range": made("reward.clip", by=reward_range, note="the same bound on both sides"),
+    "reward_clip_range": made(
+        *("reward.clip", "reward.clip_min", "reward.clip_max"),
+        by=reward_range,
+        note="one option if both bounds have the same size, else two",
+    ),
     "overlong_buffer_len": "reward.overlong_tokens",
     "overlong_penalty_factor": "reward.overlong_penalty",
     "reward_pretrain": reward_model(),

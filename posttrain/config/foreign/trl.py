@@ -88,6 +88,14 @@ def prompts(value: Any, given: Given) -> Found | None:
     return {"train.batch_size": f"{generated / count:g}", **mini}
 
 
+def synchronised(value: Any, given: Given) -> Found:
+    """TRL mixes 0.6 of the policy into the reference every 512 steps unless they are given."""
+    if not truth(value):
+        return {}
+    steps, share = given.get("ref_model_sync_steps", "512"), given.get("ref_model_mixup_alpha", "0.6")
+    return {"algo.reference_sync_steps": steps, "algo.reference_mixup_alpha": share}
+
+
 def rpo(value: Any, given: Given) -> Found | None:
     return {"algo.sft_coef": value} if isinstance(value, str) and number(value) is not None else None
 
@@ -100,6 +108,15 @@ def gkd_divergence(value: Any, given: Given) -> Found | None:
     return {"algo.divergence": ends[amount]} if amount in ends else {"algo.divergence": "jsd", "algo.jsd_beta": value}
 
 
+SYNCHRONISED: Table = {
+    "sync_ref_model": made(
+        *("algo.reference_sync_steps", "algo.reference_mixup_alpha"),
+        by=synchronised,
+        note="a number of steps turns it on; 512 and 0.6 there unless given",
+    ),
+    "ref_model_sync_steps": part_of("algo.reference_sync_steps", "with sync_ref_model"),
+    "ref_model_mixup_alpha": part_of("algo.reference_mixup_alpha", "with sync_ref_model"),
+}
 LORA = {"lora_r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 LORA |= {name: name for name in ("use_rslora", "use_dora")}
 COMMON: Table = {
@@ -150,19 +167,21 @@ REFERENCE: Table = {
     "precompute_ref_log_probs": "algo.precompute_reference",
     "precompute_ref_batch_size": needless("train.micro_batch_tokens bounds every forward pass"),
     "ref_model ref_model_name_or_path": "algo.reference",
-    "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": absent("the reference stays as it is in this trainer"),
+    **SYNCHRONISED,
 }
 
 
 DPO_LOSSES = (
     *("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down"),
-    *("exo_pair", "nca_pair", "bco_pair", "sppo_hard", "discopop"),
+    *("exo_pair", "nca_pair", "bco_pair", "sppo_hard", "discopop", "aot", "aot_unpaired"),
 )
 
 
 def dpo_loss(value: Any, given: Given) -> Found | None:
-    """IPO is a mean over tokens there."""
+    """IPO and sigmoid_norm are means over tokens there."""
     names = items(value)
+    if names == ["sigmoid_norm"]:
+        return {"algo.loss_type": "sigmoid", "algo.length_normalize": "true"}
     if not names or not set(names) <= set(DPO_LOSSES) or ("ipo" in names and len(names) > 1):
         return None
     chosen_loss = {"algo.loss_types": names} if len(names) > 1 else {"algo.loss_type": names[0]}
@@ -175,7 +194,7 @@ DPO: Table = {
         "algo.loss_types",
         "algo.length_normalize",
         by=dpo_loss,
-        note="by the same names, several as algo.loss_types; ipo with algo.length_normalize; sft is algo.sft_coef",
+        note="same names, several: algo.loss_types; ipo and sigmoid_norm: algo.length_normalize; sft: algo.sft_coef",
     ),
     "rpo_alpha": made("algo.sft_coef", by=rpo, note="the weight of the SFT loss beside the preference loss"),
     "loss_weights": by_hand("algo.loss_weights", "algo.sft_coef", note="the weight of sft is algo.sft_coef"),
@@ -271,10 +290,6 @@ def reward_functions(value: Any, given: Given) -> Found:
     return {"reward.functions": found}
 
 
-def synchronised(value: Any, given: Given) -> Found:
-    return {"algo.reference_sync_steps": given.get("ref_model_sync_steps", "512")} if truth(value) else {}
-
-
 ROLLOUTS: Table = {
     **SAMPLING,
     "per_device_train_batch_size gradient_accumulation_steps": made(
@@ -300,13 +315,7 @@ ROLLOUTS: Table = {
     "off_policy_mask_threshold": "algo.off_policy_mask_threshold",
     "use_bias_correction_kl": if_true({"algo.kl_bias_correction": "true"}, note="with algo.kl_coef"),
     "num_iterations": "algo.epochs_per_batch",
-    "sync_ref_model": made("algo.reference_sync_steps", by=synchronised, note="a number of steps turns it on"),
-    "ref_model_sync_steps": Meaning(
-        ("algo.reference_sync_steps",),
-        "the policy itself becomes the reference, without mixing",
-        lambda value, given: {"algo.reference_sync_steps": value} if truth(given.get("sync_ref_model")) else {},
-    ),
-    "ref_model_mixup_alpha": absent("the policy itself becomes the reference, without mixing"),
+    **SYNCHRONISED,
     "entropy_coef": "algo.entropy_coef",
     "top_entropy_quantile": Meaning(
         ("algo.top_entropy_fraction",),
@@ -388,7 +397,11 @@ SAPO: Table = {
 }
 RLOO: Table = {
     "normalize_advantages": "algo.normalize_advantages",
-    "reward_clip_range": made("reward.clip", by=reward_range, note="the same bound on both sides"),
+    "reward_clip_range": made(
+        *("reward.clip", "reward.clip_min", "reward.clip_max"),
+        by=reward_range,
+        note="one option if both bounds have the same size, else two",
+    ),
 }
 PPO: Table = {
     "num_ppo_epochs": "algo.epochs_per_batch",

@@ -149,6 +149,31 @@ def dual_clip(value: Any, given: Given) -> Found:
     return {"algo.dual_clip": value} if vanilla else {}
 
 
+def by_covariance(value: Any, given: Given) -> Found:
+    """Translate the losses that treat tokens by their covariance; KL-Cov has no clipping there."""
+
+    def of(name: str, default: str) -> Any:
+        return given.get(f"{ACTOR}.policy_loss.{name}", default)
+
+    if value == "clip_cov":
+        share = {"algo.clip_cov_fraction": of("clip_cov_ratio", "0.0002")}
+        return share | {"algo.clip_cov_low": of("clip_cov_lb", "1.0"), "algo.clip_cov_high": of("clip_cov_ub", "5.0")}
+    if value == "kl_cov":
+        return {"algo.kl_cov_fraction": of("kl_cov_ratio", "0.0002"), "algo.kl_cov_coef": of("ppo_kl_coef", "0.1")}
+    return {}
+
+
+def resampling(value: Any, given: Given) -> Found | None:
+    """Translate PF-PPO, which draws by powers of the scores unless it is told otherwise."""
+    if not truth(value):
+        return {}
+    kinds = {"pow": "power", "max_min": "best_and_worst", "max_random": "best_and_random"}
+    kind = kinds.get(str(given.get("algorithm.pf_ppo.reweight_method", "pow")))
+    power = given.get("algorithm.pf_ppo.weight_pow", "2.0")
+    found = {"algo.resample_by_reward": kind} | ({"algo.resample_power": power} if kind == "power" else {})
+    return found if kind else None
+
+
 def aggregation(value: Any, given: Given) -> Found | None:
     ways = {"token-mean": "token_mean", "seq-mean-token-mean": "sample_mean"}
     return {"algo.loss_aggregation": ways[value]} if value in ways else None
@@ -352,9 +377,23 @@ ACTOR_ROWS: Table = with_pattern(
             note="with the schedule interleaved",
         ),
         "policy_loss.loss_mode": Meaning(
-            note="not an option: gspo, gmpo (geo_mean), cispo and sapo are verbs",
-            verbs={"gspo": ("gspo",), "geo_mean": ("gmpo",), "cispo": ("cispo",), "sapo": ("sapo",), "vanilla": ()},
+            ("algo.clip_cov_fraction", "algo.kl_cov_fraction"),
+            "gspo, gmpo (geo_mean), cispo and sapo are verbs; clip_cov and kl_cov are these options, the latter also "
+            "with algo.clip_low 0 and algo.clip_high 0",
+            by_covariance,
+            verbs={
+                "gspo": ("gspo",),
+                "geo_mean": ("gmpo",),
+                "cispo": ("cispo",),
+                "sapo": ("sapo",),
+                **dict.fromkeys(("vanilla", "clip_cov", "kl_cov"), ()),
+            },
         ),
+        "policy_loss.clip_cov_ratio": part_of("algo.clip_cov_fraction", "with loss_mode clip_cov"),
+        "policy_loss.clip_cov_lb": part_of("algo.clip_cov_low", "with loss_mode clip_cov"),
+        "policy_loss.clip_cov_ub": part_of("algo.clip_cov_high", "with loss_mode clip_cov"),
+        "policy_loss.kl_cov_ratio": part_of("algo.kl_cov_fraction", "with loss_mode kl_cov"),
+        "policy_loss.ppo_kl_coef": part_of("algo.kl_cov_coef", "with loss_mode kl_cov"),
         "tau_pos tau_neg": unrelated("posttrain sapo has algo.temperature_positive and algo.temperature_negative"),
         "tis_imp_ratio_cap": "algo.importance_cap",
         "policy_loss.*": absent("this variant of the loss does not exist"),
@@ -455,7 +494,7 @@ ALGORITHM: Table = with_pattern(
             note="token_mask, sequence_mask, or geometric_mask for seq_mean_k1, with two bounds",
         ),
         "rollout_correction.*": by_hand("algo.importance_cap", note="0 turns the correction off"),
-        "use_pf_ppo pf_ppo.*": absent("samples are not weighted anew"),
+        "use_pf_ppo pf_ppo.*": unrelated("only posttrain ppo draws completions anew, as there with the estimator gae"),
     },
 )
 REWARDS: Table = {
@@ -498,6 +537,11 @@ CRITIC_ROWS: Table = with_pattern(
     },
 )
 PPO: Table = {
+    "algorithm.use_pf_ppo": made(
+        *("algo.resample_by_reward", "algo.resample_power"), by=resampling, note="power unless pf_ppo names another"
+    ),
+    "algorithm.pf_ppo.reweight_method": part_of("algo.resample_by_reward", "with use_pf_ppo"),
+    "algorithm.pf_ppo.weight_pow": part_of("algo.resample_power", "with use_pf_ppo and power"),
     **CRITIC_ROWS,
     "algorithm.gamma": "algo.gamma",
     "algorithm.lam": "algo.gae_lambda",

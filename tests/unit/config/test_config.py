@@ -37,6 +37,12 @@ SPECIAL = {
     "algo.positive_token": "#",
     "algo.credit": "conversation",  # others do not go with reward.clip
     "algo.reference": "there",
+    "algo.reference_mixup_alpha": 0.5,
+    "algo.precompute_reference": False,  # does not go with algo.reference_sync_steps
+    "algo.resample_by_reward": "power",
+    "reward.clip": 0.0,  # does not go with the two bounds
+    "reward.clip_min": -2.5,
+    "reward.clip_max": 5.0,
     "algo.kl_coef": 0.25,
     "algo.kl_target": 2.5,
     "algo.kl_horizon": 100,

@@ -81,7 +81,7 @@ RENAMED = [
     ("ppo", "algo.kl_target", 3.0, {"algo.kl_target": 3.0, "algo.kl_horizon": 10_000}),
     ("grpo", "algo.reference", "every:50", {"algo.reference": "", "algo.reference_sync_steps": 50}),
     ("grpo", "algo.reference", "there", {"algo.reference": "there", "algo.reference_sync_steps": 0}),
-    ("dpo", "algo.reference", "every:50", {"algo.reference": "every:50"}),
+    ("dpo", "algo.reference", "every:50", {"algo.reference": "", "algo.reference_sync_steps": 50}),
     ("ppo", "algo.whiten", False, {"algo.whiten_advantages": False}),
     ("ppo", "algo.shared_trunk", 0.5, {"algo.share_critic": True, "algo.value_loss_coef": 0.5}),
     ("ppo", "algo.shared_trunk", 0.0, {"algo.share_critic": False}),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.core.errors import RewardError
+from posttrain.config.checks import check
+from posttrain.core.errors import RewardError, UsageError
 from posttrain.core.types import Sample
 from posttrain.rewards.base import Rewards, Verdict
 from posttrain.rewards.verdict import NO_REWARD
@@ -104,6 +105,31 @@ def test_the_clip_holds_the_sum(rewards):
     rollouts = [rollout("a b c"), rollout("a")]
     scorer(rewards, reward__weights=(1.0, -2.0), reward__clip=3.0).score(rollouts)
     assert [r.sample.reward for r in rollouts] == [-3.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [({"clip_min": -2.0, "clip_max": 5.0}, [-2.0, -1.0]), ({"clip_max": -2.0}, [-7.0, -2.0])]
+)
+def test_bounds_of_different_size(bounds, expected, rewards):
+    rollouts = [rollout("a b c"), rollout("a")]
+    scorer(rewards, reward__weights=(1.0, -2.0), **{f"reward__{name}": value for name, value in bounds.items()}).score(
+        rollouts
+    )
+    assert [r.sample.reward for r in rollouts] == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"clip": 3.0, "clip_min": 0.0}, r"reward\.clip is both bounds"),
+        ({"clip_min": 1.0, "clip_max": 1.0}, r"reward\.clip_min is 1, not below reward\.clip_max, 1"),
+        ({"clip_max": float("inf")}, r"reward\.clip_max is inf: it must be a finite number"),
+    ],
+)
+def test_bounds_that_cannot_work(bounds, words):
+    with pytest.raises(UsageError, match=words):
+        config = online(**{f"reward__{name}": value for name, value in bounds.items()}, model__path="pico")
+        check(config, data=False)
 
 
 def slowly_scaled(batches, clip):
